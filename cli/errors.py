@@ -1,0 +1,104 @@
+"""What the user sees when a command fails: `error: ...`, perhaps `hint: ...`, and an exit code.
+
+2 is the user's to fix (a flag, a model, a request), 1 is ours or the machine's, 130 is Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+import traceback
+from collections.abc import Mapping
+
+from llmc.errors import LlmcError
+
+# Options of `vllm serve` that a ported command line may carry, and what to write instead.
+_VLLM_OPTIONS: Mapping[str, str] = {
+    "--enforce-eager": "-O0 runs without compilation",
+    "--compilation-config": "choose a level with -O0 to -O3, and passes with --disable-pass",
+    "--tensor-parallel-size": "llmc runs on one device; start one server for each",
+    "--pipeline-parallel-size": "llmc runs on one device; start one server for each",
+    "--data-parallel-size": "start one llmc server for each device",
+    "--quantization": "llmc does not quantize weights",
+    "--kv-cache-dtype": "the KV cache has the type given with --dtype",
+    "--speculative-config": "llmc has no speculative decoding",
+    "--enable-lora": "llmc does not load LoRA adapters; merge them into the model first",
+    "--enable-chunked-prefill": "chunked prefill is always on; leave the option out",
+    "--disable-log-stats": "leave the option out, or set --log-level warning",
+    "--swap-space": "leave the option out: a preempted request is computed again",
+    "--max-seq-len": "the option is called --max-model-len",
+    "--context-length": "the option is called --max-model-len",
+    "--ctx-size": "the option is called --max-model-len",
+    "--model-path": "the option is called --model",
+    "--mem-fraction-static": "the option is called --gpu-memory-utilization",
+    "--max-running-requests": "the option is called --max-num-seqs",
+}
+_MISSING_OPTION = re.compile(r"[Nn]o such option:? *'?(-[-\w]*)'?")
+
+
+def wants_traceback(argv: list[str]) -> bool:
+    return "--debug" in argv or os.environ.get("LLMC_DEBUG", "") not in ("", "0", "false")
+
+
+def report(error: BaseException, *, debug: bool) -> int:
+    """Print the error on stderr and return the exit code."""
+    if isinstance(error, BrokenPipeError):
+        # The reader of our output went away (`| head`). Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    if debug:
+        traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, KeyboardInterrupt):
+        _write("interrupted", None)
+        return 130
+    message, hint, code = describe(error)
+    _write("error: " + message, hint)
+    return code
+
+
+def describe(error: BaseException) -> tuple[str, str | None, int]:
+    """(one-line message, hint or None, exit code) of an error."""
+    if hasattr(error, "format_message"):  # typer's own, whose classes moved between versions
+        return _describe_usage(error)
+    hint = getattr(error, "hint", None)
+    if isinstance(error, LlmcError | ValueError):
+        if hint is None and not isinstance(error, LlmcError):
+            hint = "run again with --debug to see where this came from"
+        return _one_line(str(error)), hint, 2
+    if isinstance(error, OSError) and error.errno is not None:
+        name = f": {error.filename}" if error.filename else ""
+        hint = "choose another with --port" if error.errno == errno.EADDRINUSE else hint
+        return _one_line((error.strerror or str(error)) + name), hint, 2
+    if isinstance(error, MemoryError):
+        return "out of memory", "lower --max-model-len or --kv-cache-memory", 1
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return _one_line(what), "this is a bug in llmc; run again with --debug for the traceback", 1
+
+
+def _describe_usage(error: BaseException) -> tuple[str, str | None, int]:
+    message = _one_line(error.format_message())  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "llmc"
+    hint = f"see `{path} --help`"
+    missing = _MISSING_OPTION.match(message)
+    if missing is not None:
+        name = missing[1]
+        message = f"{path} has no option {name}"
+        nearest = list(getattr(error, "possibilities", None) or ())
+        if name in _VLLM_OPTIONS:
+            hint = _VLLM_OPTIONS[name]
+        elif nearest:
+            message += f"; did you mean {nearest[0]}?"
+    return message, hint, int(getattr(error, "exit_code", 2))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _write(message: str, hint: str | None) -> None:
+    sys.stderr.write(message + "\n")
+    if hint:
+        sys.stderr.write(f"hint: {_one_line(hint)}\n")

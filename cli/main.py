@@ -1,0 +1,67 @@
+"""The `llmc` command: `serve`, `chat`, `bench`, `collect-env`. Parses, then hands over.
+
+Nothing here or in the modules imported here loads torch, transformers or the web framework
+before a command runs, so `--help` and every usage error are instant.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from llmc import __version__
+from llmc.cli import bench, chat, collect_env, errors, serve
+
+app = typer.Typer(
+    name="llmc",
+    help="Serve any Hugging Face causal language model from its own code, by compiling it.",
+    epilog="Every option has an environment variable: --max-model-len is LLMC_MAX_MODEL_LEN.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("serve")(serve.command)
+app.command("chat")(chat.command)
+app.add_typer(bench.app, name="bench")
+app.command("collect-env")(collect_env.command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"llmc {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            help="Show the traceback of an error (anywhere on the line).",
+            envvar="LLMC_DEBUG",
+        ),
+    ] = False,
+) -> None:
+    """Options of `llmc` itself; `main` reads --debug before typer does."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    given = sys.argv[1:] if argv is None else argv
+    debug = errors.wants_traceback(given)
+    # --debug is taken out first so that it may stand anywhere, also after the command's name.
+    words = [word for word in given if word != "--debug"]
+    try:
+        result = app(words, prog_name="llmc", standalone_mode=False)
+    except (Exception, KeyboardInterrupt) as error:
+        return errors.report(error, debug=debug)
+    return result if isinstance(result, int) else 0

@@ -1,0 +1,293 @@
+"""Command-line flags of an engine, one table for all commands: `EngineConfig` field -> flag.
+
+A command takes `config: EngineConfig`; the decorator `engine_options` replaces that parameter by
+the flags of the table and builds the config from what was given. Names are those of `vllm serve`,
+and every flag `--some-name` can be set with the environment variable `LLMC_SOME_NAME`.
+A test holds the table against the dataclass, so a new field can't be forgotten here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+import typer
+
+from llmc.config import DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
+from llmc.errors import ConfigError
+
+MODEL_PANEL = "Model"
+BATCH_PANEL = "Batching and memory"
+COMPILER_PANEL = "Compiler"
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)\s*", re.IGNORECASE)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_size(text: str, flag: str = "--kv-cache-memory") -> int:
+    """Bytes from `1048576`, `512M`, `1.5G` or `2GiB`; suffixes are powers of 1024."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"{flag} must be a number of bytes such as 1048576, 512M or 2G, got {text!r}"
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def option(*flags: str, help: str, panel: str | None = None, **settings: Any) -> Any:
+    """A typer option whose environment variable follows from its first long flag."""
+    name = next(flag for flag in flags if flag.startswith("--")).split("/")[0]
+    envvar = "LLMC_" + name.removeprefix("--").replace("-", "_").upper()
+    settings.setdefault("envvar", envvar)
+    return typer.Option(*flags, help=help, rich_help_panel=panel, **settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOption:
+    """How one field of EngineConfig is written on the command line.
+
+    `read` turns what the user wrote into the field's value; None is never passed to it.
+    """
+
+    field: str
+    type: Any
+    help: str
+    panel: str
+    flags: tuple[str, ...] = ()  # () is `--` and the field's name with dashes
+    metavar: str | None = None
+    read: Callable[[Any], Any] | None = None
+    default: Any = inspect.Parameter.empty  # empty: the field's own default
+
+    @property
+    def all_flags(self) -> tuple[str, ...]:
+        return self.flags or ("--" + self.field.replace("_", "-"),)
+
+    @property
+    def flag(self) -> str:
+        return self.all_flags[0].split("/")[0]
+
+
+def _choices(names: tuple[str, ...]) -> str:
+    return "[" + "|".join(names) + "]"
+
+
+def _disabled(names: list[str]) -> Mapping[str, bool]:
+    return dict.fromkeys(names, False)
+
+
+ENGINE_OPTIONS = (
+    EngineOption(
+        field="model",
+        type=str | None,
+        panel=MODEL_PANEL,
+        metavar="MODEL",
+        help="Directory or hub id of the model. The built-in model when absent.",
+    ),
+    EngineOption(
+        field="tokenizer",
+        type=str | None,
+        panel=MODEL_PANEL,
+        help="Directory or hub id of the tokenizer. The model's own when absent.",
+    ),
+    EngineOption(
+        field="revision",
+        type=str | None,
+        panel=MODEL_PANEL,
+        help="Branch, tag or commit of a hub model.",
+    ),
+    EngineOption(
+        field="dtype",
+        type=str,
+        panel=MODEL_PANEL,
+        metavar=_choices(DTYPES),
+        help="Type of weights and activations; auto follows the checkpoint and the device.",
+    ),
+    EngineOption(
+        field="device",
+        type=str,
+        panel=MODEL_PANEL,
+        metavar=_choices(DEVICES),
+        help="Where to run; auto takes the GPU when there is one.",
+    ),
+    EngineOption(
+        field="load_format",
+        type=str,
+        panel=MODEL_PANEL,
+        metavar=_choices(LOAD_FORMATS),
+        help="dummy makes up the weights, to measure speed without them.",
+    ),
+    EngineOption(
+        field="trust_remote_code",
+        type=bool,
+        panel=MODEL_PANEL,
+        flags=("--trust-remote-code/--no-trust-remote-code",),
+        help="Run Python code that comes with the model.",
+    ),
+    EngineOption(
+        field="max_model_len",
+        type=int | None,
+        panel=BATCH_PANEL,
+        help="Context length in tokens. The model's own when absent.",
+    ),
+    EngineOption(
+        field="max_num_seqs",
+        type=int,
+        panel=BATCH_PANEL,
+        help="Sequences that run at the same time.",
+    ),
+    EngineOption(
+        field="max_num_batched_tokens",
+        type=int,
+        panel=BATCH_PANEL,
+        help="Tokens computed in one step, over all sequences.",
+    ),
+    EngineOption(
+        field="max_num_queued",
+        type=int | None,
+        panel=BATCH_PANEL,
+        flags=("--max-queue", "--max-num-queued-reqs"),
+        help="Requests that may wait; more are refused. "
+        "When absent: 4 times --max-num-seqs for a server, no limit otherwise.",
+    ),
+    EngineOption(
+        field="block_size",
+        type=int,
+        panel=BATCH_PANEL,
+        help="Tokens in one block of the KV cache; a power of two.",
+    ),
+    EngineOption(
+        field="kv_cache_memory",
+        type=str | None,
+        panel=BATCH_PANEL,
+        metavar="BYTES",
+        read=parse_size,
+        flags=("--kv-cache-memory", "--kv-cache-memory-bytes"),
+        help="Memory of the KV cache: 512M, 2G. Chosen from free memory when absent.",
+    ),
+    EngineOption(
+        field="gpu_memory_utilization",
+        type=float,
+        panel=BATCH_PANEL,
+        help="Share of the GPU's memory to use, weights included.",
+    ),
+    EngineOption(
+        field="enable_prefix_caching",
+        type=bool,
+        panel=BATCH_PANEL,
+        flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
+        help="Reuse the KV cache of prompts that begin alike.",
+    ),
+    EngineOption(
+        field="opt_level",
+        type=int | None,
+        panel=COMPILER_PANEL,
+        flags=("--opt-level", "--optimization-level", "-O"),
+        metavar="0..3",
+        help="-O0 runs the rewritten graph as it is and starts at once, -O1 compiles it, "
+        "-O2 adds CUDA graphs, -O3 autotuning. Chosen for the device when absent.",
+    ),
+    EngineOption(
+        field="passes",
+        type=list[str],
+        panel=COMPILER_PANEL,
+        flags=("--disable-pass",),
+        metavar="NAME",
+        read=_disabled,
+        default=(),
+        help="Leave out this graph pass; may be repeated.",
+    ),
+    EngineOption(
+        field="seed",
+        type=int,
+        panel=COMPILER_PANEL,
+        help="Seed of the random numbers of requests that bring none.",
+    ),
+)
+
+_FIELD_DEFAULTS = {f.name: f.default for f in fields(EngineConfig)}
+FLAG_OF_FIELD = {entry.field: entry.flag for entry in ENGINE_OPTIONS}
+_FIELD_NAME = re.compile(r"\b(" + "|".join(sorted(FLAG_OF_FIELD, key=len, reverse=True)) + r")\b")
+
+
+def _parameter(entry: EngineOption) -> inspect.Parameter:
+    declared = option(
+        *entry.all_flags,
+        help=entry.help,
+        panel=entry.panel,
+        metavar=entry.metavar,
+        show_default=entry.default is inspect.Parameter.empty,
+    )
+    default = entry.default
+    if default is inspect.Parameter.empty:
+        default = _FIELD_DEFAULTS[entry.field]
+    return inspect.Parameter(
+        entry.field,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=list(default) if isinstance(default, tuple) else default,
+        annotation=Annotated[entry.type, declared],
+    )
+
+
+def build_config(given: Mapping[str, Any]) -> EngineConfig:
+    """The config from parsed flags. Messages speak of flags, since that is what the user wrote."""
+    values = {}
+    for entry in ENGINE_OPTIONS:
+        value = given[entry.field]
+        values[entry.field] = entry.read(value) if entry.read and value is not None else value
+    try:
+        return EngineConfig(**values)
+    except ConfigError as error:
+        message = str(error)
+        name = _FIELD_NAME.match(message)  # only a leading name: a value may look like a field
+        if name is None:
+            raise
+        raise ConfigError(FLAG_OF_FIELD[name[1]] + message[name.end() :]) from error
+
+
+def engine_options(*, positional_model: bool = True) -> Callable[[Any], Any]:
+    """Decorator: the command's `config: EngineConfig` parameter becomes the flags of the table.
+
+    With `positional_model` the model may also be given as the command's first word.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.name != "config"]
+        # Keyword-only: typer calls by name, and defaults may then stand in any order.
+        own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+        first = [_model_argument()] if positional_model else []
+        parameters = [*first, *own, *(_parameter(entry) for entry in ENGINE_OPTIONS)]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> Any:
+            word = given.pop("model_word", None)
+            if word is not None and given["model"] not in (None, word):
+                raise ConfigError(f"two models were given: {word!r} and --model {given['model']!r}")
+            given["model"] = word if word is not None else given["model"]
+            config = build_config({e.field: given.pop(e.field) for e in ENGINE_OPTIONS})
+            return command(config=config, **given)
+
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        del run.__wrapped__  # type: ignore[attr-defined]  # typer must see this signature only
+        return run
+
+    return decorate
+
+
+def _model_argument() -> inspect.Parameter:
+    declared = typer.Argument(
+        metavar="[MODEL]",
+        help="Directory or hub id of the model. The built-in model when absent.",
+        show_default=False,
+    )
+    return inspect.Parameter(
+        "model_word",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[str | None, declared],
+    )

@@ -1,0 +1,113 @@
+"""`attention`: the marker that stands for a layer's attention in a captured graph, before paging.
+
+The model's own code calls it through transformers' attention interface. It means causal attention
+over one sequence and takes its layer's cache as tensors (of no size yet) so that equal layers give
+equal graphs; `passes/page_attention.py` replaces it by a cache write and `paged_attention`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.registry import op
+
+
+def visible(query_pos: Tensor, key_pos: Tensor, window: int, chunk: int) -> Tensor:
+    """Which keys each query sees: [Q], [K] -> bool [Q, K]. A 0 switches window or chunk off.
+
+    A window of w shows the token itself and the w - 1 before it; a chunk of c shows the tokens
+    of the same aligned block of c, up to the token itself.
+    """
+    q, k = query_pos[:, None], key_pos[None, :]
+    mask = k <= q
+    if window > 0:
+        mask = mask & (q - k < window)
+    if chunk > 0:
+        mask = mask & (q // chunk == k // chunk)
+    return mask
+
+
+def attend(
+    query: Tensor,  # [Q, H, D]
+    key: Tensor,  # [K, Hkv, D]
+    value: Tensor,  # [K, Hkv, Dv]
+    query_pos: Tensor,  # [Q]
+    key_pos: Tensor,  # [K]
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    sinks: Tensor | None,  # [H]
+    slopes: Tensor | None,  # [H]
+) -> Tensor:
+    """Softmax attention of one sequence in float32, rounded once: [Q, H, Dv] in query's dtype."""
+    groups = query.shape[1] // key.shape[1]
+    q = query.float().transpose(0, 1)  # [H, Q, D]
+    k = key.float().transpose(0, 1).repeat_interleave(groups, 0)  # [H, K, D]
+    v = value.float().transpose(0, 1).repeat_interleave(groups, 0)
+    scores = q @ k.transpose(1, 2) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        distance = (key_pos[None, :] - query_pos[:, None]).float()
+        scores = scores + slopes.float()[:, None, None] * distance
+    scores = scores.masked_fill(~visible(query_pos, key_pos, window, chunk), float("-inf"))
+    if sinks is not None:  # a logit that takes part in the softmax and carries no value
+        sink = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ v).transpose(0, 1).to(query.dtype).contiguous()
+
+
+def _fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+) -> Tensor:
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[-1])
+
+
+@op(fake=_fake)
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+) -> Tensor:
+    """query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] -> [1, T, H, Dv].
+
+    Causal attention over one sequence of T tokens; the caches are not read.
+    """
+    pos = torch.arange(query.shape[2], device=query.device)
+    out = attend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        pos,
+        pos,
+        scale,
+        window,
+        chunk,
+        softcap,
+        sinks,
+        slopes,
+    )
+    return out[None]

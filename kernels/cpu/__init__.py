@@ -1,0 +1,1 @@
+"""Ops in C++ for CPU, built once with the C++ compiler that Inductor needs anyway."""

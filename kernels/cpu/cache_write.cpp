@@ -1,0 +1,121 @@
+// write_kv and rope_write: what puts a step's keys and values into the paged cache.
+#include "kernels.h"
+#include "parallel.h"
+#include "vec.h"
+
+#include <cstring>
+#include <vector>
+
+namespace llmc {
+namespace {
+
+template <class T>
+T* slot_pointer(void* cache, const int64_t stride[3], int64_t block_size, int64_t slot, int64_t h) {
+  return static_cast<T*>(cache) + slot / block_size * stride[0] + h * stride[1] +
+         slot % block_size * stride[2];
+}
+
+template <class T>
+void write_value(const WriteArgs& w, int64_t t, int64_t slot) {
+  const T* value = static_cast<const T*>(w.value) + t * w.value_stride[0];
+  for (int64_t h = 0; h < w.kv_heads; ++h)
+    std::memcpy(slot_pointer<T>(w.value_cache, w.value_cache_stride, w.block_size, slot, h),
+                value + h * w.value_stride[1], w.v_dim * sizeof(T));
+}
+
+template <class T>
+void write_key(const WriteArgs& w, int64_t t, int64_t slot) {
+  const T* key = static_cast<const T*>(w.key) + t * w.key_stride[0];
+  for (int64_t h = 0; h < w.kv_heads; ++h)
+    std::memcpy(slot_pointer<T>(w.key_cache, w.key_cache_stride, w.block_size, slot, h),
+                key + h * w.key_stride[1], w.head_dim * sizeof(T));
+}
+
+template <class T>
+void write_rows(const WriteArgs& w) {
+  const int64_t cost = w.kv_heads * (w.head_dim + w.v_dim);
+  parallel_rows(w.tokens, cost, w.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t slot = w.slots[t];
+      if (slot < 0) continue;
+      write_key<T>(w, t, slot);
+      write_value<T>(w, t, slot);
+    }
+  });
+}
+
+// One head: norm, rotation and rounding, through a float row `x` of at least `dim` + 16 floats.
+template <class T>
+void turn_head(const RopeArgs& a, const T* in, const void* norm, const float* cos, const float* sin,
+               float* __restrict__ x, float* __restrict__ y, T* out) {
+  const int64_t dim = a.write.head_dim, width = a.rotary_dim, half = width / 2;
+  int64_t i = 0;
+  v16f squares = {};
+  for (; i + kLanes <= dim; i += kLanes) {
+    v16f v = load(in + i);
+    squares += v * v;
+    store(x + i, v);
+  }
+  if (i < dim) {
+    v16f v = load_n(in + i, dim - i);
+    squares += v * v;
+    store(x + i, v);
+  }
+  if (norm != nullptr) {
+    const T* weight = static_cast<const T*>(norm);
+    const float factor = 1.0f / std::sqrt(sum_lanes(squares) / float(dim) + a.eps);
+    for (i = 0; i + kLanes <= dim; i += kLanes)
+      store(x + i, load(x + i) * factor * (load(weight + i) + a.norm_offset));
+    for (; i < dim; ++i) x[i] = x[i] * factor * (to_float(weight[i]) + a.norm_offset);
+  }
+  if (a.interleaved) {
+    for (i = 0; i < half; ++i) {
+      y[2 * i] = x[2 * i] * cos[2 * i] - x[2 * i + 1] * sin[2 * i];
+      y[2 * i + 1] = x[2 * i + 1] * cos[2 * i + 1] + x[2 * i] * sin[2 * i + 1];
+    }
+  } else {
+    for (i = 0; i < half; ++i) y[i] = x[i] * cos[i] - x[half + i] * sin[i];
+    for (i = half; i < width; ++i) y[i] = x[i] * cos[i] + x[i - half] * sin[i];
+  }
+  for (i = width; i < dim; ++i) y[i] = x[i];
+  for (i = 0; i + kLanes <= dim; i += kLanes) store(out + i, load(y + i));
+  for (; i < dim; ++i) assign(out[i], y[i]);
+}
+
+template <class T>
+void rope_rows(const RopeArgs& a) {
+  const WriteArgs& w = a.write;
+  const int64_t cost = (a.heads + w.kv_heads) * w.head_dim * 3 + w.kv_heads * w.v_dim;
+  parallel_rows(w.tokens, cost, w.threads, [&](int64_t begin, int64_t end) {
+    std::vector<float> scratch(2 * (w.head_dim + kLanes));
+    float *x = scratch.data(), *y = x + w.head_dim + kLanes;
+    for (int64_t t = begin; t < end; ++t) {
+      const float* cos = a.cos + a.positions[t] * a.cos_stride;
+      const float* sin = a.sin + a.positions[t] * a.sin_stride;
+      const T* query = static_cast<const T*>(a.query) + t * a.query_stride[0];
+      T* out = static_cast<T*>(a.out) + t * a.heads * w.head_dim;
+      for (int64_t h = 0; h < a.heads; ++h)
+        turn_head<T>(a, query + h * a.query_stride[1], a.query_norm, cos, sin, x, y,
+                     out + h * w.head_dim);
+      const int64_t slot = w.slots[t];
+      if (slot < 0) continue;
+      const T* key = static_cast<const T*>(w.key) + t * w.key_stride[0];
+      for (int64_t h = 0; h < w.kv_heads; ++h)
+        turn_head<T>(a, key + h * w.key_stride[1], a.key_norm, cos, sin, x, y,
+                     slot_pointer<T>(w.key_cache, w.key_cache_stride, w.block_size, slot, h));
+      write_value<T>(w, t, slot);
+    }
+  });
+}
+
+}  // namespace
+
+void write_kv(const WriteArgs& w) {
+  w.dtype == Dtype::f32 ? write_rows<float>(w) : write_rows<bf16>(w);
+}
+
+void rope_write(const RopeArgs& a) {
+  a.write.dtype == Dtype::f32 ? rope_rows<float>(a) : rope_rows<bf16>(a);
+}
+
+}  // namespace llmc

@@ -1,0 +1,112 @@
+// What bindings.cpp calls: plain pointers and strides (in elements), no torch headers, so that the
+// kernels compile in seconds. `threads` is an upper bound; a kernel takes fewer for little work.
+#pragma once
+
+#include <cstdint>
+
+namespace llmc {
+
+enum class Dtype { f32, bf16 };
+
+struct Rows {  // a tensor seen as rows with a dense last dimension: up to three outer dimensions
+  void* data;
+  int64_t size[3];
+  int64_t stride[3];
+};
+
+struct NormArgs {
+  Dtype dtype;
+  Rows x, residual;  // residual.data is null for rms_norm
+  const void* weight;  // may be null
+  void *out, *sum;     // dense
+  int64_t width;
+  float eps, offset;
+  int threads;
+};
+
+enum class Act { silu, gelu, gelu_tanh };
+
+struct ActArgs {
+  Dtype dtype;
+  Act act;
+  Rows x;
+  void* out;
+  int64_t width;  // of the output; the input rows have twice as much
+  int threads;
+};
+
+struct WriteArgs {
+  Dtype dtype;
+  const void *key, *value;
+  void *key_cache, *value_cache;
+  const int64_t* slots;
+  int64_t tokens, kv_heads, head_dim, v_dim, block_size;
+  int64_t key_stride[2], value_stride[2];              // token, head
+  int64_t key_cache_stride[3], value_cache_stride[3];  // block, head, slot
+  int threads;
+};
+
+struct RopeArgs {
+  WriteArgs write;
+  const void *query, *query_norm, *key_norm;  // norms may be null
+  void* out;                                  // [T, H, D] dense
+  const float *cos, *sin;
+  int64_t cos_stride, sin_stride, max_position;
+  const int64_t* positions;
+  int64_t heads, rotary_dim;
+  int64_t query_stride[2];
+  float eps, norm_offset;
+  bool interleaved;
+};
+
+struct AttentionArgs {
+  Dtype dtype;
+  const void *query, *key_cache, *value_cache;
+  void* out;  // [T, H, Dv] dense
+  const int32_t *query_start, *context_len, *block_table;
+  int64_t tokens, requests, heads, kv_heads, head_dim, v_dim, block_size;
+  int64_t query_stride[2], key_stride[3], value_stride[3], table_stride;
+  const float *sinks, *slopes;  // [H] or null
+  int64_t window, chunk;
+  float scale, softcap;
+  int threads;
+};
+
+struct SampleArgs {
+  Dtype dtype;
+  const void* logits;
+  int64_t rows, vocab, logits_stride;
+  const float *temperature, *top_p, *min_p;
+  const int32_t* top_k;
+  const int64_t *seed, *position;
+  int64_t* out;
+  int threads;
+};
+
+struct ProcessArgs {
+  Dtype dtype;
+  const void* logits;
+  float* out;  // [S, V] dense
+  int64_t rows, vocab, logits_stride;
+  const int64_t* row;
+  const int32_t *length, *history, *prompt_len;
+  int64_t history_stride, history_width;
+  const float *repetition, *presence, *frequency;
+  const int32_t *bias_token, *bias_until;
+  const float* bias_value;
+  int64_t bias_stride[3], bias_width;  // strides of token, value, until
+  const bool* has_mask;
+  const int32_t* mask;
+  int64_t mask_stride;
+  int threads;
+};
+
+void rms_norm(const NormArgs&);
+void act_mul(const ActArgs&);
+void write_kv(const WriteArgs&);
+void rope_write(const RopeArgs&);
+void paged_attention(const AttentionArgs&);
+void sample(const SampleArgs&);
+void process_logits(const ProcessArgs&);
+
+}  // namespace llmc

@@ -1,0 +1,143 @@
+// rms_norm, add_rms_norm and act_mul: one pass over each row, float inside.
+#include "kernels.h"
+#include "parallel.h"
+#include "vec.h"
+
+namespace llmc {
+namespace {
+
+template <class T>
+const T* row_pointer(const Rows& rows, int64_t i) {
+  int64_t c = i % rows.size[2], ab = i / rows.size[2];
+  int64_t b = ab % rows.size[1], a = ab / rows.size[1];
+  return static_cast<const T*>(rows.data) + a * rows.stride[0] + b * rows.stride[1] +
+         c * rows.stride[2];
+}
+
+int64_t count(const Rows& rows) {
+  return rows.size[0] * rows.size[1] * rows.size[2];
+}
+
+template <class T>
+void norm_row(const NormArgs& a, const T* x, const T* residual, T* out, T* sum) {
+  const int64_t n = a.width, whole = n / kLanes * kLanes, tail = n - whole;
+  const T* weight = static_cast<const T*>(a.weight);
+  v16f squares0 = {}, squares1 = {};
+  auto add = [&](int64_t i, int64_t left) {
+    v16f y = (left < kLanes ? load_n(x + i, left) : load(x + i)) +
+             (left < kLanes ? load_n(residual + i, left) : load(residual + i));
+    if (left < kLanes) {
+      store_n(sum + i, y, left);
+      return load_n(sum + i, left);
+    }
+    store(sum + i, y);
+    return load(sum + i);  // rounded, as the unfused graph normalizes it
+  };
+  int64_t i = 0;
+  if (residual != nullptr) {
+    for (; i < whole; i += kLanes) {
+      v16f y = add(i, kLanes);
+      squares0 += y * y;
+    }
+    if (tail) {
+      v16f y = add(i, tail);
+      squares0 += y * y;
+    }
+    x = sum;
+  } else {
+    for (; i + 2 * kLanes <= whole; i += 2 * kLanes) {
+      v16f y0 = load(x + i), y1 = load(x + i + kLanes);
+      squares0 += y0 * y0;
+      squares1 += y1 * y1;
+    }
+    for (; i < whole; i += kLanes) {
+      v16f y = load(x + i);
+      squares0 += y * y;
+    }
+    if (tail) {
+      v16f y = load_n(x + i, tail);
+      squares0 += y * y;
+    }
+  }
+  const float mean = sum_lanes(squares0 + squares1) / static_cast<float>(n);
+  const float factor = 1.0f / std::sqrt(mean + a.eps);
+  if (weight == nullptr) {
+    for (i = 0; i < whole; i += kLanes) store(out + i, load(x + i) * factor);
+    if (tail) store_n(out + i, load_n(x + i, tail) * factor, tail);
+    return;
+  }
+  for (i = 0; i < whole; i += kLanes)
+    store(out + i, load(x + i) * factor * (load(weight + i) + a.offset));
+  if (tail)
+    store_n(out + i, load_n(x + i, tail) * factor * (load_n(weight + i, tail) + a.offset), tail);
+}
+
+template <class T>
+void norm_rows(const NormArgs& a) {
+  parallel_rows(count(a.x), a.width * 4, a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const T* residual = a.residual.data ? row_pointer<T>(a.residual, i) : nullptr;
+      T* sum = a.sum ? static_cast<T*>(a.sum) + i * a.width : nullptr;
+      norm_row<T>(a, row_pointer<T>(a.x, i), residual, static_cast<T*>(a.out) + i * a.width, sum);
+    }
+  });
+}
+
+LLMC_INLINE v16f erf_lanes(v16f x) {  // Abramowitz and Stegun 7.1.26, absolute error 1.5e-7
+  v16f a = (v16f)((v16u)x & 0x7fffffffu);
+  v16f t = 1.0f / (1.0f + 0.3275911f * a);
+  v16f p = t * (0.254829592f +
+                t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+  v16f y = 1.0f - p * exp_lanes(-a * a);
+  return (v16f)((v16u)y | ((v16u)x & 0x80000000u));
+}
+
+template <Act kAct>
+LLMC_INLINE v16f activate(v16f x) {
+  if (kAct == Act::silu) return x / (1.0f + exp_lanes(-x));
+  if (kAct == Act::gelu) return 0.5f * x * (1.0f + erf_lanes(x * 0.70710678118654752f));
+  return 0.5f * x * (1.0f + tanh_lanes(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+}
+
+template <class T, Act kAct>
+void act_rows(const ActArgs& a) {
+  const int64_t n = a.width, blocks = (n + 1023) / 1024;
+  // a decode step has one long row: split rows in blocks, so that both grow the same way
+  parallel_rows(count(a.x) * blocks, 1024 * 12, a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t r = item / blocks, first = item % blocks * 1024;
+      const int64_t last = first + 1024 < n ? first + 1024 : n;
+      const T* gate = row_pointer<T>(a.x, r);
+      const T* up = gate + n;
+      T* out = static_cast<T*>(a.out) + r * n;
+      int64_t i = first;
+      for (; i + kLanes <= last; i += kLanes)
+        store(out + i, activate<kAct>(load(gate + i)) * load(up + i));
+      if (i < last) {
+        int64_t left = last - i;
+        store_n(out + i, activate<kAct>(load_n(gate + i, left)) * load_n(up + i, left), left);
+      }
+    }
+  });
+}
+
+template <class T>
+void act_typed(const ActArgs& a) {
+  switch (a.act) {
+    case Act::silu: return act_rows<T, Act::silu>(a);
+    case Act::gelu: return act_rows<T, Act::gelu>(a);
+    case Act::gelu_tanh: return act_rows<T, Act::gelu_tanh>(a);
+  }
+}
+
+}  // namespace
+
+void rms_norm(const NormArgs& a) {
+  a.dtype == Dtype::f32 ? norm_rows<float>(a) : norm_rows<bf16>(a);
+}
+
+void act_mul(const ActArgs& a) {
+  a.dtype == Dtype::f32 ? act_typed<float>(a) : act_typed<bf16>(a);
+}
+
+}  // namespace llmc

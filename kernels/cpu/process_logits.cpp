@@ -1,0 +1,91 @@
+// process_logits: a copy to float, then the few logits that penalties and biases touch, then masks.
+#include "kernels.h"
+#include "parallel.h"
+#include "vec.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace llmc {
+namespace {
+
+template <class T>
+void copy_row(const T* in, float* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(in + i));
+  for (; i < n; ++i) out[i] = to_float(in[i]);
+}
+
+struct Penalties {
+  float repetition, presence, frequency;
+};
+
+// `count` is zero for every token on entry and on return.
+void penalize(float* out, int64_t vocab, const int32_t* tokens, int64_t prompt, int64_t length,
+              Penalties p, std::vector<int32_t>& count) {
+  if (int64_t(count.size()) < vocab) count.resize(vocab);
+  auto valid = [&](int32_t t) { return t >= 0 && t < vocab; };
+  if (p.repetition != 1) {
+    for (int64_t i = 0; i < length; ++i) {
+      const int32_t t = tokens[i];
+      if (!valid(t) || count[t]++ != 0) continue;
+      out[t] = out[t] > 0 ? out[t] / p.repetition : out[t] * p.repetition;
+    }
+    for (int64_t i = 0; i < length; ++i)
+      if (valid(tokens[i])) count[tokens[i]] = 0;
+  }
+  if (p.presence != 0 || p.frequency != 0) {
+    for (int64_t i = prompt; i < length; ++i)
+      if (valid(tokens[i])) ++count[tokens[i]];
+    for (int64_t i = prompt; i < length; ++i) {
+      const int32_t t = tokens[i];
+      if (!valid(t) || count[t] == 0) continue;
+      out[t] -= p.presence + p.frequency * float(count[t]);
+      count[t] = 0;
+    }
+  }
+}
+
+void mask_row(float* out, const int32_t* mask, int64_t vocab) {
+  for (int64_t word = 0; word * 32 < vocab; ++word) {
+    const uint32_t bits = uint32_t(mask[word]);
+    if (bits == 0xffffffffu) continue;
+    float* x = out + word * 32;
+    const int64_t n = std::min<int64_t>(32, vocab - word * 32);
+    for (int64_t i = 0; i < n; ++i) x[i] = (bits >> i) & 1u ? x[i] : -kInf;
+  }
+}
+
+template <class T>
+void process_row(const ProcessArgs& a, int64_t s, std::vector<int32_t>& count) {
+  float* out = a.out + s * a.vocab;
+  copy_row(static_cast<const T*>(a.logits) + s * a.logits_stride, out, a.vocab);
+  const int64_t r = a.row[s], length = a.length[s], prompt = a.prompt_len[r];
+  penalize(out, a.vocab, a.history + r * a.history_stride, prompt,
+           std::min(length, a.history_width),
+           {a.repetition[r], a.presence[r], a.frequency[r]}, count);
+  for (int64_t b = 0; b < a.bias_width; ++b) {
+    const int32_t t = a.bias_token[r * a.bias_stride[0] + b];
+    const int32_t until = a.bias_until[r * a.bias_stride[2] + b];
+    if (t >= 0 && t < a.vocab && length - prompt < until)
+      out[t] += a.bias_value[r * a.bias_stride[1] + b];
+  }
+  if (a.has_mask[r]) mask_row(out, a.mask + r * a.mask_stride, a.vocab);
+}
+
+template <class T>
+void process_rows(const ProcessArgs& a) {
+  const int threads = worth_threads(a.rows * a.vocab, a.rows, a.threads);
+  parallel_items(a.rows, threads, [&](int64_t s) {
+    static thread_local std::vector<int32_t> count;
+    process_row<T>(a, s, count);
+  });
+}
+
+}  // namespace
+
+void process_logits(const ProcessArgs& a) {
+  a.dtype == Dtype::f32 ? process_rows<float>(a) : process_rows<bf16>(a);
+}
+
+}  // namespace llmc

@@ -1,0 +1,208 @@
+// Sixteen-lane vectors in the compiler's own vector types: AVX-512, AVX2 and NEON from one text.
+// Intrinsics appear only where they buy something, each beside its plain form.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#include <immintrin.h>
+#define LLMC_AVX512 1
+#if defined(__AVX512BF16__)
+#define LLMC_AVX512_BF16 1
+#endif
+#endif
+
+#define LLMC_INLINE static inline __attribute__((always_inline))
+
+namespace llmc {
+
+typedef float v16f __attribute__((vector_size(64)));
+typedef int32_t v16i __attribute__((vector_size(64)));
+typedef uint32_t v16u __attribute__((vector_size(64)));
+typedef uint16_t v16h __attribute__((vector_size(32)));
+
+constexpr int kLanes = 16;
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kLog2e = 1.44269504088896340736f;
+
+struct bf16 {
+  uint16_t bits;
+};
+
+LLMC_INLINE v16f splat(float x) {
+  return x - v16f{};
+}
+
+LLMC_INLINE v16i splat_int(int32_t x) {
+  return x - v16i{};
+}
+
+LLMC_INLINE v16f select(v16i mask, v16f a, v16f b) {  // mask lanes are 0 or -1
+  return (v16f)(((v16i)a & mask) | ((v16i)b & ~mask));
+}
+
+LLMC_INLINE v16f vmax(v16f a, v16f b) {
+#ifdef LLMC_AVX512
+  return (v16f)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return select(a > b, a, b);
+#endif
+}
+
+LLMC_INLINE v16f load(const float* p) {
+  v16f x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+LLMC_INLINE v16f load(const bf16* p) {
+  v16h x;
+  std::memcpy(&x, p, sizeof x);
+  return (v16f)(__builtin_convertvector(x, v16u) << 16);
+}
+
+LLMC_INLINE void store(float* p, v16f x) {
+  std::memcpy(p, &x, sizeof x);
+}
+
+LLMC_INLINE v16h round_bf16(v16f x) {  // to nearest, ties to even
+#ifdef LLMC_AVX512_BF16
+  return (v16h)_mm512_cvtneps_pbh((__m512)x);
+#else
+  v16u bits = (v16u)x;
+  v16u rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  v16u nan = (v16u)(x != x);
+  return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), v16h);
+#endif
+}
+
+LLMC_INLINE void store(bf16* p, v16f x) {
+  v16h h = round_bf16(x);
+  std::memcpy(p, &h, sizeof h);
+}
+
+template <class T>
+LLMC_INLINE v16f load_n(const T* p, int64_t n) {  // the first n < 16 lanes, zeros after
+  T tmp[kLanes] = {};
+  std::memcpy(tmp, p, n * sizeof(T));
+  return load(tmp);
+}
+
+template <class T>
+LLMC_INLINE void store_n(T* p, v16f x, int64_t n) {
+  T tmp[kLanes];
+  store(tmp, x);
+  std::memcpy(p, tmp, n * sizeof(T));
+}
+
+LLMC_INLINE float to_float(float x) {
+  return x;
+}
+
+LLMC_INLINE float to_float(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+LLMC_INLINE bf16 to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if (x != x) return bf16{0x7fc0};
+  return bf16{uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+LLMC_INLINE void assign(float& y, float x) {
+  y = x;
+}
+
+LLMC_INLINE void assign(bf16& y, float x) {
+  y = to_bf16(x);
+}
+
+LLMC_INLINE float sum_lanes(v16f x) {
+#ifdef LLMC_AVX512
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  float s = 0;
+  for (int i = 0; i < kLanes; ++i) s += x[i];
+  return s;
+#endif
+}
+
+LLMC_INLINE float max_lanes(v16f x) {
+#ifdef LLMC_AVX512
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float m = x[0];
+  for (int i = 1; i < kLanes; ++i) m = m > x[i] ? m : x[i];
+  return m;
+#endif
+}
+
+LLMC_INLINE v16f round_lanes(v16f x) {  // to the nearest integer; |x| below 2^22
+#ifdef LLMC_AVX512
+  return (v16f)_mm512_roundscale_ps((__m512)x, 0);
+#else
+  const v16f magic = splat(12582912.0f);  // adding 1.5 * 2^23 leaves no fraction bits
+  return (x + magic) - magic;
+#endif
+}
+
+// 2^(whole + f), |f| <= 0.5, to about 1.5e-7 relative (5e-5 with kTerms = 4); 0 where it underflows.
+template <int kTerms>
+LLMC_INLINE v16f exp2_parts(v16f whole, v16f f) {
+  v16f p;
+  if (kTerms >= 6) {
+    p = splat(1.5403530e-4f);
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+  } else {
+    p = splat(9.6181291e-3f);
+  }
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+#ifdef LLMC_AVX512
+  return (v16f)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
+  v16i exponent = __builtin_convertvector(whole, v16i);
+  v16i alive = exponent > -126;
+  return (v16f)(((v16i)p + (exponent << 23)) & alive);
+#endif
+}
+
+template <int kTerms = 6>
+LLMC_INLINE v16f exp2_lanes(v16f x) {  // x below 127
+  x = vmax(x, splat(-150.0f));
+  v16f whole = round_lanes(x);
+  return exp2_parts<kTerms>(whole, x - whole);
+}
+
+LLMC_INLINE v16f exp_lanes(v16f x) {
+  const v16f high = splat(88.0f);
+  x = vmax(select(x > high, high, x), splat(-104.0f));
+  v16f whole = round_lanes(x * kLog2e);
+  // log2(e) in two parts, else the rounding of x * log2(e) shows for large |x|
+  v16f f = (x * kLog2e - whole) + x * 1.925963033500e-8f;
+  return exp2_parts<6>(whole, f);
+}
+
+LLMC_INLINE v16f tanh_lanes(v16f x) {
+  v16f a = (v16f)((v16u)x & 0x7fffffffu);
+  const v16f cap = splat(20.0f);
+  a = select(a > cap, cap, a);
+  v16f e = exp_lanes(-2.0f * a);
+  v16f big = (1.0f - e) / (1.0f + e);
+  v16f sq = a * a;  // near zero the quotient cancels; four terms of the series are exact there
+  v16f small = a * (1.0f + sq * (-0.33333333f + sq * (0.13333333f + sq * -0.05396825f)));
+  v16f y = select(a < splat(0.15f), small, big);
+  return (v16f)((v16u)y | ((v16u)x & 0x80000000u));
+}
+
+}  // namespace llmc

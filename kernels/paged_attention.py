@@ -1,0 +1,145 @@
+"""`paged_attention`: packed queries against the paged cache; prefill, decode and both in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.attention import attend
+from llmc.kernels.registry import Case, op
+
+
+def _fake(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+
+
+@op(fake=_fake)
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+) -> Tensor:
+    """query [T, H, D] of R requests laid end to end -> [T, H, Dv] in query's dtype.
+
+    key_cache [num_blocks, Hkv, block_size, D], value_cache [num_blocks, Hkv, block_size, Dv];
+    the keys of this step are already in them. query_start [R + 1] int32: request r owns queries
+    query_start[r] to query_start[r + 1]. context_len [R] int32: its tokens after this step, so
+    its queries are the last ones of them. block_table [R, max_blocks] int32.
+
+    window, chunk (0: off): see `attention.visible`. softcap (0: off): cap * tanh(score / cap).
+    sinks [H]: a logit per head with no value. slopes [H]: ALiBi, slope * (key pos - query pos).
+    A request with context_len 0, or with no queries, is padding: its outputs are zero, as are
+    those of queries past query_start[R].
+    """
+    out = query.new_zeros(query.shape[0], query.shape[1], value_cache.shape[3])
+    block_size = key_cache.shape[2]
+    starts = query_start.tolist()
+    for r, length in enumerate(context_len.tolist()):
+        first, last = starts[r], starts[r + 1]
+        if length == 0 or first == last:
+            continue
+        blocks = block_table[r, : (length + block_size - 1) // block_size].long()
+        key = key_cache[blocks].transpose(1, 2).flatten(0, 1)[:length]  # [K, Hkv, D]
+        value = value_cache[blocks].transpose(1, 2).flatten(0, 1)[:length]
+        key_pos = torch.arange(length, device=query.device)
+        out[first:last] = attend(
+            query[first:last],
+            key,
+            value,
+            key_pos[length - (last - first) :],
+            key_pos,
+            scale,
+            window,
+            chunk,
+            softcap,
+            sinks,
+            slopes,
+        )
+    return out
+
+
+def make_case(
+    lengths: list[tuple[int, int]],  # (new tokens, context after the step) of each request
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    v_dim: int,
+    block_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    alibi: bool = False,
+    seed: int = 0,
+) -> Case:
+    """Random inputs with shuffled blocks; blocks that nobody owns hold NaN."""
+    gen = torch.Generator(device="cpu").manual_seed(seed)
+    need = [(context + block_size - 1) // block_size for _, context in lengths]
+    num_blocks = sum(need) + 2
+    order = torch.randperm(num_blocks, generator=gen).tolist()
+    table = torch.zeros(len(lengths), max([*need, 1]), dtype=torch.int32)
+    owned: list[int] = []
+    for r, count in enumerate(need):
+        blocks = [order.pop() for _ in range(count)]
+        owned += blocks
+        table[r, :count] = torch.tensor(blocks, dtype=torch.int32)
+    key_cache = torch.full((num_blocks, kv_heads, block_size, dim), float("nan"))
+    value_cache = torch.full((num_blocks, kv_heads, block_size, v_dim), float("nan"))
+    key_cache[owned] = torch.randn(len(owned), kv_heads, block_size, dim, generator=gen)
+    value_cache[owned] = torch.randn(len(owned), kv_heads, block_size, v_dim, generator=gen)
+    starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).int()
+    query = torch.randn(int(starts[-1]), heads, dim, generator=gen)
+    return (
+        query.to(device, dtype),
+        key_cache.to(device, dtype),
+        value_cache.to(device, dtype),
+        starts.to(device),
+        torch.tensor([context for _, context in lengths], dtype=torch.int32, device=device),
+        table.to(device),
+        dim**-0.5,
+        window,
+        chunk,
+        softcap,
+        torch.randn(heads, generator=gen).to(device, dtype) if sinks else None,
+        (2.0 ** -torch.arange(1, heads + 1).float()).to(device) if alibi else None,
+    )
+
+
+@paged_attention.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    mixed = [(1, 1), (5, 5), (1, 33), (9, 40), (0, 0), (1, 16)]
+    yield make_case([(1, 1)], 1, 1, 16, 16, 16, device, dtype)
+    yield make_case([(1, 70), (1, 3)], 4, 2, 64, 64, 16, device, dtype)
+    yield make_case(mixed, 4, 1, 80, 80, 8, device, dtype)
+    yield make_case(mixed, 6, 2, 48, 32, 16, device, dtype, softcap=5.0)
+    yield make_case(mixed, 4, 4, 32, 32, 16, device, dtype, window=7)
+    yield make_case(mixed, 4, 2, 32, 32, 16, device, dtype, chunk=12)
+    yield make_case(mixed, 8, 2, 64, 64, 32, device, dtype, sinks=True, window=20)
+    yield make_case(mixed, 4, 4, 32, 32, 16, device, dtype, alibi=True)

@@ -1,0 +1,57 @@
+"""`rms_norm` and `add_rms_norm`: root-mean-square normalization, alone or after a residual sum.
+
+RMSNorm: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.registry import Case, op
+
+
+def normalize(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, in float32."""
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * (weight.float() + offset)
+
+
+@op()
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    """x [..., N], weight [N] -> [..., N] in x's dtype; float32 inside, rounded once.
+
+    offset is added to the weight: 0, or 1 for models that store the weight less one.
+    """
+    return normalize(x, weight, eps, offset).to(x.dtype)
+
+
+@op()
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """x, residual [..., N] -> (rms_norm(x + residual), x + residual), both in x's dtype.
+
+    The sum is rounded to x's dtype before it is normalized, as the unfused graph does.
+    """
+    total = x + residual
+    return normalize(total, weight, eps, offset).to(x.dtype), total
+
+
+@rms_norm.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    gen = torch.Generator(device="cpu").manual_seed(0)
+    for shape in ((1, 1, 64), (1, 3, 2, 100), (5, 1024)):
+        x = torch.randn(*shape, generator=gen).to(device, dtype)
+        yield x, torch.randn(shape[-1], generator=gen).to(device, dtype), 1e-6, 0.0
+    yield x, torch.randn(1024, generator=gen).to(device, dtype), 1e-5, 1.0
+    yield x, None, 1e-5, 0.0
+
+
+@add_rms_norm.cases
+def _add_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    for x, *rest in _cases(device, dtype):
+        yield x, torch.full_like(x, 0.3) - x.flip(0), *rest

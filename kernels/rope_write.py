@@ -1,0 +1,114 @@
+"""`rope_write`: query/key normalization, rotary embedding and the cache write as one op.
+
+Rotary embedding: Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.registry import Case, op
+from llmc.kernels.rms_norm import normalize
+from llmc.kernels.write_kv import write_kv
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first Dr channels of x [T, H, D] by cos, sin [T, Dr]; the rest pass through.
+
+    Channel i pairs with i + Dr / 2, or with its neighbour (2i, 2i + 1) when interleaved.
+    """
+    width = cos.shape[-1]
+    rot, rest = x[..., :width], x[..., width:]
+    if interleaved:
+        turned = torch.stack((-rot[..., 1::2], rot[..., ::2]), dim=-1).flatten(-2)
+    else:
+        turned = torch.cat((-rot[..., width // 2 :], rot[..., : width // 2]), dim=-1)
+    return torch.cat((rot * cos[:, None] + turned * sin[:, None], rest), dim=-1)
+
+
+def _fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+    norm_offset: float,
+    cos_table: Tensor,
+    sin_table: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+@op(mutates=("key_cache", "value_cache"), fake=_fake)
+def rope_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+    norm_offset: float,
+    cos_table: Tensor,
+    sin_table: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """query [T, H, D], key [T, Hkv, D], value [T, Hkv, Dv] -> rotated query [T, H, D], contiguous.
+
+    query_norm, key_norm [D]: RMSNorm weights per head, or None. cos_table, sin_table
+    [max_position, Dr] float32 with Dr <= D; positions [T] int64 index them. The rotated key and
+    the value go to the caches as in `write_kv`. Float32 inside, rounded once.
+    """
+    cos, sin = cos_table[positions], sin_table[positions]
+
+    def turn(x: Tensor, weight: Tensor | None) -> Tensor:
+        y = x.float() if weight is None else normalize(x, weight, eps, norm_offset)
+        return rotate(y, cos.float(), sin.float(), interleaved).to(x.dtype).contiguous()
+
+    write_kv.reference(turn(key, key_norm), value, key_cache, value_cache, slot_mapping)
+    return turn(query, query_norm)
+
+
+@rope_write.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    gen = torch.Generator(device="cpu").manual_seed(0)
+    shapes = ((1, 2, 1, 16, 16, 16), (7, 4, 2, 64, 64, 32), (19, 6, 3, 80, 48, 80))
+    for tokens, heads, kv_heads, dim, v_dim, width in shapes:
+        for interleaved, norm, offset in ((False, True, 0.0), (True, False, 0.0), (False, True, 1.0)):
+            num_blocks, block_size = tokens // 16 + 2, 16
+            angle = torch.rand(64, width // 2, generator=gen) * 6
+            angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
+            slots = torch.randperm(num_blocks * block_size, generator=gen)[:tokens]
+            slots[3::4] = -1
+            packed = torch.randn(tokens, (heads + kv_heads) * dim + kv_heads * v_dim, generator=gen)
+            q, k, v = packed.to(device, dtype).split(
+                [heads * dim, kv_heads * dim, kv_heads * v_dim], dim=-1
+            )
+            yield (
+                q.unflatten(-1, (heads, dim)),
+                k.unflatten(-1, (kv_heads, dim)),
+                v.unflatten(-1, (kv_heads, v_dim)),
+                torch.randn(dim, generator=gen).to(device, dtype) if norm else None,
+                torch.randn(dim, generator=gen).to(device, dtype) if norm else None,
+                1e-6,
+                offset,
+                angle.cos().to(device),
+                angle.sin().to(device),
+                torch.randint(0, 64, (tokens,), generator=gen).to(device),
+                interleaved,
+                torch.zeros(num_blocks, kv_heads, block_size, dim, device=device, dtype=dtype),
+                torch.zeros(num_blocks, kv_heads, block_size, v_dim, device=device, dtype=dtype),
+                slots.to(device),
+            )

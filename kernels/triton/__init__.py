@@ -1,0 +1,1 @@
+"""Ops in Triton: the only place that imports triton."""

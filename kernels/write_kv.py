@@ -1,0 +1,48 @@
+"""`write_kv`: put a step's keys and values into the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.registry import Case, op
+
+
+def _fake(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    return None
+
+
+@op(mutates=("key_cache", "value_cache"), fake=_fake)
+def write_kv(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """key [T, Hkv, D], value [T, Hkv, Dv] -> caches [num_blocks, Hkv, block_size, D or Dv].
+
+    slot_mapping [T] int64 is block * block_size + offset; a negative slot is skipped (padding).
+    Slots of one call are distinct. Any strides with a dense last dimension.
+    """
+    block_size = key_cache.shape[2]
+    live = slot_mapping >= 0
+    block, offset = slot_mapping[live] // block_size, slot_mapping[live] % block_size
+    key_cache[block, :, offset] = key[live].to(key_cache.dtype)
+    value_cache[block, :, offset] = value[live].to(value_cache.dtype)
+
+
+@write_kv.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    gen = torch.Generator(device="cpu").manual_seed(0)
+    for tokens, heads, dim, v_dim, block_size in ((1, 1, 16, 16, 16), (7, 2, 64, 32, 16), (37, 3, 80, 80, 8)):
+        num_blocks = tokens // block_size + 3
+        slots = torch.randperm(num_blocks * block_size, generator=gen)[:tokens]
+        slots[::5] = -1
+        yield (
+            torch.randn(tokens, heads, dim, generator=gen).to(device, dtype),
+            torch.randn(tokens, heads, v_dim, generator=gen).to(device, dtype),
+            torch.zeros(num_blocks, heads, block_size, dim, device=device, dtype=dtype),
+            torch.zeros(num_blocks, heads, block_size, v_dim, device=device, dtype=dtype),
+            slots.to(device),
+        )

@@ -1,0 +1,47 @@
+"""llmc serves any Hugging Face causal language model from its own code, by compiling it.
+
+The public names are loaded on first use, so that `import llmc` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmc.async_llm import AsyncLLM
+    from llmc.config import EngineConfig
+    from llmc.errors import LlmcError
+    from llmc.llm import LLM
+    from llmc.outputs import CompletionOutput, Logprob, RequestOutput
+    from llmc.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "LLM": "llmc.llm",
+    "AsyncLLM": "llmc.async_llm",
+    "EngineConfig": "llmc.config",
+    "SamplingParams": "llmc.sampling_params",
+    "RequestOutput": "llmc.outputs",
+    "CompletionOutput": "llmc.outputs",
+    "Logprob": "llmc.outputs",
+    "LlmcError": "llmc.errors",
+}
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "LlmcError",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'llmc' has no attribute {name!r}")

@@ -1,0 +1,95 @@
+"""Facts of the machine that a number is worthless without: versions, memory, read bandwidth."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import psutil
+import torch
+
+from llmc import __version__
+
+GIB = 2**30
+_PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
+
+
+def package_versions() -> dict[str, str]:
+    found = {"llmc": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def describe_machine() -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "platform": platform.platform(),
+        "processor": processor_name(),
+        "cpu_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
+    return facts
+
+
+def processor_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:  # not Linux
+        pass
+    return platform.processor() or platform.machine()
+
+
+def peak_rss_bytes() -> int | None:
+    """Most memory this process ever held, or None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def peak_cuda_bytes() -> int | None:
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
+def measure_read_bandwidth(device: str, *, repeats: int = 5, max_bytes: int = GIB) -> float:
+    """Bytes per second of the best of several sums over a buffer that no cache holds.
+
+    A sum reads every byte once and writes nothing, which is what decoding does to weights. The
+    buffer is smaller than `max_bytes` only where free memory is short.
+    """
+    is_cuda = device.startswith("cuda")
+    free = torch.cuda.mem_get_info()[0] if is_cuda else psutil.virtual_memory().available
+    num_floats = max(1, min(max_bytes, free // 4) // 4)
+    buffer = torch.ones(num_floats, dtype=torch.float32, device="cuda" if is_cuda else "cpu")
+
+    def read_once() -> None:
+        total = buffer.sum()
+        if is_cuda:
+            torch.cuda.synchronize()
+        assert total.numel() == 1
+
+    read_once()  # first touch of pages and kernels is not bandwidth
+    best = min(_seconds(read_once) for _ in range(repeats))
+    return num_floats * 4 / best
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

@@ -1,0 +1,227 @@
+"""Arithmetic of a benchmark: times of single requests in, throughput and percentiles out.
+
+    TTFT   first token (or chunk) - sent
+    E2EL   last token - sent
+    TPOT   (E2EL - TTFT) / (output tokens - 1), for requests of at least two tokens
+    ITL    gaps between successive tokens (over HTTP: chunks), of all requests together
+
+Times are seconds of one monotonic clock here and milliseconds in results. Result keys are those
+of `vllm bench serve`, so that scripts which read one read the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmc.errors import ConfigError
+
+METRICS = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+DEFAULT_PERCENTILES = (90.0, 99.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTrace:
+    """When the parts of one answer came. `error` is set when the request failed."""
+
+    sent_s: float
+    token_times_s: tuple[float, ...] = ()
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    text: str = ""
+    error: str | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        return self.error is None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_times_s[0] - self.sent_s
+
+    @property
+    def e2el_s(self) -> float:
+        return self.token_times_s[-1] - self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        if self.output_tokens < 2:
+            return None
+        return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1)
+
+    @property
+    def itls_s(self) -> list[float]:
+        times = self.token_times_s
+        return [after - before for before, after in zip(times, times[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """Summary of one metric in milliseconds; all zero when nothing was measured."""
+
+    mean: float
+    median: float
+    std: float
+    percentiles: Mapping[float, float]
+
+    @classmethod
+    def of_seconds(
+        cls, seconds: Sequence[float], percentiles: Sequence[float] = DEFAULT_PERCENTILES
+    ) -> Distribution:
+        ms = np.asarray(seconds, dtype=np.float64) * 1e3
+        if ms.size == 0:
+            ms = np.zeros(1)
+        return cls(
+            mean=float(np.mean(ms)),
+            median=float(np.median(ms)),
+            std=float(np.std(ms)),
+            percentiles={p: float(np.percentile(ms, p)) for p in percentiles},
+        )
+
+    def keys(self, metric: str) -> dict[str, float]:
+        """`mean_ttft_ms`, `median_ttft_ms`, `std_ttft_ms`, `p99_ttft_ms`, ..."""
+        values = {"mean": self.mean, "median": self.median, "std": self.std}
+        values |= {f"p{p:g}": value for p, value in self.percentiles.items()}
+        return {f"{name}_{metric}_ms": value for name, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchMetrics:
+    """All that a run says about a set of requests."""
+
+    completed: int
+    failed: int
+    duration_s: float
+    total_input_tokens: int
+    total_output_tokens: int
+    request_throughput: float
+    request_goodput: float | None
+    output_throughput: float
+    total_token_throughput: float
+    max_output_tokens_per_s: float
+    max_concurrent_requests: int
+    distributions: Mapping[str, Distribution]
+
+    def as_json(self) -> dict[str, float | int | None]:
+        """Flat, with vLLM's key names."""
+        result: dict[str, float | int | None] = {
+            "duration": self.duration_s,
+            "completed": self.completed,
+            "failed": self.failed,
+            "total_input_tokens": self.total_input_tokens,
+            "total_output_tokens": self.total_output_tokens,
+            "request_throughput": self.request_throughput,
+            "request_goodput": self.request_goodput,
+            "output_throughput": self.output_throughput,
+            "total_token_throughput": self.total_token_throughput,
+            "max_output_tokens_per_s": self.max_output_tokens_per_s,
+            "max_concurrent_requests": self.max_concurrent_requests,
+        }
+        for metric, distribution in self.distributions.items():
+            result |= distribution.keys(metric)
+        return result
+
+
+def compute_metrics(
+    traces: Sequence[RequestTrace],
+    duration_s: float,
+    *,
+    percentiles: Sequence[float] = DEFAULT_PERCENTILES,
+    goodput_ms: Mapping[str, float] | None = None,
+) -> BenchMetrics:
+    """Metrics of a run that took `duration_s`; failed requests count as failed and no more."""
+    done = [t for t in traces if t.succeeded and t.token_times_s]
+    seconds: dict[str, list[float]] = {
+        "ttft": [t.ttft_s for t in done],
+        "tpot": [t.tpot_s for t in done if t.tpot_s is not None],
+        "itl": [gap for t in done for gap in t.itls_s],
+        "e2el": [t.e2el_s for t in done],
+    }
+    output_tokens = sum(t.output_tokens for t in done)
+    input_tokens = sum(t.prompt_tokens for t in done)
+    peak_tokens, peak_requests = _peaks_per_second(done)
+    good = None if not goodput_ms else sum(_is_good(t, goodput_ms) for t in done)
+    return BenchMetrics(
+        completed=len(done),
+        failed=len(traces) - len(done),
+        duration_s=duration_s,
+        total_input_tokens=input_tokens,
+        total_output_tokens=output_tokens,
+        request_throughput=len(done) / duration_s,
+        request_goodput=None if good is None else good / duration_s,
+        output_throughput=output_tokens / duration_s,
+        total_token_throughput=(input_tokens + output_tokens) / duration_s,
+        max_output_tokens_per_s=peak_tokens,
+        max_concurrent_requests=peak_requests,
+        distributions={
+            name: Distribution.of_seconds(values, percentiles) for name, values in seconds.items()
+        },
+    )
+
+
+def _is_good(trace: RequestTrace, limits_ms: Mapping[str, float]) -> bool:
+    """Every limit is met; a request of one token has no TPOT and meets any."""
+    actual_s = {"ttft": trace.ttft_s, "tpot": trace.tpot_s or 0.0, "e2el": trace.e2el_s}
+    return all(actual_s[name] * 1e3 <= limit for name, limit in limits_ms.items())
+
+
+def _peaks_per_second(traces: Sequence[RequestTrace]) -> tuple[float, int]:
+    """(most tokens, most requests in flight) in any whole second after the first request."""
+    if not traces:
+        return 0.0, 0
+    start = min(t.sent_s for t in traces)
+    num_seconds = math.floor(max(t.token_times_s[-1] for t in traces) - start) + 1
+    tokens = np.zeros(num_seconds)
+    requests = np.zeros(num_seconds, dtype=np.int64)
+    for trace in traces:
+        for time_s in trace.token_times_s:
+            tokens[math.floor(time_s - start)] += 1
+        first, last = (math.floor(t - start) for t in (trace.sent_s, trace.token_times_s[-1]))
+        requests[first : last + 1] += 1
+    return float(tokens.max()), int(requests.max())
+
+
+def parse_percentiles(text: str) -> list[float]:
+    """`90,99` -> [90.0, 99.0]."""
+    try:
+        values = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        values = [-1.0]
+    if not values or not all(0 <= value <= 100 for value in values):
+        raise ConfigError(
+            f"percentiles must be numbers from 0 to 100 such as 50,90,99, got {text!r}"
+        )
+    return values
+
+
+def parse_metric_names(text: str) -> list[str]:
+    """`ttft,tpot` -> ["ttft", "tpot"]."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [name for name in names if name not in METRICS]
+    if unknown:
+        raise ConfigError(f"unknown metrics {unknown}; choose from {', '.join(METRICS)}")
+    return names
+
+
+def parse_goodput(items: Sequence[str]) -> dict[str, float]:
+    """["ttft:200", "tpot:50,e2el:1000"] -> limits in milliseconds."""
+    limits: dict[str, float] = {}
+    for part in " ".join(items).replace(",", " ").split():
+        name, _, value = part.partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            limits[name] = -1.0
+        if name not in ("ttft", "tpot", "e2el") or not limits[name] >= 0:
+            raise ConfigError(
+                f"goodput must be NAME:MILLISECONDS with NAME ttft, tpot or e2el, got {part!r}"
+            )
+    return limits

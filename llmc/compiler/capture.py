@@ -1,0 +1,222 @@
+"""The model on meta -> one graph over packed tokens, every input labelled.
+
+Second stage of the compiler: torch.compile's front end (Dynamo, fullgraph) follows the model's
+Python, then the result is written down in ATen ops. The number of tokens T stays symbolic, and no
+guard is kept: the graph runs for every T, 1 included. A graph break is a CompileError that names
+the line of the model's code.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from llmc.compiler.build import BuiltModel, is_unset
+from llmc.compiler.interface import KEY_CACHE, VALUE_CACHE
+from llmc.errors import CompileError
+from llmc.passes.base import remove_dead_code
+from llmc.passes.inputs import CacheInput, ConstantInput, Input, StepInput, WeightInput
+
+_EXAMPLE_TOKENS = 19  # unlike any size in a model, so that nothing is equal to it by chance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedModel:
+    """token_ids [T], positions [T] -> logits [1, T, vocab], with every placeholder labelled."""
+
+    graph: fx.GraphModule
+    vocab_size: int
+
+
+class _LogitsOnly(nn.Module):
+    """The forward that is captured: ids and positions in, logits out, nothing cached."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False
+        ).logits
+        return logits
+
+
+def capture(built: BuiltModel, device: torch.device) -> CapturedModel:
+    """Raise CompileError where the model's code can't be captured in one graph."""
+    dynamo, examples = _run_dynamo(built.module)
+    roles = _roles(built, dynamo, examples)
+    aten = _to_aten(dynamo)
+    for node, role in zip(
+        (n for n in aten.graph.nodes if n.op == "placeholder"), roles, strict=True
+    ):
+        node.meta["input"] = role
+    _flatten_inputs(aten.graph)
+    _single_output(aten.graph)
+    _move_devices(aten.graph, device)
+    _strip_grad_mode(aten.graph)
+    remove_dead_code(aten.graph)
+    for node in aten.graph.nodes:
+        role = node.meta.get("input")
+        if isinstance(role, ConstantInput) and is_unset(role.tensor):
+            raise CompileError(f"the model leaves buffer {node.name} without a value")
+    aten.graph.lint()
+    aten.recompile()
+    logits = aten.graph.output_node().args[0]
+    return CapturedModel(graph=aten, vocab_size=int(logits.meta["val"].shape[-1]))
+
+
+def _run_dynamo(model: nn.Module) -> tuple[fx.GraphModule, Sequence[Any]]:
+    captured: list[tuple[fx.GraphModule, Sequence[Any]]] = []
+
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        captured.append((gm, list(examples)))
+        return gm.forward
+
+    ids = torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long, device="meta")
+    positions = torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long, device="meta")
+    torch._dynamo.mark_dynamic(ids, 1)
+    torch._dynamo.mark_dynamic(positions, 1)
+    wrapper = _LogitsOnly(model).eval()
+    torch._dynamo.reset()
+    try:
+        with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+            torch.compile(wrapper, backend=backend, fullgraph=True)(ids, positions)
+    except torch._dynamo.exc.TorchDynamoException as e:
+        raise CompileError(_explain(e, model)) from e
+    finally:
+        torch._dynamo.reset()
+    if len(captured) != 1:
+        raise CompileError(f"capture gave {len(captured)} graphs instead of one")
+    return captured[0]
+
+
+def _explain(error: Exception, model: nn.Module) -> str:
+    """One sentence: why capture stopped, and where in the model's code."""
+    ours = re.search(r"raised exception CompileError\((['\"])(.*)\1\)", str(error))
+    if ours:
+        return ours.group(2)
+    stack = getattr(error, "real_stack", None) or []
+    where = ""
+    for frame in reversed(list(stack)):
+        if "torch" not in frame.filename.split("/")[-3:] and "/torch/" not in frame.filename:
+            where = f" at {frame.filename}:{frame.lineno} ({frame.line or frame.name})"
+            break
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"{type(model).__name__} can't be captured in one graph{where}: {reason.strip()[:300]}"
+
+
+def _roles(built: BuiltModel, gm: fx.GraphModule, examples: Sequence[Any]) -> list[Input]:
+    """The role of each of Dynamo's placeholders, by the identity of the tensor it stood for."""
+    module = built.module
+    by_id: dict[int, Input] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), WeightInput(parts=(name,)))
+    persistent = set(module.state_dict())
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if name in built.buffers:
+            by_id[id(buffer)] = ConstantInput(tensor=built.buffers[name])
+        elif name in persistent:
+            by_id.setdefault(id(buffer), WeightInput(parts=(name,)))
+    layers: dict[str, int] = {}  # owner of a cache -> its place in the order of first use
+    owners = {}
+    for name, child in module.named_modules():
+        owners[id(getattr(child, KEY_CACHE))] = (name, "key")
+        owners[id(getattr(child, VALUE_CACHE))] = (name, "value")
+    roles: list[Input] = []
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for node, example in zip(placeholders, examples, strict=True):
+        if isinstance(example, torch.SymInt | int):
+            roles.append(StepInput(name="num_tokens"))
+        elif id(example) in by_id:
+            roles.append(by_id[id(example)])
+        elif id(example) in owners:
+            name, part = owners[id(example)]
+            layer = layers.setdefault(name, len(layers))
+            roles.append(CacheInput(layer=layer, part="key" if part == "key" else "value"))
+        elif "input_ids" in node.name:
+            roles.append(StepInput(name="token_ids"))
+        elif "position_ids" in node.name:
+            roles.append(StepInput(name="positions"))
+        else:
+            raise CompileError(f"capture made an input that is no parameter: {node.name}")
+    return roles
+
+
+def _to_aten(gm: fx.GraphModule) -> fx.GraphModule:
+    """Dynamo's graph of Python calls -> ATen ops, with linears and reshapes kept whole."""
+    fakes = [n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"]
+    mode = detect_fake_mode(fakes)
+    if mode is None:
+        raise CompileError("capture gave no fake tensors")
+    # Dynamo leaves calls in its graph that only tell a log; make_fx would stumble over them.
+    with torch.no_grad(), mode:
+        return make_fx(gm, pre_dispatch=True)(*fakes)
+
+
+def _flatten_inputs(graph: fx.Graph) -> None:
+    """Step inputs become flat: token_ids [T], positions [T], and T itself is read off token_ids."""
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    first_call = next(n for n in graph.nodes if n.op != "placeholder")
+    tokens: fx.Node | None = None
+    for node in placeholders:
+        role = node.meta["input"]
+        if isinstance(role, StepInput) and role.name in ("token_ids", "positions"):
+            val = node.meta["val"]
+            with graph.inserting_before(first_call):
+                batched = graph.call_function(torch.ops.aten.unsqueeze.default, (node, 0))
+            batched.meta["val"] = val
+            node.replace_all_uses_with(batched, delete_user_cb=lambda u, b=batched: u is not b)
+            node.meta["val"] = val.squeeze(0)
+            if role.name == "token_ids":
+                tokens = node
+    if tokens is None:
+        raise CompileError("the model does not read its token ids")
+    sizes = [n for n in placeholders if n.meta["input"] == StepInput(name="num_tokens")]
+    if sizes:
+        after = next(n for n in graph.nodes if n.op != "placeholder")
+        with graph.inserting_before(after):
+            size = graph.call_function(torch.ops.aten.sym_size.int, (tokens, 0))
+        size.meta["val"] = tokens.meta["val"].shape[0]
+        for node in sizes:
+            node.replace_all_uses_with(size)
+            graph.erase_node(node)
+
+
+def _single_output(graph: fx.Graph) -> None:
+    """The graph returns the logits tensor itself, not a tuple of one."""
+    output = graph.output_node()
+    value = output.args[0]
+    while isinstance(value, tuple | list):
+        if len(value) != 1:
+            raise CompileError(f"the captured graph returns {len(value)} values instead of logits")
+        value = value[0]
+    output.args = (value,)
+
+
+def _move_devices(graph: fx.Graph, device: torch.device) -> None:
+    """Constants of the graph that say `meta` (the device of capture) say `device` instead."""
+
+    def move(arg: Any) -> Any:
+        return device if isinstance(arg, torch.device) and arg.type == "meta" else arg
+
+    for node in graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, move)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, move)
+
+
+def _strip_grad_mode(graph: fx.Graph) -> None:
+    """Drop the switches of gradient mode that the model's decorators left behind."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
+            graph.erase_node(node)
+        elif node.op == "call_function" and node.target is operator.getitem and not node.users:
+            graph.erase_node(node)

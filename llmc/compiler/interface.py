@@ -1,0 +1,145 @@
+"""How transformers' modelling code reaches llmc: the functions that it looks up by name.
+
+Registered as `llmc` in transformers' own tables. The attention function calls the marker op
+`llmc::attention`; the mask function returns a *mask marker*, an empty tensor whose shape says
+which tokens are visible, since some models state a window in the mask alone; the experts function
+calls `llmc::expert_linear` around the model's own gate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmc.errors import CompileError
+from llmc.kernels.attention import attention as attention_marker
+from llmc.kernels.expert_linear import expert_linear
+
+NAME = "llmc"
+KEY_CACHE = "llmc_key_cache"
+VALUE_CACHE = "llmc_value_cache"
+
+# Tensors among the keyword arguments that say what the packed step already carries. Any other
+# tensor (a position bias, sparse indices) would change the result, so it is refused.
+_IGNORED = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskMarker:
+    """What a mask shows: causal, within a window or a chunk (0: no limit)."""
+
+    window: int = 0
+    chunk: int = 0
+
+    def encode(self) -> Tensor:
+        return torch.empty(0, self.window + 1, self.chunk + 1, device="meta", dtype=torch.bool)
+
+    @staticmethod
+    def decode(mask: Tensor | None) -> MaskMarker:
+        if mask is None:
+            return MaskMarker()
+        if mask.dim() != 3 or mask.shape[0] != 0:
+            raise CompileError(
+                f"the model's code changed the attention mask before its attention "
+                f"(shape {tuple(mask.shape)}), which llmc can't page yet"
+            )
+        return MaskMarker(window=int(mask.shape[1]) - 1, chunk=int(mask.shape[2]) - 1)
+
+
+def mask_function(*args: Any, **kwargs: Any) -> Tensor | None:
+    """transformers' mask interface: called with `local_size` for windows and chunks."""
+    size = kwargs.get("local_size")
+    if not size:
+        return MaskMarker().encode()
+    config = kwargs.get("config")
+    if size == getattr(config, "attention_chunk_size", None):
+        return MaskMarker(chunk=int(size)).encode()
+    return MaskMarker(window=int(size)).encode()
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, H, T, D] ... -> ([1, T, H, Dv], None)."""
+    unknown = [k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in _IGNORED]
+    if unknown:
+        raise CompileError(
+            f"{type(module).__name__} passes {unknown} to its attention, which llmc does not know"
+        )
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if not causal:
+        raise CompileError(f"{type(module).__name__} attends to later tokens: not a causal decoder")
+    mask = MaskMarker.decode(attention_mask)
+    window = mask.window or (0 if mask.chunk else int(sliding_window or 0))
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out = attention_marker.overload(
+        query,
+        key,
+        value,
+        getattr(module, KEY_CACHE),
+        getattr(module, VALUE_CACHE),
+        float(scale),
+        window,
+        mask.chunk,
+        float(softcap or 0.0),
+        s_aux,
+        None,
+    )
+    return out, None
+
+
+def experts_function(
+    module: Any, hidden: Tensor, expert_index: Tensor, expert_weight: Tensor
+) -> Tensor:
+    """transformers' experts interface: hidden [T, K], index and weight [T, top_k] -> [T, K].
+
+    Every chosen (token, expert) pair is a row; the gate between the two linears is the model's.
+    """
+    top_k = expert_index.shape[-1]
+    expert = expert_index.reshape(-1)
+    rows = hidden.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, hidden.shape[-1])
+    up = module.gate_up_proj if module.has_gate else module.up_proj
+    up_bias = down_bias = None
+    if module.has_bias:
+        up_bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+        down_bias = module.down_proj_bias
+    linear = expert_linear.overload
+    inner = linear(rows, up, up_bias, expert, module.is_transposed)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    out = linear(inner, module.down_proj, down_bias, expert, module.is_transposed)
+    if getattr(module, "has_post_expert_norm", False):
+        out = module.post_expert_norm(out)
+    out = out.reshape(-1, top_k, out.shape[-1]) * expert_weight.unsqueeze(-1)
+    return out.sum(1).to(hidden.dtype)
+
+
+def register() -> None:
+    """Enter the functions into transformers' tables (again and again is fine)."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention_function)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_function)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_function)
+
+
+def use_experts(model: nn.Module) -> None:
+    """Send the routed experts of a built model through `experts_function`."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(module, "_apply_gate") and config is not None:
+            config._experts_implementation = NAME

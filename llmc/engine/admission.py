@@ -1,0 +1,130 @@
+"""Admission: turns AddRequest into a Request, or says why it can't be served.
+
+Everything that only the engine can judge is checked here, before anything is queued: token ids
+against the width of the model's logits, lengths against the context and against the block pool.
+What passes can always be run to its end, so it can neither hang the queue nor index out of range.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from llmc.engine.messages import AddRequest
+from llmc.engine.request import Request
+from llmc.errors import InvalidRequestError
+from llmc.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the model and the pool can hold. `vocab_size` is the width of the logits."""
+
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    eos_token_ids: frozenset[int]
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
+    """Raises InvalidRequestError, with the offending field in `param`, unless it can be served."""
+    sampling = message.sampling
+    check_prompt(message.prompt_token_ids, limits.vocab_size)
+    check_sampling_ids(sampling, limits.vocab_size)
+    eos = frozenset() if sampling.ignore_eos else limits.eos_token_ids
+    return Request(
+        request_id=message.request_id,
+        token_ids=list(message.prompt_token_ids),
+        num_prompt_tokens=len(message.prompt_token_ids),
+        sampling=sampling,
+        seed=default_seed if sampling.seed is None else sampling.seed,
+        max_total_tokens=total_tokens(len(message.prompt_token_ids), sampling.max_tokens, limits),
+        eos_token_ids=eos,
+        stop_token_ids=eos.union(sampling.stop_token_ids or ()),
+    )
+
+
+def derive_seed(engine_seed: int, count: int) -> int:
+    """The seed of the `count`-th request that brought none: 63 bits, the same in every run."""
+    digest = hashlib.blake2b(f"{engine_seed}/{count}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def check_prompt(token_ids: Sequence[int], vocab_size: int) -> None:
+    if not token_ids:
+        raise InvalidRequestError(
+            "the prompt is empty; it must have at least one token", param="prompt"
+        )
+    # The fast way first: a long prompt is checked without a Python loop.
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return
+    for index, token in enumerate(token_ids):
+        if type(token) is not int:  # bool is an int, and so is a NumPy scalar to isinstance
+            raise InvalidRequestError(
+                f"prompt token {index} is {token!r}; token ids must be integers", param="prompt"
+            )
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"prompt token {index} is {token}; the model's token ids are 0 to {vocab_size - 1}",
+                param="prompt",
+            )
+
+
+def check_sampling_ids(sampling: SamplingParams, vocab_size: int) -> None:
+    _check_ids("stop_token_ids", sampling.stop_token_ids or (), vocab_size)
+    _check_ids("logit_bias", sampling.logit_bias or (), vocab_size)
+    _check_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+
+
+def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"{param} has token id {token}; the model's token ids are 0 to {vocab_size - 1}",
+                param=param,
+            )
+
+
+def total_tokens(num_prompt: int, max_tokens: int | None, limits: Limits) -> int:
+    """How long the request may grow, prompt included; refused where that can't be promised."""
+    context, pool = limits.max_model_len, limits.pool_tokens
+    if num_prompt >= context:
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt} tokens, which leaves no room for an answer in the "
+            f"model's context of {context} tokens; shorten it to at most {context - 1}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if num_prompt >= pool:
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt} tokens, but the key-value cache holds {pool} "
+            f"({limits.num_blocks} blocks of {limits.block_size}), answer included; "
+            "shorten it, or give the engine more cache memory",
+            param="prompt",
+            code="kv_capacity_exceeded",
+        )
+    if max_tokens is None:
+        return min(context, pool)
+    total = num_prompt + max_tokens
+    if total > context:
+        raise InvalidRequestError(
+            f"{num_prompt} prompt tokens and max_tokens={max_tokens} make {total}, but the "
+            f"model's context is {context} tokens; ask for at most {context - num_prompt}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    if total > pool:
+        raise InvalidRequestError(
+            f"{num_prompt} prompt tokens and max_tokens={max_tokens} make {total}, but the "
+            f"key-value cache holds {pool} ({limits.num_blocks} blocks of {limits.block_size}); "
+            f"ask for at most {pool - num_prompt}, or give the engine more cache memory",
+            param="max_tokens",
+            code="kv_capacity_exceeded",
+        )
+    return total

@@ -1,0 +1,165 @@
+"""BlockPool: who owns which block of the key-value cache, and which full blocks can be shared.
+
+The scheduler takes blocks here and gives them back; the pool never sees a tensor. A block is in
+one of three places: *referenced* by one or more requests, *cached* (no reference, its content is
+still good, evicted oldest first when blocks run out) or *blank*.
+
+Only full blocks are ever shared, and nobody writes to a full block, so no shared block is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+_KEY = secrets.token_bytes(32)  # digests of another process can't be guessed or forged
+
+
+class BlockPool:
+    """Blocks 0 .. num_blocks - 1 with reference counts and an index of full blocks by content."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(
+                f"num_blocks and block_size must be positive, got {num_blocks} and {block_size}"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_queries = 0  # tokens looked up in the prefix cache
+        self.num_hits = 0  # tokens found there
+        self._blank = list(range(num_blocks - 1, -1, -1))  # a stack; block 0 leaves first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._references = [0] * num_blocks
+        self._digest_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken now: blank ones, and cached ones that would be evicted."""
+        return len(self._blank) + len(self._cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # Prefix cache
+
+    def root_digest(self, salt: bytes = b"") -> bytes:
+        """Where a chain starts. Requests of different salts never share a block."""
+        return hashlib.blake2b(salt, digest_size=16, key=_KEY, person=b"root").digest()
+
+    def chain_digest(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
+        """Name of a full block: its tokens and, through `parent`, all tokens before them."""
+        tokens = array("I", token_ids).tobytes()
+        return hashlib.blake2b(parent + tokens, digest_size=16, key=_KEY, person=b"block").digest()
+
+    def find_prefix(self, digests: Sequence[bytes]) -> list[int]:
+        """The longest cached run of blocks from the first digest on. Takes none of them."""
+        blocks = []
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """Let others find this full, computed block. A second copy of a content stays private."""
+        if self.enable_prefix_caching and self._digest_of[block] is None:
+            if self._block_of.setdefault(digest, block) == block:
+                self._digest_of[block] = digest
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Never share these blocks again: what they hold is not to be trusted."""
+        for block in blocks:
+            self._drop_digest(block)
+            if block in self._cached:
+                del self._cached[block]
+                self._blank.append(block)
+
+    def count_lookup(self, num_queried: int, num_hit: int) -> None:
+        if self.enable_prefix_caching:
+            self.num_queries += num_queried
+            self.num_hits += num_hit
+
+    # Taking and giving back
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of these cached blocks nobody references, so that taking them costs room."""
+        return sum(self._references[block] == 0 for block in blocks)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a reference to blocks that `find_prefix` returned."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._cached[block]
+            self._references[block] += 1
+
+    def take(self) -> int:
+        """A block of the caller's own, of unknown content. The pool must have one free."""
+        if self._blank:
+            block = self._blank.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._drop_digest(block)
+        self._references[block] = 1
+        return block
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each. The last block ages first, so that prefixes live longest."""
+        for block in reversed(blocks):
+            count = self._references[block] - 1
+            if count < 0:
+                raise AssertionError(f"block {block} was given back more often than taken")
+            self._references[block] = count
+            if count == 0:
+                if self._digest_of[block] is None:
+                    self._blank.append(block)
+                else:
+                    self._cached[block] = None
+
+    def _drop_digest(self, block: int) -> None:
+        digest = self._digest_of[block]
+        if digest is not None:
+            del self._block_of[digest]
+            self._digest_of[block] = None
+
+    # Invariants
+
+    def check(self, tables: Iterable[Sequence[int]] = ()) -> None:
+        """Raise AssertionError unless all blocks are accounted for.
+
+        `tables` are the block tables of everyone who holds blocks; with none given, no block may
+        be referenced: that is the check of an idle engine.
+        """
+        expected = [0] * self.num_blocks
+        for table in tables:
+            for block in table:
+                expected[block] += 1
+            _require(len(set(table)) == len(table), f"a table names a block twice: {table}")
+        _require(expected == self._references, "reference counts differ from the block tables")
+        blank, cached = set(self._blank), set(self._cached)
+        _require(len(blank) == len(self._blank), "a block is blank twice")
+        _require(not blank & cached, "a block is both blank and cached")
+        for block, count in enumerate(self._references):
+            place = (block in blank) + (block in cached) + (count > 0)
+            _require(place == 1, f"block {block} is in {place} places at once")
+            digest = self._digest_of[block]
+            _require(block not in blank or digest is None, f"blank block {block} has a digest")
+            _require(block not in cached or digest is not None, f"cached block {block} has none")
+            _require(
+                digest is None or self._block_of.get(digest) == block,
+                f"block {block} is not found by its digest",
+            )
+        named = sum(digest is not None for digest in self._digest_of)
+        _require(named == len(self._block_of), "the index names blocks that carry no digest")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)

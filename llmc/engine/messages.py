@@ -1,0 +1,64 @@
+"""What the front says to the engine and hears back. Plain data, so that a process border fits in.
+
+The front turns text into ids and ids into text; the engine sees ids only. Stop *strings* are
+therefore found by the front, which then sends AbortRequest; stop *tokens* by the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmc.engine.plan import TokenLogprobs
+from llmc.outputs import FinishReason
+from llmc.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddRequest:
+    """One sequence to generate (a request with n > 1 is n of these)."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequest:
+    request_id: str
+
+
+@dataclass(slots=True, kw_only=True)  # not frozen: made per row per step, and frozen costs 3x
+class RequestUpdate:
+    """News of one request after a step: tokens that were drawn, and the end if it came.
+
+    `stop_reason` is the stop token id when one of `stop_token_ids` ended the text, None for the
+    model's own end token. A stop token that ends the text is the last of `new_token_ids`.
+    `error` comes with finish_reason "error".
+    """
+
+    request_id: str
+    new_token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot for logs, /metrics and the status line. Counters grow, gauges are as of now."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_finished: int
+    num_steps: int
+    prefix_cache_queries: int  # tokens looked up
+    prefix_cache_hits: int  # tokens found

@@ -1,0 +1,137 @@
+"""RowTable: which request sits in which row, with which blocks. The scheduler's bookkeeper.
+
+The scheduler says who comes and goes; the table finds shared blocks, takes and returns blocks and
+rows, and remembers which rows the runner has yet to be told of.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from llmc.engine.block_pool import BlockPool
+from llmc.engine.plan import NewRow
+from llmc.engine.request import Request
+
+
+class RowTable:
+    """`num_rows` rows, smallest free one first, over one BlockPool."""
+
+    def __init__(self, num_rows: int, pool: BlockPool) -> None:
+        self.pool = pool
+        self.owners: list[Request | None] = [None] * num_rows
+        self._free = list(range(num_rows))  # a heap
+        self._released: set[int] = set()
+        self._refused: tuple[int, int, int] | None = None
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free)
+
+    def seat(self, request: Request, num_spare: int) -> bool:
+        """Give a request a row and blocks for all its tokens, if `num_spare` blocks stay free.
+
+        Sets `num_computed` to what the prefix cache holds: never all, one token must be computed.
+        """
+        pool = self.pool
+        attempt = (request.arrival, pool.num_free, num_spare)
+        if attempt == self._refused:  # nothing has changed since; don't look it all up again
+            return False
+        shared = self._find_prefix(request)
+        num_new = pool.blocks_for(request.num_tokens) - len(shared)
+        if num_new + pool.num_idle(shared) + num_spare > pool.num_free:
+            self._refused = attempt
+            return False
+        pool.share(shared)
+        request.blocks = shared + [pool.take() for _ in range(num_new)]
+        request.capacity = len(request.blocks) * pool.block_size
+        request.num_published = len(shared)
+        request.num_computed = len(shared) * pool.block_size
+        request.row = heapq.heappop(self._free)
+        self.owners[request.row] = request
+        return True
+
+    def grow(self, request: Request) -> int:
+        """One more block; the pool must have one free."""
+        block = self.pool.take()
+        request.blocks.append(block)
+        request.capacity += self.pool.block_size
+        return block
+
+    def unseat(self, request: Request) -> None:
+        """Take row and blocks back. No step in flight may use them."""
+        assert request.row is not None and request.num_in_flight == 0
+        self.pool.give_back(request.blocks)
+        request.blocks = []
+        request.capacity = request.num_published = 0
+        self.owners[request.row] = None
+        self._released.add(request.row)
+        heapq.heappush(self._free, request.row)
+        request.row = None
+
+    # Rows that the runner must hear of
+
+    def pop_released(self) -> list[int]:
+        released = sorted(self._released)
+        self._released.clear()
+        return released
+
+    def release_again(self, rows: Iterable[int]) -> None:
+        """The step that carried this news failed; repeat it for the rows that are still free."""
+        self._released.update(row for row in rows if self.owners[row] is None)
+
+    # Prefix cache
+
+    def publish(self, request: Request, num_computed: int) -> None:
+        """Let others share the blocks that are now computed to the end."""
+        num_full = num_computed // self.pool.block_size
+        if num_full > request.num_published and self.pool.enable_prefix_caching:
+            self._extend_digests(request, num_full)
+            for index in range(request.num_published, num_full):
+                self.pool.publish(request.blocks[index], request.digests[index])
+            request.num_published = num_full
+
+    def _find_prefix(self, request: Request) -> list[int]:
+        if not self.pool.enable_prefix_caching:
+            return []
+        num_full = (request.num_tokens - 1) // self.pool.block_size
+        self._extend_digests(request, num_full)
+        return self.pool.find_prefix(request.digests[:num_full])
+
+    def _extend_digests(self, request: Request, num_full: int) -> None:
+        size, digests = self.pool.block_size, request.digests
+        while len(digests) < num_full:
+            parent = digests[-1] if digests else self.pool.root_digest(request.cache_salt)
+            start = len(digests) * size
+            tokens = request.token_ids[start : start + size]
+            digests.append(self.pool.chain_digest(parent, tokens))
+
+    # Invariants
+
+    def check(self) -> None:
+        """Raise AssertionError unless rows and blocks agree. Costs O(num_blocks)."""
+        owners = [request for request in self.owners if request is not None]
+        self.pool.check(request.blocks for request in owners)
+        free = [row for row, request in enumerate(self.owners) if request is None]
+        if sorted(self._free) != free:
+            raise AssertionError(f"free rows {sorted(self._free)}, but nobody owns {free}")
+        if not self._released <= set(free):
+            raise AssertionError(f"released rows {self._released} are not all free ({free})")
+        for request in owners:
+            if request.row is None or self.owners[request.row] is not request:
+                raise AssertionError(f"{request.request_id!r} does not know its row {request.row}")
+            if request.capacity != len(request.blocks) * self.pool.block_size:
+                raise AssertionError(f"{request.request_id!r} miscounts its blocks")
+
+
+def new_row(request: Request) -> NewRow:
+    assert request.row is not None
+    return NewRow(
+        row=request.row,
+        request_id=request.request_id,
+        token_ids=tuple(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=request.sampling,
+        seed=request.seed,
+        stop_token_ids=tuple(sorted(request.stop_token_ids)),
+    )

@@ -1,0 +1,52 @@
+"""The engine as the front sees it, and how both entry points (`LLM`, `AsyncLLM`) get one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from llmc.config import EngineConfig
+from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
+from llmc.errors import ConfigError
+from llmc.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llmc.start import ModelInfo, Phase, Started
+
+
+class Engine(Protocol):
+    """What the front uses of `engine.core.EngineCore`. Called from one thread only."""
+
+    def add(self, request: AddRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def step(self) -> Sequence[RequestUpdate]: ...
+    @property
+    def has_work(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+
+
+def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
+    """EngineConfig from keyword arguments; an unknown one is answered with the nearest known."""
+    known = [f.name for f in dataclasses.fields(EngineConfig) if f.name != "model"]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}"
+            raise ConfigError(f"unknown engine option {name!r}; {hint}")
+    return EngineConfig(model=model, **options)
+
+
+def start(config: EngineConfig, on_phase: Callable[[Phase], None] | None = None) -> Started:
+    """Load the model and build its engine. Imported late: this is where torch comes in."""
+    from llmc.start import start_engine
+
+    return start_engine(config, on_phase)
+
+
+def load_tokenizer(config: EngineConfig, info: ModelInfo) -> Tokenizer | None:
+    """The model's tokenizer; None when it has none, and then token ids are all that is taken."""
+    if info.tokenizer_path is None:
+        return None
+    return Tokenizer.load(info.tokenizer_path, trust_remote_code=config.trust_remote_code)

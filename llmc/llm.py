@@ -1,0 +1,275 @@
+"""`LLM`: generate from Python, without a server.
+
+    prompts -> front.inputs -> engine.add
+                                  engine.step() until done -> front.outputs -> RequestOutput
+
+The caller's thread drives the engine. Use one LLM from one thread; for many, use AsyncLLM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+from llmc.config import EngineConfig
+from llmc.errors import EngineDeadError, InvalidRequestError, LlmcError, QueueFullError
+from llmc.front.engine import Engine, load_tokenizer, make_config, start
+from llmc.front.inputs import Input, InputProcessor, Prompt
+from llmc.front.outputs import ActiveRequest, OutputProcessor
+from llmc.front.progress import GenerationProgress
+from llmc.outputs import RequestOutput
+from llmc.sampling_params import SamplingParams
+from llmc.text.chat import Message, render_chat
+from llmc.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llmc.start import ModelInfo, Phase, Started
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Outcome = ActiveRequest | InvalidRequestError
+
+
+class LLM:
+    """A model loaded for offline generation.
+
+    `model` is a local directory, a hub id, or None for the built-in model. Options are the fields
+    of EngineConfig: dtype, device, max_model_len, max_num_seqs, max_num_batched_tokens,
+    block_size, kv_cache_memory, opt_level, passes, seed, load_format and so on.
+
+        with LLM("path/to/model") as llm:
+            [output] = llm.generate("Once upon a time", SamplingParams(max_tokens=32))
+            print(output.outputs[0].text)
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        on_phase: Callable[[Phase], None] | None = None,
+        **options: Any,
+    ) -> None:
+        config = make_config(model, options)
+        started = start(config, on_phase)
+        self._attach(started, config, load_tokenizer(config, started.info))
+
+    @classmethod
+    def from_started(
+        cls, started: Started, config: EngineConfig, tokenizer: Tokenizer | None = None
+    ) -> LLM:
+        """An LLM on an engine that is already there. `tokenizer` None: token ids only."""
+        llm = cls.__new__(cls)
+        llm._attach(started, config, tokenizer)
+        return llm
+
+    def _attach(
+        self, started: Started, config: EngineConfig, tokenizer: Tokenizer | None
+    ) -> None:
+        self.config = config
+        self.info: ModelInfo = started.info
+        self._engine: Engine | None = started.engine
+        self._tokenizer = tokenizer
+        self._inputs = InputProcessor(started.info, tokenizer)
+        self._outputs = OutputProcessor(tokenizer)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        progress: bool = True,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; outputs are in the order of the prompts.
+
+        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+        `sampling_params` is one for all, or one per prompt; None takes the model's own defaults
+        (and max_tokens=16). In a list, a prompt that can't be served gets an output whose `error`
+        says why, and the others are served; InvalidRequestError is raised when none can be.
+        `use_tqdm` is another name for `progress`.
+        """
+        items = _as_list(prompts)
+        params = self._params(sampling_params, len(items), self.get_default_sampling_params())
+        return self._run(
+            [lambda p=p, s=s: self._inputs.process(p, s) for p, s in zip(items, params, strict=True)],
+            items,
+            progress if use_tqdm is None else use_tqdm,
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = True,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or many (a list of those).
+
+        As `generate`, with the model's chat template; without `sampling_params` the answer may
+        fill the context.
+        """
+        chats = _conversations(messages)
+        default = dataclasses.replace(self.get_default_sampling_params(), max_tokens=None)
+        params = self._params(sampling_params, len(chats), default)
+
+        def prepare(chat: Sequence[Message], sampling: SamplingParams) -> Input:
+            ids = render_chat(
+                self._inputs.need_tokenizer("messages"),
+                chat,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                template_kwargs=chat_template_kwargs,
+            )
+            return self._inputs.process(ids, sampling)
+
+        return self._run(
+            [lambda c=c, s=s: prepare(c, s) for c, s in zip(chats, params, strict=True)],
+            [None] * len(chats),
+            progress if use_tqdm is None else use_tqdm,
+        )
+
+    def get_tokenizer(self) -> Any:
+        """The transformers tokenizer of the model."""
+        return self._inputs.need_tokenizer("get_tokenizer()").hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with what the model's generation_config recommends."""
+        return self._inputs.default_sampling()
+
+    def close(self) -> None:
+        """Give the model's memory back. The LLM can't be used afterwards; closing twice is fine."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._abort_all(engine)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _params(
+        self, params: Params, count: int, default: SamplingParams
+    ) -> Sequence[SamplingParams]:
+        if params is None:
+            return [default] * count
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequestError(
+                f"{len(params)} sampling_params for {count} prompts; give one, or one for each",
+                param="sampling_params",
+            )
+        return params
+
+    def _run(
+        self,
+        prepare: Sequence[Callable[[], Input]],
+        prompts: Sequence[Any],
+        progress: bool,
+    ) -> list[RequestOutput]:
+        engine = self._engine
+        if engine is None:
+            raise EngineDeadError("this LLM is closed; make a new one")
+        try:
+            outcomes = [self._submit(engine, make) for make in prepare]
+            errors = [item for item in outcomes if isinstance(item, InvalidRequestError)]
+            if errors and len(errors) == len(outcomes):
+                raise errors[0]
+            self._drive(engine, [r for r in outcomes if isinstance(r, ActiveRequest)], progress)
+        except BaseException:  # Ctrl-C above all: leave an engine that can be used again
+            self._abort_all(engine)
+            raise
+        return [
+            self._refused(item, prompt) if isinstance(item, InvalidRequestError) else item.output()
+            for item, prompt in zip(outcomes, prompts, strict=True)
+        ]
+
+    def _submit(self, engine: Engine, make: Callable[[], Input]) -> Outcome:
+        request_id = str(next(self._ids))
+        try:
+            request, messages = self._outputs.add(request_id, make())
+            for message in messages:
+                engine.add(message)
+        except InvalidRequestError as exc:
+            self._abort(engine, request_id)
+            return exc
+        except QueueFullError as exc:
+            self._abort(engine, request_id)
+            return InvalidRequestError(str(exc), code="queue_full")
+        return request
+
+    def _drive(self, engine: Engine, requests: list[ActiveRequest], progress: bool) -> None:
+        num_done = num_tokens = 0
+        with GenerationProgress(len(requests), enabled=progress) as bar:
+            while self._outputs.active:
+                if not engine.has_work:
+                    raise LlmcError(
+                        f"the engine has no work left but {len(self._outputs.active)} requests "
+                        "are unanswered; this is a bug in llmc"
+                    )
+                updates = engine.step()
+                changed, aborts = self._outputs.apply(updates)
+                for request_id in aborts:
+                    engine.abort(request_id)
+                num_tokens += sum(len(update.new_token_ids) for update in updates)
+                num_done += sum(request.finished for request in changed)
+                bar.update(num_done, num_tokens)
+
+    def _refused(self, error: InvalidRequestError, prompt: Any) -> RequestOutput:
+        return RequestOutput(
+            request_id=str(next(self._ids)),
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=[],
+            outputs=[],
+            finished=True,
+            error=str(error),
+        )
+
+    def _abort(self, engine: Engine, request_id: str) -> None:
+        for child in self._outputs.abort(request_id):
+            engine.abort(child)
+
+    def _abort_all(self, engine: Engine) -> None:
+        for request_id in list(self._outputs.active):
+            self._abort(engine, request_id)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt becomes a list of one. A list of numbers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, list | tuple):
+        if prompts and isinstance(prompts[0], int | float):
+            return [cast(Prompt, prompts)]
+        return list(prompts)
+    raise InvalidRequestError(
+        f"prompts must be text, token ids, a dict or a list of these; got {prompts!r:.80}",
+        param="prompt",
+    )
+
+
+def _conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[Sequence[Message]]:
+    if isinstance(messages, list | tuple):
+        if not messages or isinstance(messages[0], Mapping):
+            return [cast(Sequence[Message], messages)]
+        if all(isinstance(chat, list | tuple) for chat in messages):
+            return [cast(Sequence[Message], chat) for chat in messages]
+    raise InvalidRequestError(
+        f"messages must be a list of messages, or a list of such lists; got {messages!r:.80}",
+        param="messages",
+    )

@@ -1,0 +1,62 @@
+"""What a caller gets back: `RequestOutput` and its parts, named as vLLM's users know them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """Log-probability of one token before temperature and other processing; rank 1 is the top."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One completion of a prompt, so far or finished.
+
+    `logprobs[i]` maps token ids to their Logprob at output position i: the chosen token and the
+    top alternatives. `stop_reason` is the stop string or stop token id that ended the text, and
+    None for the model's own end-of-sequence token.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """Times of one request in seconds, from one monotonic clock."""
+
+    queue_s: float | None = None  # None where the engine does not tell
+    time_to_first_token_s: float
+    end_to_end_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """The answer to one prompt. `error` holds the reason when the request could not be served."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+    error: str | None = None

@@ -1,0 +1,135 @@
+"""Per-request sampling options, with the names and meanings that vLLM's users know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from llmc.errors import InvalidRequestError
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIAS = 300
+GREEDY_EPSILON = 1e-5  # a temperature below this is greedy: dividing by it would overflow
+
+
+def _fail(name: str, value: object, rule: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} must be {rule}, got {value!r}", param=name)
+
+
+def _number(name: str, value: object, low: float, high: float, rule: str) -> None:
+    """Reject non-numbers, bools, NaN and infinities, and values outside [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _fail(name, value, rule)
+    if not math.isfinite(value) or not low <= value <= high:
+        raise _fail(name, value, rule)
+
+
+def _integer(name: str, value: object, low: int, high: int, rule: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _fail(name, value, rule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled and when it stops.
+
+    Token ids (`stop_token_ids`, `logit_bias`, `allowed_token_ids`) are checked against the
+    model's vocabulary when the request is admitted, since only the engine knows its width.
+    Raises InvalidRequestError (a ValueError) for a value outside its range.
+    """
+
+    n: int = 1  # completions per prompt, 1 to 128
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # (0, 1]
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0  # [0, 1]
+    presence_penalty: float = 0.0  # [-2, 2]
+    frequency_penalty: float = 0.0  # [-2, 2]
+    repetition_penalty: float = 1.0  # (0, 10]
+    logit_bias: Mapping[int, float] | None = None  # token id -> [-100, 100]
+    allowed_token_ids: Sequence[int] | None = None  # only these may be sampled
+    seed: int | None = None  # None: drawn from the engine's seed
+    max_tokens: int | None = 16  # None: until the context is full
+    min_tokens: int = 0  # no stop token before this many
+    stop: str | Sequence[str] | None = None  # text that ends the output; not included in it
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None  # top alternatives per output token, 0 to 20; None: none
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1, MAX_N, f"an integer from 1 to {MAX_N}")
+        _number("temperature", self.temperature, 0.0, 100.0, "a finite number of at least 0")
+        _number("top_p", self.top_p, 0.0, 1.0, "a number in (0, 1]")
+        if self.top_p == 0:
+            raise _fail("top_p", self.top_p, "a number in (0, 1]")
+        _integer("top_k", self.top_k, -1, 2**31 - 1, "a positive integer, or 0 or -1 for no limit")
+        _number("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "a number in [-2, 2]")
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "a number in [-2, 2]")
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, "a number in (0, 10]")
+        if self.repetition_penalty == 0:
+            raise _fail("repetition_penalty", 0, "a number in (0, 10]")
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1, "a 64-bit integer")
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, "a positive integer")
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1, "an integer of at least 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
+        self._check_stop()
+        self._check_token_ids()
+
+    def _check_stop(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise _fail("stop", text, "a non-empty string or a list of them")
+            if len(text) > 1024:
+                raise InvalidRequestError(
+                    f"a stop string has {len(text)} characters; the limit is 1024", param="stop"
+                )
+        if len(stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(
+                f"stop has {len(stop)} strings; the limit is {MAX_STOP_STRINGS}", param="stop"
+            )
+        if stop and not self.detokenize:
+            raise InvalidRequestError("stop strings need detokenize=True", param="stop")
+        object.__setattr__(self, "stop_strings", stop)
+
+    def _check_token_ids(self) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            for token in ids or ():
+                _integer(name, token, 0, 2**31 - 1, "a list of token ids")
+        if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
+            raise InvalidRequestError(
+                "allowed_token_ids is empty, so nothing could be sampled",
+                param="allowed_token_ids",
+            )
+        if self.logit_bias is not None:
+            if len(self.logit_bias) > MAX_LOGIT_BIAS:
+                raise InvalidRequestError(
+                    f"logit_bias has {len(self.logit_bias)} entries; "
+                    f"the limit is {MAX_LOGIT_BIAS}",
+                    param="logit_bias",
+                )
+            for token, bias in self.logit_bias.items():
+                _integer("logit_bias", token, 0, 2**31 - 1, "keyed by token ids")
+                _number("logit_bias", bias, -100.0, 100.0, "a number in [-100, 100]")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_EPSILON

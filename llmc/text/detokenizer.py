@@ -1,0 +1,166 @@
+"""Token ids -> text while they are being generated, and the stop strings in that text.
+
+One `Detokenizer` serves one sequence:
+
+    ids -> IncrementalDecoder -> whole characters -> StopFinder -> text that is safe to show
+
+Both parts hold back what may still change: the decoder an incomplete character, the finder a tail
+that may grow into a stop string. Work per token is bounded, however long the output gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmc.text.tokenizer import Tokenizer
+
+# Prompt tokens that the decoder sees before the output, so that its first token is spelled as in
+# the middle of a text (some tokenizers drop the leading space of the first).
+CONTEXT_TOKENS = 6
+# A character has at most four bytes, so at most four tokens. More pending ones are broken output.
+MAX_PENDING_TOKENS = 32
+REPLACEMENT = "\ufffd"
+
+
+class IncrementalDecoder:
+    """Turns tokens into text as soon as the text can't change any more.
+
+    Keeps a short window of ids. Tokens before `_read` have been shown; decoding the window with
+    and without the new ones gives the new text in its context. (tokenizers' DecodeStream does the
+    same, but not for tokenizers in Python, and it fails for good on an "invalid prefix".)
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, context: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._window = [i for i in context[-CONTEXT_TOKENS:] if i not in tokenizer.special_ids]
+        self._read = len(self._window)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that `token_ids` completed; incomplete characters wait for the next call."""
+        if len(token_ids) > MAX_PENDING_TOKENS // 2:  # else many at once would look like broken
+            half = len(token_ids) // 2
+            return self.push(token_ids[:half]) + self.push(token_ids[half:])
+        self._window.extend(i for i in token_ids if i not in self._skipped)
+        if len(self._window) == self._read:
+            return ""
+        before, after = self._texts()
+        pending = len(self._window) - self._read
+        if after.endswith(REPLACEMENT) and pending <= MAX_PENDING_TOKENS:
+            return ""
+        if len(after) <= len(before) and pending <= MAX_PENDING_TOKENS:
+            return ""
+        self._advance()
+        return after[len(before) :]
+
+    def flush(self) -> str:
+        """Whatever is pending, complete or not. A half character becomes U+FFFD."""
+        if len(self._window) == self._read:
+            return ""
+        before, after = self._texts()
+        self._advance()
+        return after[len(before) :]
+
+    def _texts(self) -> tuple[str, str]:
+        decode = self._tokenizer.decode
+        shown = decode(self._window[: self._read], skip_special_tokens=False)
+        return shown, decode(self._window, skip_special_tokens=False)
+
+    def _advance(self) -> None:
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """The stop string that ended a text."""
+
+    stop: str
+
+
+class StopFinder:
+    """Looks for stop strings in text that arrives in pieces of any size.
+
+    The one that is complete first wins, and of two complete at the same place the longer one, so
+    the result does not depend on how the text was cut into tokens.
+    """
+
+    def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
+        self._stop = tuple(stop)
+        self._include = include
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, StopMatch | None]:
+        """Returns text that is safe to show, and the match that ends the sequence."""
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            end, start, stop = min(found)
+            self._held = ""
+            return text[: end if self._include else start], StopMatch(stop)
+        keep = len(text) - self._tail_length(text)
+        self._held = text[keep:]
+        return text[:keep], None
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _tail_length(self, text: str) -> int:
+        """Length of the longest end of `text` that is the beginning of a stop string."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+
+class Detokenizer:
+    """Text of one generated sequence, with stop strings found and cut off."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._decoder = IncrementalDecoder(
+            tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens
+        )
+        self._finder = StopFinder(stop, include=include_stop)
+        self._tokens_before_stop = min_tokens  # stop strings don't count in the first ones
+        self.stopped_by: str | None = None
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """New text that may be shown. Once `stopped_by` is set the text has ended."""
+        if self.stopped_by is not None:
+            return ""
+        shown = ""
+        if self._tokens_before_stop:
+            free = token_ids[: self._tokens_before_stop]
+            token_ids = token_ids[self._tokens_before_stop :]
+            self._tokens_before_stop -= len(free)
+            shown = self._decoder.push(free)
+        return shown + self._search(self._decoder.push(token_ids))
+
+    def finish(self) -> str:
+        """The rest of the text when the sequence has ended: nothing is held back any more."""
+        if self.stopped_by is not None:
+            return ""
+        shown = self._search(self._decoder.flush())
+        return shown if self.stopped_by is not None else shown + self._finder.flush()
+
+    def _search(self, text: str) -> str:
+        shown, match = self._finder.push(text) if text else ("", None)
+        if match is not None:
+            self.stopped_by = match.stop
+        return shown

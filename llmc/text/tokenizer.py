@@ -1,0 +1,161 @@
+"""The tokenizer as the rest of the front sees it: text -> ids before a request, ids -> text after.
+
+Wraps transformers' AutoTokenizer and calls the Rust tokenizer below it directly where there is
+one: that path is free of transformers' per-call state (truncation, padding), so any thread may
+use it. A tokenizer written in Python is used under a lock instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmc.errors import CheckpointError, InvalidRequestError
+
+# Any of these makes a directory a plausible tokenizer; without them transformers' error is long.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+    "tiktoken.model",
+)
+
+
+class Tokenizer:
+    """Encodes prompts and decodes output of one model. Made by `Tokenizer.load`."""
+
+    def __init__(self, hf: Any) -> None:
+        self.hf = hf
+        self._lock = threading.Lock()
+        self._backend = getattr(hf, "backend_tokenizer", None)
+        if self._backend is not None:
+            # A tokenizer.json may carry the truncation of its training run; prompts must not
+            # be cut in silence.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self.special_ids = frozenset(int(i) for i in hf.all_special_ids) | _special_added(hf)
+        self.size = len(hf)
+
+    @classmethod
+    def load(cls, path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
+        """Load from a local directory; CheckpointError says what is missing or broken."""
+        from transformers import AutoTokenizer
+
+        folder = Path(path)
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise CheckpointError(
+                f"{folder} has no tokenizer (looked for {', '.join(TOKENIZER_FILES[:3])} ...); "
+                "give one with tokenizer=DIR, or send token ids instead of text"
+            )
+        try:
+            hf = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        # The loaders below raise whatever their parsers raise (even bare Exception).
+        except Exception as exc:
+            first_line = str(exc).strip().partition("\n")[0]
+            raise CheckpointError(f"the tokenizer in {folder} can't be loaded: {first_line}") from exc
+        return cls(hf)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the tokenizer's own BOS or EOS unless told otherwise."""
+        check_text(text, "prompt")
+        if self._backend is not None:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        with self._lock:
+            return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`. Ids that the tokenizer does not know decode to nothing."""
+        if self._backend is not None:
+            text = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            return str(text)
+        with self._lock:
+            known = [i for i in token_ids if 0 <= i < self.size]
+            return str(self.hf.decode(known, skip_special_tokens=skip_special_tokens))
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own spelling of each id, "" for an id that it does not have."""
+        with self._lock:
+            return [self.hf.convert_ids_to_tokens(int(i)) or "" for i in token_ids]
+
+    @functools.cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """Texts that encode to special tokens wherever they stand."""
+        return tuple(filter(None, self.tokens(sorted(self.special_ids))))
+
+    @functools.lru_cache(maxsize=65536)  # noqa: B019 - one tokenizer lives as long as its engine
+    def token_text(self, token_id: int) -> str:
+        """Text of one token on its own, special or not; U+FFFD where it is part of a character."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    @functools.lru_cache(maxsize=65536)  # noqa: B019
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Bytes of one token, also of one that is part of a character; None where unknown."""
+        text = self.token_text(token_id)
+        if "\ufffd" not in text:
+            return text.encode("utf-8")
+        return _spelled_bytes(self.tokens([token_id])[0])
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return _optional_int(self.hf.eos_token_id)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return _optional_int(self.hf.bos_token_id)
+
+    @property
+    def chat_template(self) -> str | None:
+        template = getattr(self.hf, "chat_template", None)
+        if isinstance(template, dict):  # several named ones
+            template = template.get("default")
+        return template if isinstance(template, str) else None
+
+
+def check_text(text: str, param: str) -> None:
+    """Refuse what is not valid Unicode: a lone surrogate is a str, but no text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as exc:
+        raise InvalidRequestError(
+            f"{param} holds a lone surrogate (U+{ord(text[exc.start]):04X}) at character "
+            f"{exc.start}; send valid Unicode",
+            param=param,
+        ) from None
+
+
+def _optional_int(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _special_added(hf: Any) -> frozenset[int]:
+    added = getattr(hf, "added_tokens_decoder", None) or {}
+    return frozenset(int(i) for i, token in added.items() if getattr(token, "special", False))
+
+
+@functools.cache
+def _byte_of_letter() -> dict[str, int]:
+    """The byte-level BPE alphabet: printable bytes spell themselves, others follow from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    letters.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return letters
+
+
+def _spelled_bytes(token: str) -> bytes | None:
+    """Bytes of a vocabulary entry: `<0xE2>` (byte fallback) or the byte-level alphabet."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    alphabet = _byte_of_letter()
+    if token and all(letter in alphabet for letter in token):
+        return bytes(alphabet[letter] for letter in token)
+    return None

@@ -1,0 +1,149 @@
+"""What a pass is, and the runner that applies a list of them and reports what each one did.
+
+A pass is a function `GraphModule -> None` that edits the graph it is given in place; the runner
+gives it a copy, so the caller's graph stays as it was. Its docstring draws the graph before and
+after. It returns notes on what it left alone and why; what it changed is read off the graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from llmc.errors import ConfigError
+
+Notes = list[str]
+PassFn = Callable[[fx.GraphModule], Notes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A named rewrite. `required` ones can't be switched off: the engine needs what they insert."""
+
+    name: str
+    run: PassFn
+    doc: str
+    required: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassReport:
+    """What one pass did: ops that disappeared and appeared, and what it left alone and why."""
+
+    name: str
+    seconds: float
+    removed: Mapping[str, int]
+    added: Mapping[str, int]
+    notes: Sequence[str]
+    enabled: bool = True
+
+    def __str__(self) -> str:
+        if not self.enabled:
+            return f"{self.name}: off"
+        minus = ", ".join(f"{n} {op}" for op, n in sorted(self.removed.items()))
+        plus = ", ".join(f"{n} {op}" for op, n in sorted(self.added.items()))
+        change = f"-[{minus}] +[{plus}]" if minus or plus else "no match"
+        return f"{self.name}: {change}" + "".join(f"; {note}" for note in self.notes)
+
+
+def graph_pass(*, required: bool = False) -> Callable[[Callable[..., Notes]], Callable[..., Pass]]:
+    """Make a pass factory of a function `(gm, *, options) -> notes`; calling it binds the options.
+
+    The docstring must have `Before:` and `After:` parts; TypeError at import when it does not.
+    """
+
+    def define(fn: Callable[..., Notes]) -> Callable[..., Pass]:
+        doc = fn.__doc__ or ""
+        if "Before:" not in doc or "After:" not in doc:
+            raise TypeError(f"pass {fn.__name__} needs a docstring with `Before:` and `After:`")
+
+        def bind(**options: Any) -> Pass:
+            return Pass(
+                name=fn.__name__, run=lambda gm: fn(gm, **options), doc=doc, required=required
+            )
+
+        bind.__name__, bind.__doc__ = fn.__name__, doc
+        return bind
+
+    return define
+
+
+def op_name(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_function" else node.op
+
+
+def histogram(gm: fx.GraphModule) -> Counter[str]:
+    """How often each op is called."""
+    return Counter(op_name(node) for node in gm.graph.nodes if node.op == "call_function")
+
+
+def check_names(switches: Mapping[str, bool], passes: Iterable[Pass]) -> None:
+    """ConfigError for a switch that names no pass, or switches off a required one."""
+    known = {p.name: p for p in passes}
+    for name, enabled in switches.items():
+        if name not in known:
+            raise ConfigError(f"unknown pass {name!r}; the pipeline has {', '.join(known)}")
+        if known[name].required and not enabled:
+            raise ConfigError(f"pass {name!r} can't be switched off: the engine needs it")
+
+
+def run_passes(
+    gm: fx.GraphModule, passes: Sequence[Pass], switches: Mapping[str, bool] | None = None
+) -> tuple[fx.GraphModule, list[PassReport]]:
+    """Apply the passes in order to a copy of the graph; the weights are shared, the input is kept."""
+    switches = switches or {}
+    check_names(switches, passes)
+    reports = []
+    current = fx.GraphModule(gm, _copy_graph(gm.graph))
+    before = histogram(current)
+    for p in passes:
+        if not switches.get(p.name, True):
+            reports.append(
+                PassReport(name=p.name, seconds=0, removed={}, added={}, notes=(), enabled=False)
+            )
+            continue
+        start = time.perf_counter()
+        notes = p.run(current)
+        remove_dead_code(current.graph)
+        current.graph.lint()
+        after = histogram(current)
+        reports.append(
+            PassReport(
+                name=p.name,
+                seconds=time.perf_counter() - start,
+                removed=dict(before - after),
+                added=dict(after - before),
+                notes=tuple(notes),
+            )
+        )
+        before = after
+    current.recompile()
+    return current, reports
+
+
+def _copy_graph(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        env[node] = copy.node_copy(node, lambda n: env[n])
+    return copy
+
+
+def remove_dead_code(graph: fx.Graph) -> None:
+    """Drop calls and placeholders that nobody uses; ops that write in place are kept."""
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op == "output":
+            continue
+        if node.op == "call_function" and _writes(node):
+            continue
+        graph.erase_node(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)

@@ -1,0 +1,85 @@
+"""What each placeholder of a step graph is: the roles that capture assigns and passes rewrite.
+
+Every placeholder carries one of these in `node.meta["input"]`. Weights are graph inputs, never
+constants, so that one graph serves every checkpoint of an architecture; a pass that wants them
+in another form (merged, packed) replaces the placeholder by one with another recipe, and the
+loader fills the recipe straight from the checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """A tensor that the runner hands over at every step, by its name in the step contract."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInput:
+    """One half of a layer's paged cache. `layer` counts attention calls in execution order."""
+
+    layer: int
+    part: Literal["key", "value"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightInput:
+    """A recipe over the model's parameters: `parts` by name, concatenated along dimension 0.
+
+    `transposed`: each part is stored [in, out] and is turned to [out, in] first.
+    `packed`: the result is reordered into the CPU library's blocked layout (a 2-D weight of a
+    linear, opaque from then on).
+    """
+
+    parts: tuple[str, ...]
+    transposed: bool = False
+    packed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ConstantInput:
+    """A tensor known at capture: a buffer that the model computes from its config, or a table."""
+
+    tensor: Tensor
+
+
+Input = StepInput | CacheInput | WeightInput | ConstantInput
+
+
+def input_of(node: Any) -> Input | None:
+    """The role of a placeholder, or None for every other node."""
+    if isinstance(node, fx.Node) and node.op == "placeholder":
+        role: Input = node.meta["input"]
+        return role
+    return None
+
+
+def add_input(graph: fx.Graph, name: str, role: Input, val: Tensor) -> fx.Node:
+    """A new placeholder after the existing ones; `val` is a fake tensor of its shape and dtype."""
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    node.meta["input"] = role
+    node.meta["val"] = val
+    return node
+
+
+def step_input(graph: fx.Graph, name: str, val: Tensor) -> fx.Node:
+    """The placeholder of the step input `name`, added when the graph has none yet."""
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.meta["input"] == StepInput(name=name):
+            return node
+    return add_input(graph, name, StepInput(name=name), val)
+
+
+def fake_like(node: fx.Node, *shape: Any, dtype: torch.dtype) -> Tensor:
+    """An empty fake tensor in the same fake mode as `node`'s value."""
+    return node.meta["val"].new_empty(shape, dtype=dtype)  # type: ignore[no-any-return]
