@@ -46,14 +46,18 @@ class Stream:
 
     request: ActiveRequest
     _wake: asyncio.Event
+    _check_health: Callable[[], None]
     _cursors: list[Cursor] = field(default_factory=list)
 
     async def deltas(self) -> list[CompletionDelta]:
         """Waits for news; one delta for each completion that has some. Empty at the end.
 
-        Raises EngineDeadError, or InvalidRequestError when the engine refused the request.
+        A request that failed alone ends with finish_reason "error" and `request.error`; when the
+        whole engine is gone EngineDeadError is raised.
         """
         while True:
+            if self.request.error is not None:
+                self._check_health()
             self._wake.clear()
             found = self._take()
             if found:
@@ -92,9 +96,7 @@ class AsyncLLM:
         llm._attach(started, config, tokenizer)
         return llm
 
-    def _attach(
-        self, started: Started, config: EngineConfig, tokenizer: Tokenizer | None
-    ) -> None:
+    def _attach(self, started: Started, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.config = config
         self.info: ModelInfo = started.info
         self.tokenizer = tokenizer
@@ -103,7 +105,7 @@ class AsyncLLM:
         self._outputs = OutputProcessor(tokenizer)
         self._wakes: dict[str, asyncio.Event] = {}
         self._engine_thread = EngineThread(started.engine, self._publish)
-        self._stats = started.engine.stats()
+        self._stats: EngineStats = started.engine.stats()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="llmc-text")
         self._dead: str | None = None
@@ -178,7 +180,6 @@ class AsyncLLM:
         stream = self._submit(source, request_id or f"req-{uuid.uuid4().hex}", priority)
         try:
             yield stream
-            self._raise_failure(stream.request)
         finally:
             self.abort(stream.request.request_id)
 
@@ -199,7 +200,7 @@ class AsyncLLM:
         wake = self._wakes[request_id] = asyncio.Event()
         for message in messages:
             self._engine_thread.send(message)
-        return Stream(request, wake)
+        return Stream(request, wake, self.check_health)
 
     def abort(self, request_id: str) -> None:
         """End a request; its reader sees finish_reason "abort". Unknown or finished: nothing."""
@@ -305,13 +306,6 @@ class AsyncLLM:
         self._dead = reason
         for request_id in list(self._outputs.active):
             self._end(request_id, "error", f"the engine has stopped: {reason}")
-
-    def _raise_failure(self, request: ActiveRequest) -> None:
-        if request.error is None:
-            return
-        if self._dead is not None:
-            raise EngineDeadError(request.error)
-        raise RequestFailedError(request.error)
 
     async def _work(self, size: int, do: Callable[..., T], *args: Any) -> T:
         if size <= LONG_TEXT:

@@ -9,6 +9,7 @@ The caller's thread drives the engine. Use one LLM from one thread; for many, us
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -64,9 +65,7 @@ class LLM:
         llm._attach(started, config, tokenizer)
         return llm
 
-    def _attach(
-        self, started: Started, config: EngineConfig, tokenizer: Tokenizer | None
-    ) -> None:
+    def _attach(self, started: Started, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.config = config
         self.info: ModelInfo = started.info
         self._engine: Engine | None = started.engine
@@ -93,11 +92,11 @@ class LLM:
         """
         items = _as_list(prompts)
         params = self._params(sampling_params, len(items), self.get_default_sampling_params())
-        return self._run(
-            [lambda p=p, s=s: self._inputs.process(p, s) for p, s in zip(items, params, strict=True)],
-            items,
-            progress if use_tqdm is None else use_tqdm,
-        )
+        jobs = [
+            functools.partial(self._inputs.process, prompt, sampling)
+            for prompt, sampling in zip(items, params, strict=True)
+        ]
+        return self._run(jobs, items, progress if use_tqdm is None else use_tqdm)
 
     def chat(
         self,
@@ -119,21 +118,22 @@ class LLM:
         default = dataclasses.replace(self.get_default_sampling_params(), max_tokens=None)
         params = self._params(sampling_params, len(chats), default)
 
-        def prepare(chat: Sequence[Message], sampling: SamplingParams) -> Input:
-            ids = render_chat(
-                self._inputs.need_tokenizer("messages"),
-                chat,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                template_kwargs=chat_template_kwargs,
-            )
-            return self._inputs.process(ids, sampling)
-
-        return self._run(
-            [lambda c=c, s=s: prepare(c, s) for c, s in zip(chats, params, strict=True)],
-            [None] * len(chats),
-            progress if use_tqdm is None else use_tqdm,
+        render = functools.partial(
+            render_chat,
+            self._inputs.need_tokenizer("messages"),
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            template_kwargs=chat_template_kwargs,
         )
+
+        def prepare(chat: Sequence[Message], sampling: SamplingParams) -> Input:
+            return self._inputs.process(render(chat), sampling)
+
+        jobs = [
+            functools.partial(prepare, chat, sampling)
+            for chat, sampling in zip(chats, params, strict=True)
+        ]
+        return self._run(jobs, [None] * len(chats), progress if use_tqdm is None else use_tqdm)
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer of the model."""

@@ -1,7 +1,7 @@
 """Checks one prompt with its sampling options and turns it into what the engine needs.
 
-First stop of every request. Everything that a client sends is judged here, against the model's
-real limits, so that the engine never meets a token id, a length or a bias that it can't serve.
+First stop of every request. It applies the engine's own rules (engine/admission.py) before the
+request is handed over, so that a caller hears of a mistake at once and from its own call.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from llmc.engine import admission
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
 from llmc.text.tokenizer import Tokenizer
@@ -47,9 +48,16 @@ class Input:
 class InputProcessor:
     """Prompt and options in, `Input` out; InvalidRequestError names what is wrong."""
 
-    def __init__(self, limits: ModelLimits, tokenizer: Tokenizer | None) -> None:
-        self.limits = limits
+    def __init__(self, model: ModelLimits, tokenizer: Tokenizer | None) -> None:
+        self.model = model
         self.tokenizer = tokenizer
+        self._limits = admission.Limits(
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            num_blocks=model.num_blocks,
+            block_size=model.block_size,
+            eos_token_ids=frozenset(),  # the engine's business
+        )
 
     def default_sampling(self) -> SamplingParams:
         """SamplingParams with the model's own recommendations (its generation_config)."""
@@ -58,12 +66,12 @@ class InputProcessor:
     def generation_defaults(self) -> dict[str, Any]:
         """The model's recommendations that are sampling options."""
         known = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
-        return {k: v for k, v in self.limits.generation_defaults.items() if k in known}
+        return {k: v for k, v in self.model.generation_defaults.items() if k in known}
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidRequestError(
-                f"{param} needs a tokenizer and {self.limits.name} has none; "
+                f"{param} needs a tokenizer and {self.model.name} has none; "
                 "send prompt_token_ids and no stop strings",
                 param=param,
                 code="no_tokenizer",
@@ -76,34 +84,26 @@ class InputProcessor:
         if token_ids is None:
             assert text is not None, "a prompt without ids is text"
             token_ids = self.need_tokenizer("prompt").encode(text)
-            self.check_length(len(token_ids))
-        else:
-            self.check_length(len(token_ids))
-            self._check_ids("prompt", token_ids)
+        admission.check_prompt(token_ids, self._limits.vocab_size)
         if sampling.stop_strings:
             self.need_tokenizer("stop")
-        self._check_sampling(sampling)
+        admission.check_sampling_ids(sampling, self._limits.vocab_size)
         return Input(
             prompt=text,
             prompt_token_ids=token_ids,
             sampling=self._with_max_tokens(len(token_ids), sampling),
         )
 
-    def check_length(self, num_tokens: int) -> None:
-        """Refuse a prompt that is empty or leaves no room for a single new token."""
-        if num_tokens == 0:
-            raise InvalidRequestError("the prompt is empty; send at least one token", param="prompt")
-        if num_tokens >= self.capacity:
-            raise self._too_long(num_tokens, 1)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens, prompt and output together, that one request may have."""
-        return min(self.limits.max_model_len, self._pool_tokens)
-
-    @property
-    def _pool_tokens(self) -> int:
-        return self.limits.num_blocks * self.limits.block_size
+    def _with_max_tokens(self, num_prompt: int, sampling: SamplingParams) -> SamplingParams:
+        """Unset: until the context is full. Set: it must fit, so nothing is cut in silence."""
+        wanted = sampling.max_tokens
+        if wanted is None and sampling.min_tokens:
+            wanted = sampling.min_tokens
+        admission.total_tokens(num_prompt, wanted, self._limits)
+        if sampling.max_tokens is not None:
+            return sampling
+        total = admission.total_tokens(num_prompt, None, self._limits)
+        return dataclasses.replace(sampling, max_tokens=total - num_prompt)
 
     @staticmethod
     def _split(prompt: Prompt) -> tuple[str | None, list[int] | None]:
@@ -126,45 +126,3 @@ class InputProcessor:
             f"`prompt_token_ids`; got {prompt!r:.80}",
             param="prompt",
         )
-
-    def _check_ids(self, param: str, token_ids: Sequence[Any]) -> None:
-        """Against the width of the logits, not the tokenizer's length: that is what indexes."""
-        width = self.limits.vocab_size
-        for index, token in enumerate(token_ids):
-            # type(), not isinstance: True is an int, but no token id.
-            if type(token) is not int or not 0 <= token < width:
-                raise InvalidRequestError(
-                    f"{param}[{index}] must be a token id from 0 to {width - 1}, got {token!r:.80}",
-                    param=param,
-                )
-
-    def _check_sampling(self, sampling: SamplingParams) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            self._check_ids(name, getattr(sampling, name) or ())
-        self._check_ids("logit_bias", list(sampling.logit_bias or ()))
-
-    def _with_max_tokens(self, num_prompt: int, sampling: SamplingParams) -> SamplingParams:
-        """Unset: until the context is full. Set: it must fit, so nothing is cut in silence."""
-        room = self.capacity - num_prompt
-        if sampling.max_tokens is None:
-            if sampling.min_tokens > room:
-                raise self._too_long(num_prompt, sampling.min_tokens)
-            return dataclasses.replace(sampling, max_tokens=room)
-        if sampling.max_tokens > room:
-            raise self._too_long(num_prompt, sampling.max_tokens)
-        return sampling
-
-    def _too_long(self, num_prompt: int, num_output: int) -> InvalidRequestError:
-        wanted = f"{num_prompt} prompt tokens + {num_output} output tokens"
-        if self._pool_tokens < self.limits.max_model_len:
-            message = (
-                f"{wanted} exceed the KV cache of {self._pool_tokens} tokens "
-                f"({self.limits.num_blocks} blocks of {self.limits.block_size}); shorten the "
-                "prompt, lower max_tokens, or give the engine more kv_cache_memory"
-            )
-        else:
-            message = (
-                f"{wanted} exceed the context of {self.limits.max_model_len} tokens; "
-                "shorten the prompt or lower max_tokens"
-            )
-        return InvalidRequestError(message, param="prompt", code="context_length_exceeded")

@@ -8,7 +8,6 @@ can't forge a turn.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,11 +19,15 @@ from llmc.text.tokenizer import Tokenizer, check_text
 
 Message = Mapping[str, Any]
 
+# What chat_template_kwargs may not set.
 RESERVED = frozenset(
-    """conversation messages chat_template tools documents tokenize add_generation_prompt
-    continue_final_message padding truncation max_length return_tensors return_dict
-    return_assistant_tokens_mask tokenizer_kwargs sanitize_control_tokens bos_token eos_token
-    unk_token pad_token raise_exception strftime_now""".split()
+    (
+        *("conversation", "messages", "chat_template", "tools", "documents", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("tokenizer_kwargs", "sanitize_control_tokens", "bos_token", "eos_token", "unk_token"),
+        *("pad_token", "raise_exception", "strftime_now"),
+    )
 )
 
 
@@ -57,7 +60,7 @@ def render_chat(
         raise InvalidRequestError(
             f"chat_template_kwargs must not set {', '.join(taken)}", param="chat_template_kwargs"
         )
-    if _spells_control_token(tokenizer, conversation) and _can_sanitize(type(tokenizer.hf)):
+    if _spells_control_token(tokenizer, conversation) and _can_sanitize(tokenizer.hf):
         extra["sanitize_control_tokens"] = True
     return _apply(tokenizer, conversation, add_generation_prompt, continue_final_message, extra)
 
@@ -127,12 +130,13 @@ def _part(where: str, part: Any) -> str:
 def _spells_control_token(tokenizer: Tokenizer, conversation: list[dict[str, Any]]) -> bool:
     texts = [value for message in conversation for value in message.values()]
     return any(
-        special in text for text in texts if isinstance(text, str)
+        special in text
+        for text in texts
+        if isinstance(text, str)
         for special in tokenizer.special_texts
     )
 
 
-@functools.cache
-def _can_sanitize(kind: type) -> bool:
+def _can_sanitize(hf: Any) -> bool:
     """Newer transformers only; before, such text is encoded as the control token it spells."""
-    return "sanitize_control_tokens" in inspect.signature(kind.apply_chat_template).parameters
+    return "sanitize_control_tokens" in inspect.signature(hf.apply_chat_template).parameters

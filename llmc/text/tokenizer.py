@@ -61,7 +61,9 @@ class Tokenizer:
         # The loaders below raise whatever their parsers raise (even bare Exception).
         except Exception as exc:
             first_line = str(exc).strip().partition("\n")[0]
-            raise CheckpointError(f"the tokenizer in {folder} can't be loaded: {first_line}") from exc
+            raise CheckpointError(
+                f"the tokenizer in {folder} can't be loaded: {first_line}"
+            ) from exc
         return cls(hf)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -1,0 +1,245 @@
+"""AsyncLLM: streaming, cancellation, the queue's limit, a dead engine, draining."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from scripted_engine import REPLY, Scripted, make_scripted
+
+from llmc import async_llm
+from llmc.async_llm import AsyncLLM
+from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from llmc.outputs import RequestOutput
+from llmc.sampling_params import SamplingParams
+
+LONG = SamplingParams(max_tokens=200)
+Body = Callable[[AsyncLLM, Scripted], Awaitable[None]]
+
+
+def run(body: Body, **options: Any) -> Scripted:
+    """Runs `body` on a fresh AsyncLLM; afterwards nothing may be left in the engine."""
+    scripted = make_scripted(**options)
+
+    async def main() -> None:
+        llm = AsyncLLM.from_started(scripted, scripted.config, scripted.tokenizer)  # type: ignore[arg-type]
+        try:
+            await asyncio.wait_for(body(llm, scripted), 30)
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(main())
+    return scripted
+
+
+async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams = LONG) -> RequestOutput:
+    last = None
+    async for output in llm.generate(prompt, params):
+        last = output
+    assert last is not None
+    return last
+
+
+async def idle(llm: AsyncLLM, scripted: Scripted) -> None:
+    """Waits for the engine to have given everything back."""
+    for _ in range(500):
+        stats = llm.stats()
+        if not scripted.engine.has_work and stats.num_free_blocks == stats.num_blocks:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"blocks leaked: {llm.stats()}")
+
+
+def test_outputs_grow_to_the_whole_text() -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        scripted.runner.delay_s = 0.002
+        texts = []
+        async for output in llm.generate("x", LONG):
+            texts.append(output.outputs[0].text)
+        assert texts[-1] == REPLY and len(texts) > 5
+        assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+        await idle(llm, scripted)
+
+    run(body)
+
+
+def test_deltas_add_up_for_each_completion() -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        source = await llm.prepare("count", SamplingParams(n=2, max_tokens=200, logprobs=1))
+        texts, tokens, logprobs, ends = ["", ""], [0, 0], [0, 0], []
+        async with llm.submit(source) as stream:
+            while deltas := await stream.deltas():
+                for delta in deltas:
+                    texts[delta.index] += delta.text
+                    tokens[delta.index] += len(delta.token_ids)
+                    logprobs[delta.index] += len(delta.logprobs)
+                    ends += [delta.finish_reason] if delta.finish_reason else []
+        assert texts == ["one two three four five six seven eight nine ten"] * 2
+        assert tokens == logprobs and ends == ["stop", "stop"]
+
+    run(body)
+
+
+def test_concurrent_requests_answer_as_alone() -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        alone = [await collect(llm, p) for p in ("count", "emoji", "x")]
+        prompts = ["count", "emoji", "x"] * 5
+        together = await asyncio.gather(*(collect(llm, p) for p in prompts))
+        for prompt_index, output in enumerate(together):
+            assert output.outputs[0].text == alone[prompt_index % 3].outputs[0].text
+
+    run(body)
+
+
+@pytest.mark.parametrize("how", ["cancel", "break", "abort"])
+def test_leaving_frees_the_blocks(how: str) -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        scripted.runner.delay_s = 0.01
+        endless = SamplingParams(max_tokens=240, ignore_eos=True)
+        started = asyncio.Event()
+        reasons = []
+
+        async def consume() -> None:
+            outputs = llm.generate("x", endless, "mine")
+            async for output in outputs:
+                reasons.append(output.outputs[0].finish_reason)
+                started.set()
+                if how == "break":
+                    break
+            await outputs.aclose()
+
+        task = asyncio.create_task(consume())
+        await started.wait()
+        before = scripted.runner.num_steps
+        if how == "cancel":
+            task.cancel()
+        elif how == "abort":
+            llm.abort("mine")
+        await asyncio.wait([task])
+        await idle(llm, scripted)
+        assert scripted.runner.num_steps - before <= 3
+        assert how != "abort" or reasons[-1] == "abort"
+
+    run(body)
+
+
+def test_full_queue_refuses_and_recovers() -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        scripted.runner.delay_s = 0.005
+        tasks = [asyncio.create_task(collect(llm, "x")) for _ in range(5)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="3 requests are waiting and the limit is 3"):
+            await collect(llm, "x")
+        assert all(output.finished for output in await asyncio.gather(*tasks))
+        assert (await collect(llm, "x")).outputs[0].text == REPLY
+
+    run(body, max_num_seqs=2, max_num_queued=3)
+
+
+def test_duplicate_request_id() -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        source = await llm.prepare("x", LONG)
+        async with llm.submit(source, "same") as stream:
+            with pytest.raises(InvalidRequestError, match="'same' is in use"):
+                async with llm.submit(source, "same"):
+                    raise AssertionError("not reached")
+            while await stream.deltas():
+                pass
+            assert stream.request.output().outputs[0].text == REPLY
+
+    run(body)
+
+
+def test_failed_step_ends_its_requests_and_no_others() -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        scripted.runner.fail_next = RuntimeError("boom")
+        failed = await collect(llm, "x")
+        assert failed.error is not None and "boom" in failed.error
+        assert failed.outputs[0].finish_reason == "error"
+        assert llm.is_ready
+        assert (await collect(llm, "x")).outputs[0].text == REPLY
+        await idle(llm, scripted)
+
+    run(body)
+
+
+def test_dead_engine_fails_everyone_and_turns_red() -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        scripted.runner.delay_s = 0.005
+        tasks = [asyncio.create_task(collect(llm, "x")) for _ in range(6)]
+        await asyncio.sleep(0.03)
+        scripted.runner.fail_next = EngineDeadError("the device is lost")
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(r, EngineDeadError) and "device is lost" in str(r) for r in results)
+        assert not llm.is_ready
+        with pytest.raises(EngineDeadError):
+            llm.check_health()
+        with pytest.raises(EngineDeadError):
+            await collect(llm, "x")
+
+    run(body)
+
+
+def test_stalled_engine_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        monkeypatch.setattr(async_llm, "WATCHDOG_S", 0.05)
+        scripted.runner.delay_s = 0.3
+        task = asyncio.create_task(collect(llm, "x", SamplingParams(max_tokens=1)))
+        await asyncio.sleep(0.2)
+        assert llm.is_stalled and not llm.is_ready
+        await task
+        assert llm.is_ready
+
+    run(body)
+
+
+def test_shutdown_waits_for_running_requests() -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        scripted.runner.delay_s = 0.002
+        task = asyncio.create_task(collect(llm, "x"))
+        await asyncio.sleep(0.02)
+        stopping = asyncio.create_task(llm.shutdown(drain_timeout=20))
+        await asyncio.sleep(0.01)
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await collect(llm, "x")
+        await stopping
+        assert (await task).outputs[0].text == REPLY
+
+    run(body)
+
+
+def test_shutdown_gives_up_after_its_timeout() -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        scripted.runner.delay_s = 0.02
+        task = asyncio.create_task(
+            collect(llm, "x", SamplingParams(max_tokens=240, ignore_eos=True))
+        )
+        await asyncio.sleep(0.05)
+        await llm.shutdown(drain_timeout=0.05)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await task
+
+    run(body)
+
+
+def test_long_text_leaves_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(llm: AsyncLLM, scripted: Scripted) -> None:
+        import threading
+
+        threads = []
+        encode = scripted.tokenizer.encode
+
+        def spy(text: str, **options: Any) -> list[int]:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return encode(text, **options)
+
+        monkeypatch.setattr(scripted.tokenizer, "encode", spy)
+        await llm.prepare("short", LONG)
+        with pytest.raises(InvalidRequestError, match="context"):
+            await llm.prepare("long " * 5000, LONG)
+        assert threads == [True, False]
+
+    run(body)

@@ -1,0 +1,72 @@
+"""The tokenizer wrapper: loading, its errors, and the texts and bytes of single tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scripted_engine import make_hf_tokenizer
+
+from llmc.errors import CheckpointError, InvalidRequestError
+from llmc.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(make_hf_tokenizer())
+
+
+def test_loads_a_saved_tokenizer(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    tokenizer.hf.save_pretrained(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    text = "h\u00e9llo <s> world"
+    assert loaded.encode(text) == tokenizer.encode(text)
+    assert loaded.decode(loaded.encode(text), skip_special_tokens=False) == text
+    assert loaded.eos_token_id == 1
+    assert loaded.chat_template is not None
+
+
+def test_missing_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no tokenizer.*token ids"):
+        Tokenizer.load(tmp_path)
+
+
+def test_broken_tokenizer_names_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        Tokenizer.load(tmp_path)
+
+
+def test_code_of_the_checkpoint_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"auto_map": {"AutoTokenizer": ["planted.Planted", null]}, "tokenizer_class": "Planted"}'
+    )
+    (tmp_path / "planted.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Planted: ...\n"
+    )
+    with pytest.raises(CheckpointError):
+        Tokenizer.load(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_truncation_of_the_checkpoint_is_off(tmp_path: Path) -> None:
+    hf = make_hf_tokenizer()
+    hf.backend_tokenizer.enable_truncation(4)
+    assert len(Tokenizer(hf).encode("a longer text than that")) > 4
+
+
+def test_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match=r"U\+D800"):
+        tokenizer.encode("a\ud800b")
+
+
+def test_bytes_of_partial_characters(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("\U0001f642")
+    assert len(ids) == 4
+    assert tokenizer.token_text(ids[0]) == "\ufffd"
+    assert b"".join(tokenizer.token_bytes(i) or b"" for i in ids).decode() == "\U0001f642"
+
+
+def test_ids_beyond_the_tokenizer_decode_to_nothing(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([399, *tokenizer.encode("ok"), 100_000]) == "ok"
+    assert tokenizer.token_text(399) == ""
