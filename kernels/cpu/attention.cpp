@@ -1,0 +1,130 @@
+// paged_attention: cuts a step into items of similar cost, runs them over the threads, and joins
+// the requests whose keys were split.
+#include "attention.h"
+#include "parallel.h"
+
+#include <vector>
+
+namespace llmc {
+namespace {
+
+constexpr int64_t kTileRows = 256;    // rows of an item in the tile kernel
+constexpr int64_t kMinSplit = 256;    // keys: a shorter part costs more to join than it saves
+constexpr int64_t kItemsPerThread = 4;
+
+struct Joined {  // rows whose keys were split in `parts` parts from `part` on
+  Item item;
+  int64_t part, parts;
+};
+
+template <class T>
+void zero_rows(const AttentionArgs& a, int64_t first, int64_t last) {
+  const int64_t width = a.heads * a.v_dim;
+  if (last > first) std::memset(static_cast<T*>(a.out) + first * width, 0, (last - first) * width * sizeof(T));
+}
+
+void add_items(const AttentionArgs& a, int64_t group, std::vector<Item>& items) {
+  const int64_t step = std::max<int64_t>(1, kTileRows / group);
+  for (int64_t r = 0; r < a.requests; ++r) {
+    const int64_t start = a.query_start[r], queries = a.query_start[r + 1] - start;
+    const int64_t length = a.context_len[r];
+    if (queries <= 0 || length <= 0) continue;
+    for (int64_t t = (queries - 1) / step * step; t >= 0; t -= step) {
+      const int64_t n = std::min(step, queries - t), position = length - queries + t;
+      const int64_t first = first_visible(a, position), last = position + n;
+      // a row of the tile kernel costs about as much as reading its share of the keys
+      const int64_t cost = (last - first) * (8 + n * group) * (a.head_dim + a.v_dim) / 16;
+      for (int64_t h = 0; h < a.kv_heads; ++h)
+        items.push_back({r, h, start + t, n, position, first, last, -1, cost});
+    }
+  }
+}
+
+// Splits the keys of items that would leave other threads idle.
+std::vector<Item> split_items(const std::vector<Item>& items, int64_t target, int64_t& parts,
+                              std::vector<Joined>& joined) {
+  std::vector<Item> out;
+  out.reserve(items.size());
+  for (const Item& item : items) {
+    const int64_t keys = item.last_key - item.first_key;
+    const int64_t n = std::min((item.cost + target - 1) / target, keys / kMinSplit);
+    if (n <= 1) {
+      out.push_back(item);
+      continue;
+    }
+    joined.push_back({item, parts, n});
+    for (int64_t i = 0; i < n; ++i) {
+      Item part = item;
+      part.first_key = item.first_key + keys * i / n;
+      part.last_key = item.first_key + keys * (i + 1) / n;
+      part.cost = item.cost / n;
+      part.part = parts++;
+      out.push_back(part);
+    }
+  }
+  return out;
+}
+
+template <class T>
+void join(const Plan& plan, const Joined& j) {
+  const int64_t width = 2 + plan.a.v_dim;
+  std::vector<float> acc(plan.a.v_dim);
+  for (int64_t row = 0; row < j.item.num_tokens * plan.group; ++row) {
+    const float* first = plan.partials + j.part * plan.partial_stride + row * width;
+    float m = -kInf, l = 0;
+    for (int64_t p = 0; p < j.parts; ++p) m = std::max(m, first[p * plan.partial_stride]);
+    std::fill(acc.begin(), acc.end(), 0.0f);
+    for (int64_t p = 0; p < j.parts; ++p) {
+      const float* part = first + p * plan.partial_stride;
+      if (part[0] == -kInf) continue;
+      const float factor = std::exp2(part[0] - m);
+      l += part[1] * factor;
+      for (int64_t i = 0; i < plan.a.v_dim; ++i) acc[i] += part[2 + i] * factor;
+    }
+    finish_row<T>(plan, j.item, row, m, l, acc.data());
+  }
+}
+
+template <class T>
+void attend(const AttentionArgs& a) {
+  const int64_t group = a.heads / a.kv_heads;
+  for (int64_t r = 0; r < a.requests; ++r)
+    if (a.context_len[r] <= 0) zero_rows<T>(a, a.query_start[r], a.query_start[r + 1]);
+  zero_rows<T>(a, a.query_start[a.requests], a.tokens);
+
+  static thread_local std::vector<Item> items;
+  items.clear();
+  add_items(a, group, items);
+  int64_t total = 0;
+  for (const Item& item : items) total += item.cost;
+  const int threads = worth_threads(total, total / 2000 + 1, a.threads);
+  std::vector<Joined> joined;
+  static thread_local std::vector<float> partials;
+  int64_t parts = 0;
+  if (threads > 1) {
+    items = split_items(items, total / (threads * kItemsPerThread) + 1, parts, joined);
+    std::stable_sort(items.begin(), items.end(),
+                     [](const Item& x, const Item& y) { return x.cost > y.cost; });
+  }
+  const int64_t stride = std::max(kTileRows, group) * (2 + a.v_dim);
+  if (int64_t(partials.size()) < parts * stride) partials.resize(parts * stride);
+  const Plan plan{a, group, partials.data(), stride};
+  const int64_t limit = stream_limit(a.dtype);
+  const Item* work = items.data();  // thread_local: the other threads must not name it
+  parallel_items(int64_t(items.size()), threads, [&](int64_t i) {
+    const Item& item = work[i];
+    if (item.num_tokens == 1 && group <= limit)
+      run_stream(plan, item);
+    else
+      run_tiles(plan, item);
+  });
+  for (const Joined& j : joined) join<T>(plan, j);
+}
+
+}  // namespace
+
+void paged_attention(const AttentionArgs& a) {
+  a.dtype == Dtype::f32 ? attend<float>(a) : attend<bf16>(a);
+}
+
+}  // namespace llmc

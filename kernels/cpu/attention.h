@@ -1,0 +1,133 @@
+// What the parts of paged_attention share: a unit of work, and where its rows go.
+//
+// Softmax runs in powers of two: a row's running maximum `m` is in units of log2, `l` is the sum of
+// 2^(score - m). Rows of one item are (token, head of the group) pairs, heads fastest.
+#pragma once
+
+#include "kernels.h"
+#include "vec.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+
+namespace llmc {
+
+struct Item {  // some queries of one request and one KV head against a range of keys
+  int64_t request, kv_head;
+  int64_t token, num_tokens;  // index of the first query among the packed ones
+  int64_t position;           // of the first query in its request
+  int64_t first_key, last_key;
+  int64_t part;  // -1: rows go to the output; else the partial result they go to
+  int64_t cost;
+};
+
+struct Plan {
+  const AttentionArgs& a;
+  int64_t group;           // query heads per KV head
+  float* partials;         // [part][row][2 + v_dim]
+  int64_t partial_stride;  // floats per part
+};
+
+// The keys a query sees are an interval: [first_visible, position].
+LLMC_INLINE int64_t first_visible(const AttentionArgs& a, int64_t position) {
+  int64_t first = 0;
+  if (a.window > 0) first = std::max(first, position - a.window + 1);
+  if (a.chunk > 0) first = std::max(first, position / a.chunk * a.chunk);
+  return first;
+}
+
+template <class T>
+LLMC_INLINE const T* key_row(const AttentionArgs& a, const Item& item, int64_t key) {
+  const int64_t block = a.block_table[item.request * a.table_stride + key / a.block_size];
+  return static_cast<const T*>(a.key_cache) + block * a.key_stride[0] +
+         item.kv_head * a.key_stride[1] + key % a.block_size * a.key_stride[2];
+}
+
+// Pointers to the key and value rows of [first, first + n).
+template <class T>
+void find_rows(const AttentionArgs& a, const Item& item, int64_t first, int64_t n, const T** keys,
+               const T** values) {
+  const int32_t* table = a.block_table + item.request * a.table_stride;
+  int64_t i = 0;
+  while (i < n) {
+    const int64_t at = first + i, block = table[at / a.block_size];
+    const int64_t run = std::min(n - i, a.block_size - at % a.block_size);
+    const T* key = static_cast<const T*>(a.key_cache) + block * a.key_stride[0] +
+                   item.kv_head * a.key_stride[1] + at % a.block_size * a.key_stride[2];
+    const T* value = static_cast<const T*>(a.value_cache) + block * a.value_stride[0] +
+                     item.kv_head * a.value_stride[1] + at % a.block_size * a.value_stride[2];
+    for (int64_t j = 0; j < run; ++j) {
+      keys[i + j] = key + j * a.key_stride[2];
+      values[i + j] = value + j * a.value_stride[2];
+    }
+    i += run;
+  }
+}
+
+// Rounds acc / l to the output, after the sink has joined the softmax.
+template <class T>
+void write_output(const AttentionArgs& a, int64_t token, int64_t head, float m, float l,
+                  const float* acc) {
+  if (a.sinks != nullptr) {
+    const float sink = a.sinks[head] * kLog2e, top = std::max(m, sink);
+    // l grows by the sink's weight at the same scale as acc
+    l += std::exp2(sink - top) / std::exp2(m - top);
+  }
+  const float factor = l > 0 ? 1.0f / l : 0.0f;
+  T* out = static_cast<T*>(a.out) + (token * a.heads + head) * a.v_dim;
+  int64_t i = 0;
+  for (; i + kLanes <= a.v_dim; i += kLanes) store(out + i, load(acc + i) * factor);
+  if (i < a.v_dim) store_n(out + i, load_n(acc + i, a.v_dim - i) * factor, a.v_dim - i);
+}
+
+template <class T>
+void finish_row(const Plan& plan, const Item& item, int64_t row, float m, float l,
+                const float* acc) {
+  const AttentionArgs& a = plan.a;
+  if (item.part < 0) {
+    write_output<T>(a, item.token + row / plan.group,
+                    item.kv_head * plan.group + row % plan.group, m, l, acc);
+    return;
+  }
+  float* to = plan.partials + item.part * plan.partial_stride + row * (2 + a.v_dim);
+  to[0] = m;
+  to[1] = l;
+  std::memcpy(to + 2, acc, a.v_dim * sizeof(float));
+}
+
+// Memory of one thread, aligned to cache lines, kept between calls and handed out in order.
+class Arena {
+ public:
+  ~Arena() { std::free(base_); }
+  void reset(size_t bytes) {
+    bytes = (bytes + 4095) / 4096 * 4096;
+    if (bytes > size_) {
+      std::free(base_);
+      base_ = static_cast<char*>(std::aligned_alloc(4096, bytes));
+      if (base_ == nullptr) throw std::bad_alloc();
+      size_ = bytes;
+    }
+    used_ = 0;
+  }
+  template <class U>
+  U* take(size_t count) {
+    U* p = reinterpret_cast<U*>(base_ + used_);
+    used_ += (count * sizeof(U) + 63) / 64 * 64;
+    return p;
+  }
+
+ private:
+  char* base_ = nullptr;
+  size_t size_ = 0, used_ = 0;
+};
+
+bool amx_ready();  // the CPU has bf16 tiles and the kernel lets this process use them
+
+void run_stream(const Plan&, const Item&);  // one token, few heads: bound by memory
+void run_tiles(const Plan&, const Item&);   // many rows: bound by arithmetic
+int64_t stream_limit(Dtype);                // most rows that run_stream takes
+constexpr int64_t kMaxStreamRows = 8;
+
+}  // namespace llmc

@@ -1,0 +1,187 @@
+// Prefill, and decode with many heads to a KV head: blocks of query rows against tiles of keys.
+//
+// An item's rows are panels of 16 lanes. For each tile of 128 keys, K and V are packed once and
+// every panel that can see the tile takes its turn: scores, softmax, weights times values.
+#include "tile_engine.h"
+
+namespace llmc {
+namespace {
+
+struct Panel {  // sixteen query rows; lanes past the last row see nothing
+  v16f m, l;
+  v16i first, last;  // keys each lane sees, inclusive
+  v16f position, slope;
+  int64_t least_first, most_first, least_last, most_last;
+};
+
+void init_panel(const Plan& plan, const Item& item, int64_t row, int64_t rows, Panel& p) {
+  const AttentionArgs& a = plan.a;
+  p.m = splat(-kInf);
+  p.l = v16f{};
+  p.first = splat_int(0);
+  p.last = splat_int(-1);
+  p.position = p.slope = v16f{};
+  p.least_first = p.least_last = INT64_MAX;
+  p.most_first = p.most_last = -1;
+  for (int lane = 0; lane < kLanes && row + lane < rows; ++lane) {
+    const int64_t position = item.position + (row + lane) / plan.group;
+    const int64_t first = std::max(first_visible(a, position), item.first_key);
+    const int64_t last = std::min(position, item.last_key - 1);
+    p.first[lane] = int32_t(first);
+    p.last[lane] = int32_t(last);
+    p.position[lane] = float(position);
+    if (a.slopes) p.slope[lane] = a.slopes[item.kv_head * plan.group + (row + lane) % plan.group];
+    p.least_first = std::min(p.least_first, first);
+    p.most_first = std::max(p.most_first, first);
+    p.least_last = std::min(p.least_last, last);
+    p.most_last = std::max(p.most_last, last);
+  }
+}
+
+// Softcap, slopes and masks, where a tile needs any of them. Leaves scores in units of log2.
+void transform(const AttentionArgs& a, const Panel& p, float* scores, int64_t first, int64_t n,
+               bool plain, bool masked) {
+  for (int64_t k = 0; k < n; ++k) {
+    v16f x = load(scores + k * kLanes);
+    if (!plain) {
+      x *= a.scale;
+      if (a.softcap > 0) x = a.softcap * tanh_lanes(x / a.softcap);
+      if (a.slopes) x += p.slope * (float(first + k) - p.position);
+      x *= kLog2e;
+    }
+    if (masked) {
+      const v16i key = splat_int(int32_t(first + k));
+      x = select((key >= p.first) & (key <= p.last), x, splat(-kInf));
+    }
+    store(scores + k * kLanes, x);
+  }
+}
+
+// Scores of n keys, times `scale`, become weights for the next product. Rows of acc are rescaled
+// only when a maximum moved.
+template <class E>
+void softmax(Panel& p, float* scores, int64_t n, int64_t padded_n, float scale, uint32_t* weights,
+             float* acc, int64_t v_dim) {
+  v16f top0 = splat(-kInf), top1 = top0;
+  int64_t k = 0;
+  for (; k + 2 <= n; k += 2) {
+    top0 = vmax(top0, load(scores + k * kLanes));
+    top1 = vmax(top1, load(scores + (k + 1) * kLanes));
+  }
+  if (k < n) top0 = vmax(top0, load(scores + k * kLanes));
+  const v16f m = vmax(p.m, vmax(top0, top1) * scale);
+  const v16f base = select(m == splat(-kInf), v16f{}, m);  // a lane that has seen nothing yet
+  const v16i moved = m != p.m;
+  bool any = false;
+  for (int i = 0; i < kLanes; ++i) any |= moved[i] != 0;
+  if (any) {
+    const v16f factor = exp2_lanes(p.m - base);
+    p.l *= factor;
+    for (int64_t d = 0; d < v_dim; ++d) store(acc + d * kLanes, load(acc + d * kLanes) * factor);
+    p.m = m;
+  }
+  for (k = n; k < round_up(padded_n, 2); ++k) store(scores + k * kLanes, splat(-kInf));
+  v16f sum0 = {}, sum1 = {};
+  for (k = 0; k < padded_n; k += 2) {
+    const v16f w0 = exp2_lanes<E::kExpTerms>(load(scores + k * kLanes) * scale - base);
+    const v16f w1 = exp2_lanes<E::kExpTerms>(load(scores + (k + 1) * kLanes) * scale - base);
+    sum0 += w0;
+    sum1 += w1;
+    E::store_weights(weights, k, w0, w1);
+  }
+  p.l += sum0 + sum1;
+}
+
+template <class E>
+void finish(const Plan& plan, const Item& item, const Panel& p, int64_t row, int64_t rows,
+            const float* acc, float* line) {
+  for (int lane = 0; lane < kLanes && row + lane < rows; ++lane) {
+    for (int64_t d = 0; d < plan.a.v_dim; ++d) line[d] = acc[d * kLanes + lane];
+    finish_row<typename E::T>(plan, item, row + lane, p.m[lane], p.l[lane], line);
+  }
+}
+
+template <class E>
+void tiles(const Plan& plan, const Item& item) {
+  using T = typename E::T;
+  const AttentionArgs& a = plan.a;
+  const int64_t rows = item.num_tokens * plan.group;
+  const int64_t panels = (rows + kLanes - 1) / kLanes;
+  const int64_t dim = round_up(a.head_dim, E::kDimStep), v_dim = round_up(a.v_dim, E::kDimStep);
+  const int64_t words = E::query_words(dim) * kLanes;
+  static thread_local Arena arena;
+  arena.reset(sizeof(float) * (panels * (words + v_dim * kLanes) + kTileKeys * (dim + v_dim) +
+                               2 * E::kPanels * kPanelScores + v_dim) +
+              panels * sizeof(Panel) + 2 * kTileKeys * sizeof(T*) + 16 * 64);
+  uint32_t* query = arena.take<uint32_t>(panels * words);
+  float* acc = arena.take<float>(panels * v_dim * kLanes);
+  uint32_t* keys = arena.take<uint32_t>(kTileKeys * dim);
+  uint32_t* values = arena.take<uint32_t>(kTileKeys * v_dim);
+  float* scores = arena.take<float>(E::kPanels * kPanelScores);
+  uint32_t* weights = arena.take<uint32_t>(E::kPanels * kPanelScores);
+  float* line = arena.take<float>(v_dim);
+  Panel* panel = arena.take<Panel>(panels);
+  const T** key_rows = arena.take<const T*>(kTileKeys);
+  const T** value_rows = arena.take<const T*>(kTileKeys);
+
+  std::fill(acc, acc + panels * v_dim * kLanes, 0.0f);
+  for (int64_t p = 0; p < panels; ++p) init_panel(plan, item, p * kLanes, rows, panel[p]);
+  for (int64_t row = 0; row < panels * kLanes; ++row) {
+    const T* from = static_cast<const T*>(a.query) +
+                    (item.token + row / plan.group) * a.query_stride[0] +
+                    (item.kv_head * plan.group + row % plan.group) * a.query_stride[1];
+    E::pack_query(row < rows ? from : nullptr, a.head_dim, int(row % kLanes),
+                  query + row / kLanes * words, dim);
+  }
+  const bool plain = a.softcap <= 0 && a.slopes == nullptr && a.scale > 0;
+  const float scale = plain ? a.scale * kLog2e : 1.0f;
+  E::enter();
+  for (int64_t first = item.first_key; first < item.last_key; first += kTileKeys) {
+    const int64_t n = std::min(kTileKeys, item.last_key - first);
+    find_rows(a, item, first, n, key_rows, value_rows);
+    const int64_t padded = round_up(n, E::kKeyStep);
+    E::pack_keys(key_rows, n, padded, a.head_dim, keys, dim);
+    E::pack_values(value_rows, n, padded, a.v_dim, values, v_dim);
+    for (int64_t p = 0; p < panels; p += E::kPanels) {
+      const int64_t count = std::min(E::kPanels, panels - p);
+      int64_t low = INT64_MAX, high = -1;
+      for (int64_t i = p; i < p + count; ++i) {
+        low = std::min(low, panel[i].least_first);
+        high = std::max(high, panel[i].most_last);
+      }
+      if (high < first || low >= first + n) continue;
+      const int64_t seen = std::min(n, high + 1 - first), step = round_up(seen, E::kKeyStep);
+      E::scores(count, keys, step, dim, query + p * words, scores);
+      for (int64_t i = 0; i < count; ++i) {
+        Panel& q = panel[p + i];
+        float* s = scores + i * kPanelScores;
+        const bool masked = q.most_first > first || q.least_last < first + seen - 1 ||
+                            (p + i + 1) * kLanes > rows;
+        if (masked || !plain) transform(a, q, s, first, seen, plain, masked);
+        softmax<E>(q, s, seen, step, scale, weights + i * kPanelScores,
+                   acc + (p + i) * v_dim * kLanes, v_dim);
+      }
+      E::add_values(count, values, step, v_dim, weights, acc + p * v_dim * kLanes);
+    }
+  }
+  E::leave();
+  for (int64_t p = 0; p < panels; ++p)
+    finish<E>(plan, item, panel[p], p * kLanes, rows, acc + p * v_dim * kLanes, line);
+}
+
+}  // namespace
+
+bool amx_ready() {
+  return false;
+}
+
+void run_tiles(const Plan& plan, const Item& item) {
+  if (plan.a.dtype == Dtype::f32) return tiles<FloatEngine<float>>(plan, item);
+#ifdef LLMC_AVX512_BF16
+  return tiles<PairEngine>(plan, item);
+#else
+  return tiles<FloatEngine<bf16>>(plan, item);
+#endif
+}
+
+}  // namespace llmc

@@ -1,0 +1,377 @@
+// The torch side: schemas, checks of what the kernels take on trust, and outputs.
+#include "kernels.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using std::optional;
+
+llmc::Dtype dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return llmc::Dtype::f32;
+    case at::kBFloat16: return llmc::Dtype::bf16;
+    default: TORCH_CHECK(false, "llmc_cpu takes float32 or bfloat16, got ", t.scalar_type());
+  }
+}
+
+int num_threads() {
+  return at::in_parallel_region() ? 1 : at::get_num_threads();
+}
+
+void check(const Tensor& t, const char* name, at::ScalarType dtype, int64_t dims) {
+  TORCH_CHECK(t.scalar_type() == dtype, name, " must be ", dtype, ", got ", t.scalar_type());
+  TORCH_CHECK(t.dim() == dims, name, " must have ", dims, " dimensions, got ", t.sizes());
+  TORCH_CHECK(t.numel() == 0 || t.size(-1) == 1 || t.stride(-1) == 1, name,
+              " must have a dense last dimension, got strides ", t.strides());
+}
+
+// Rows of the last dimension; the reshape copies only where outer strides do not fit three sizes.
+llmc::Rows rows_of(Tensor& t) {
+  TORCH_CHECK(t.dim() >= 1, "a row op needs at least one dimension");
+  if (t.size(-1) != 1 && t.stride(-1) != 1) t = t.contiguous();
+  llmc::Rows rows{nullptr, {1, 1, 1}, {0, 0, 0}};
+  int used = 3;
+  for (int64_t d = t.dim() - 2; d >= 0; --d) {
+    if (t.size(d) == 1) continue;
+    if (used < 3 && t.stride(d) == rows.stride[used] * rows.size[used]) {
+      rows.size[used] *= t.size(d);  // one stride serves both
+      continue;
+    }
+    if (used == 0) {
+      t = t.contiguous();
+      return rows_of(t);
+    }
+    --used;
+    rows.size[used] = t.size(d);
+    rows.stride[used] = t.stride(d);
+  }
+  rows.data = t.data_ptr();
+  return rows;
+}
+
+const void* vector_or_null(const optional<Tensor>& t, const char* name, const Tensor& like,
+                           int64_t size) {
+  if (!t.has_value() || !t->defined()) return nullptr;
+  check(*t, name, like.scalar_type(), 1);
+  TORCH_CHECK(t->size(0) == size, name, " must have ", size, " elements, got ", t->size(0));
+  return t->data_ptr();
+}
+
+Tensor rms_norm(const Tensor& x, const optional<Tensor>& weight, double eps, double offset) {
+  Tensor input = x, out = at::empty(x.sizes(), x.options());
+  if (x.numel() == 0) return out;
+  llmc::rms_norm({dtype_of(x), rows_of(input), {}, vector_or_null(weight, "weight", x, x.size(-1)),
+                  out.data_ptr(), nullptr, x.size(-1), float(eps), float(offset), num_threads()});
+  return out;
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
+                                        const optional<Tensor>& weight, double eps,
+                                        double offset) {
+  TORCH_CHECK(x.sizes() == residual.sizes() && x.scalar_type() == residual.scalar_type(),
+              "x and residual must be alike");
+  Tensor in = x, res = residual;
+  Tensor out = at::empty(x.sizes(), x.options()), sum = at::empty(x.sizes(), x.options());
+  if (x.numel() == 0) return {out, sum};
+  llmc::Rows x_rows = rows_of(in), res_rows = rows_of(res);
+  for (int d = 0; d < 3; ++d)
+    if (x_rows.size[d] != res_rows.size[d]) {  // folded differently: make both dense
+      in = x.contiguous(), res = residual.contiguous();
+      x_rows = rows_of(in), res_rows = rows_of(res);
+    }
+  llmc::rms_norm({dtype_of(x), x_rows, res_rows, vector_or_null(weight, "weight", x, x.size(-1)),
+                  out.data_ptr(), sum.data_ptr(), x.size(-1), float(eps), float(offset),
+                  num_threads()});
+  return {out, sum};
+}
+
+Tensor act_mul(const Tensor& gate_up, c10::string_view act) {
+  TORCH_CHECK(gate_up.size(-1) % 2 == 0, "gate_up must have an even width, got ", gate_up.sizes());
+  TORCH_CHECK(act == "silu" || act == "gelu" || act == "gelu_tanh",
+              "act must be silu, gelu or gelu_tanh, got ", act);
+  auto sizes = gate_up.sizes().vec();
+  sizes.back() /= 2;
+  Tensor input = gate_up, out = at::empty(sizes, gate_up.options());
+  if (out.numel() == 0) return out;
+  const llmc::Act kind = act == "silu"   ? llmc::Act::silu
+                         : act == "gelu" ? llmc::Act::gelu
+                                         : llmc::Act::gelu_tanh;
+  llmc::act_mul({dtype_of(gate_up), kind, rows_of(input), out.data_ptr(), sizes.back(),
+                 num_threads()});
+  return out;
+}
+
+void copy_strides(const Tensor& t, int64_t* to, int count) {
+  for (int d = 0; d < count; ++d) to[d] = t.stride(d);
+}
+
+llmc::WriteArgs write_args(const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                           const Tensor& value_cache, const Tensor& slots) {
+  const auto dtype = key.scalar_type();
+  check(key, "key", dtype, 3);
+  check(value, "value", dtype, 3);
+  check(key_cache, "key_cache", dtype, 4);
+  check(value_cache, "value_cache", dtype, 4);
+  check(slots, "slot_mapping", at::kLong, 1);
+  TORCH_CHECK(key.size(0) == value.size(0) && key.size(0) == slots.size(0) &&
+                  key.size(1) == value.size(1) && key.size(1) == key_cache.size(1) &&
+                  key.size(2) == key_cache.size(3) && value.size(1) == value_cache.size(1) &&
+                  value.size(2) == value_cache.size(3) &&
+                  key_cache.size(2) == value_cache.size(2),
+              "key ", key.sizes(), ", value ", value.sizes(), " and the caches ",
+              key_cache.sizes(), ", ", value_cache.sizes(), " do not fit together");
+  llmc::WriteArgs w{};
+  w.dtype = dtype_of(key);
+  w.key = key.data_ptr();
+  w.value = value.data_ptr();
+  w.key_cache = key_cache.data_ptr();
+  w.value_cache = value_cache.data_ptr();
+  w.slots = slots.data_ptr<int64_t>();
+  w.tokens = key.size(0);
+  w.kv_heads = key.size(1);
+  w.head_dim = key.size(2);
+  w.v_dim = value.size(2);
+  w.block_size = key_cache.size(2);
+  copy_strides(key, w.key_stride, 2);
+  copy_strides(value, w.value_stride, 2);
+  copy_strides(key_cache, w.key_cache_stride, 3);
+  copy_strides(value_cache, w.value_cache_stride, 3);
+  w.threads = num_threads();
+  return w;
+}
+
+void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache,
+              const Tensor& value_cache, const Tensor& slot_mapping) {
+  llmc::write_kv(write_args(key, value, key_cache, value_cache, slot_mapping));
+}
+
+Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
+                  const optional<Tensor>& query_norm, const optional<Tensor>& key_norm, double eps,
+                  double norm_offset, const Tensor& cos_table, const Tensor& sin_table,
+                  const Tensor& positions, bool interleaved, const Tensor& key_cache,
+                  const Tensor& value_cache, const Tensor& slot_mapping) {
+  check(query, "query", key.scalar_type(), 3);
+  check(cos_table, "cos_table", at::kFloat, 2);
+  check(sin_table, "sin_table", at::kFloat, 2);
+  check(positions, "positions", at::kLong, 1);
+  llmc::RopeArgs a{};
+  a.write = write_args(key, value, key_cache, value_cache, slot_mapping);
+  TORCH_CHECK(query.size(0) == key.size(0) && query.size(2) == key.size(2) &&
+                  positions.size(0) == key.size(0) && cos_table.sizes() == sin_table.sizes() &&
+                  cos_table.size(1) <= key.size(2) && cos_table.size(1) % 2 == 0,
+              "query ", query.sizes(), ", positions ", positions.sizes(), " and cos_table ",
+              cos_table.sizes(), " do not fit key ", key.sizes());
+  const int64_t dim = query.size(2);
+  Tensor out = at::empty(query.sizes(), query.options());
+  a.query = query.data_ptr();
+  a.query_norm = vector_or_null(query_norm, "query_norm", query, dim);
+  a.key_norm = vector_or_null(key_norm, "key_norm", query, dim);
+  a.out = out.data_ptr();
+  a.cos = cos_table.data_ptr<float>();
+  a.sin = sin_table.data_ptr<float>();
+  a.cos_stride = cos_table.stride(0);
+  a.sin_stride = sin_table.stride(0);
+  a.max_position = cos_table.size(0);
+  a.positions = positions.data_ptr<int64_t>();
+  a.heads = query.size(1);
+  a.rotary_dim = cos_table.size(1);
+  copy_strides(query, a.query_stride, 2);
+  a.eps = float(eps);
+  a.norm_offset = float(norm_offset);
+  a.interleaved = interleaved;
+  llmc::rope_write(a);
+  return out;
+}
+
+std::vector<float> to_floats(const optional<Tensor>& t, const char* name, int64_t heads) {
+  std::vector<float> out;
+  if (!t.has_value() || !t->defined()) return out;
+  TORCH_CHECK(t->dim() == 1 && t->size(0) == heads, name, " must have ", heads,
+              " elements, got ", t->sizes());
+  const int64_t step = t->stride(0);
+  for (int64_t h = 0; h < heads; ++h) {
+    if (t->scalar_type() == at::kFloat)
+      out.push_back(t->data_ptr<float>()[h * step]);
+    else if (t->scalar_type() == at::kBFloat16)
+      out.push_back(float(t->data_ptr<at::BFloat16>()[h * step]));
+    else
+      TORCH_CHECK(false, name, " must be float32 or bfloat16, got ", t->scalar_type());
+  }
+  return out;
+}
+
+Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                       const Tensor& query_start, const Tensor& context_len,
+                       const Tensor& block_table, double scale, int64_t window, int64_t chunk,
+                       double softcap, const optional<Tensor>& sinks,
+                       const optional<Tensor>& slopes) {
+  const auto dtype = query.scalar_type();
+  check(query, "query", dtype, 3);
+  check(key_cache, "key_cache", dtype, 4);
+  check(value_cache, "value_cache", dtype, 4);
+  check(query_start, "query_start", at::kInt, 1);
+  check(context_len, "context_len", at::kInt, 1);
+  check(block_table, "block_table", at::kInt, 2);
+  const int64_t heads = query.size(1), kv_heads = key_cache.size(1);
+  TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0 && value_cache.size(1) == kv_heads &&
+                  key_cache.size(3) == query.size(2) && key_cache.size(2) == value_cache.size(2),
+              "query ", query.sizes(), " does not fit the caches ", key_cache.sizes(), ", ",
+              value_cache.sizes());
+  TORCH_CHECK(query_start.size(0) == context_len.size(0) + 1 &&
+                  block_table.size(0) >= context_len.size(0),
+              "query_start ", query_start.sizes(), " and block_table ", block_table.sizes(),
+              " do not fit context_len ", context_len.sizes());
+  const std::vector<float> sink = to_floats(sinks, "sinks", heads);
+  const std::vector<float> slope = to_floats(slopes, "slopes", heads);
+  llmc::AttentionArgs a{};
+  Tensor out = at::empty({query.size(0), heads, value_cache.size(3)}, query.options());
+  a.dtype = dtype_of(query);
+  a.query = query.data_ptr();
+  a.key_cache = key_cache.data_ptr();
+  a.value_cache = value_cache.data_ptr();
+  a.out = out.data_ptr();
+  a.query_start = query_start.data_ptr<int32_t>();
+  a.context_len = context_len.data_ptr<int32_t>();
+  a.block_table = block_table.data_ptr<int32_t>();
+  a.tokens = query.size(0);
+  a.requests = context_len.size(0);
+  a.heads = heads;
+  a.kv_heads = kv_heads;
+  a.head_dim = query.size(2);
+  a.v_dim = value_cache.size(3);
+  a.block_size = key_cache.size(2);
+  copy_strides(query, a.query_stride, 2);
+  copy_strides(key_cache, a.key_stride, 3);
+  copy_strides(value_cache, a.value_stride, 3);
+  a.table_stride = block_table.stride(0);
+  a.sinks = sink.empty() ? nullptr : sink.data();
+  a.slopes = slope.empty() ? nullptr : slope.data();
+  a.window = window;
+  a.chunk = chunk;
+  a.scale = float(scale);
+  a.softcap = float(softcap);
+  a.threads = num_threads();
+  llmc::paged_attention(a);
+  return out;
+}
+
+template <class T>
+const T* column(const Tensor& t, const char* name, at::ScalarType dtype, int64_t size) {
+  check(t, name, dtype, 1);
+  TORCH_CHECK(t.size(0) >= size, name, " must have ", size, " elements, got ", t.size(0));
+  return t.data_ptr<T>();
+}
+
+Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
+              const Tensor& top_p, const Tensor& min_p, const Tensor& seed,
+              const Tensor& position) {
+  check(logits, "logits", logits.scalar_type(), 2);
+  const int64_t rows = logits.size(0);
+  Tensor out = at::empty({rows}, logits.options().dtype(at::kLong));
+  llmc::sample({dtype_of(logits), logits.data_ptr(), rows, logits.size(1), logits.stride(0),
+                column<float>(temperature, "temperature", at::kFloat, rows),
+                column<float>(top_p, "top_p", at::kFloat, rows),
+                column<float>(min_p, "min_p", at::kFloat, rows),
+                column<int32_t>(top_k, "top_k", at::kInt, rows),
+                column<int64_t>(seed, "seed", at::kLong, rows),
+                column<int64_t>(position, "position", at::kLong, rows), out.data_ptr<int64_t>(),
+                num_threads()});
+  return out;
+}
+
+Tensor process_logits(const Tensor& logits, const Tensor& row, const Tensor& length,
+                      const Tensor& history, const Tensor& prompt_len, const Tensor& repetition,
+                      const Tensor& presence, const Tensor& frequency, const Tensor& bias_token,
+                      const Tensor& bias_value, const Tensor& bias_until, const Tensor& has_mask,
+                      const Tensor& mask) {
+  check(logits, "logits", logits.scalar_type(), 2);
+  check(history, "history", at::kInt, 2);
+  check(bias_token, "bias_token", at::kInt, 2);
+  check(bias_value, "bias_value", at::kFloat, 2);
+  check(bias_until, "bias_until", at::kInt, 2);
+  check(mask, "mask", at::kInt, 2);
+  const int64_t samples = logits.size(0), vocab = logits.size(1), rows = history.size(0);
+  TORCH_CHECK(bias_value.sizes() == bias_token.sizes() && bias_until.sizes() == bias_token.sizes() &&
+                  bias_token.size(0) == rows && mask.size(0) == rows &&
+                  mask.size(1) * 32 >= vocab,
+              "the tables do not fit: bias ", bias_token.sizes(), ", mask ", mask.sizes(),
+              ", history ", history.sizes(), ", logits ", logits.sizes());
+  Tensor out = at::empty(logits.sizes(), logits.options().dtype(at::kFloat));
+  llmc::ProcessArgs a{};
+  a.dtype = dtype_of(logits);
+  a.logits = logits.data_ptr();
+  a.out = out.data_ptr<float>();
+  a.rows = samples;
+  a.vocab = vocab;
+  a.logits_stride = logits.stride(0);
+  a.row = column<int64_t>(row, "row", at::kLong, samples);
+  a.length = column<int32_t>(length, "length", at::kInt, samples);
+  a.history = history.data_ptr<int32_t>();
+  a.prompt_len = column<int32_t>(prompt_len, "prompt_len", at::kInt, rows);
+  a.history_stride = history.stride(0);
+  a.history_width = history.size(1);
+  a.repetition = column<float>(repetition, "repetition", at::kFloat, rows);
+  a.presence = column<float>(presence, "presence", at::kFloat, rows);
+  a.frequency = column<float>(frequency, "frequency", at::kFloat, rows);
+  a.bias_token = bias_token.data_ptr<int32_t>();
+  a.bias_until = bias_until.data_ptr<int32_t>();
+  a.bias_value = bias_value.data_ptr<float>();
+  a.bias_stride[0] = bias_token.stride(0);
+  a.bias_stride[1] = bias_value.stride(0);
+  a.bias_stride[2] = bias_until.stride(0);
+  a.bias_width = bias_token.size(1);
+  a.has_mask = column<bool>(has_mask, "has_mask", at::kBool, rows);
+  a.mask = mask.data_ptr<int32_t>();
+  a.mask_stride = mask.stride(0);
+  a.threads = num_threads();
+  llmc::process_logits(a);
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(llmc_cpu, m) {
+  m.def("rms_norm(Tensor x, Tensor? weight, float eps, float offset) -> Tensor");
+  m.def(
+      "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset) -> "
+      "(Tensor, Tensor)");
+  m.def("act_mul(Tensor gate_up, str act) -> Tensor");
+  m.def(
+      "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+      "Tensor slot_mapping) -> ()");
+  m.def(
+      "rope_write(Tensor query, Tensor key, Tensor value, Tensor? query_norm, Tensor? key_norm, "
+      "float eps, float norm_offset, Tensor cos_table, Tensor sin_table, Tensor positions, "
+      "bool interleaved, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> "
+      "Tensor");
+  m.def(
+      "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor query_start, "
+      "Tensor context_len, Tensor block_table, float scale, SymInt window, SymInt chunk, "
+      "float softcap, Tensor? sinks, Tensor? slopes) -> Tensor");
+  m.def(
+      "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
+      "Tensor seed, Tensor position) -> Tensor");
+  m.def(
+      "process_logits(Tensor logits, Tensor row, Tensor length, Tensor history, "
+      "Tensor prompt_len, Tensor repetition, Tensor presence, Tensor frequency, "
+      "Tensor bias_token, Tensor bias_value, Tensor bias_until, Tensor has_mask, Tensor mask) -> "
+      "Tensor");
+}
+
+TORCH_LIBRARY_IMPL(llmc_cpu, CPU, m) {
+  m.impl("rms_norm", &rms_norm);
+  m.impl("add_rms_norm", &add_rms_norm);
+  m.impl("act_mul", &act_mul);
+  m.impl("write_kv", &write_kv);
+  m.impl("rope_write", &rope_write);
+  m.impl("paged_attention", &paged_attention);
+  m.impl("sample", &sample);
+  m.impl("process_logits", &process_logits);
+}

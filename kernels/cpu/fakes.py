@@ -1,0 +1,61 @@
+"""Shapes and dtypes of the C++ ops, for tracing: each output is dense and new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _rms_norm(x: Tensor, *args: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _add_rms_norm(x: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _act_mul(gate_up: Tensor, act: str) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def _write_kv(*args: object) -> None:
+    return None
+
+
+def _rope_write(query: Tensor, *args: object) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: object
+) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+
+
+def _sample(logits: Tensor, *args: object) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+def _process_logits(logits: Tensor, *args: object) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=torch.float32)
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "act_mul": _act_mul,
+    "write_kv": _write_kv,
+    "rope_write": _rope_write,
+    "paged_attention": _paged_attention,
+    "sample": _sample,
+    "process_logits": _process_logits,
+}
+
+
+def register_fakes() -> None:
+    """Once, right after the library is loaded."""
+    for name, fake in _FAKES.items():
+        torch.library.register_fake(f"llmc_cpu::{name}", fake)

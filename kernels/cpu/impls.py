@@ -1,0 +1,89 @@
+"""Lists the C++ versions in the registry: which arguments each of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.act_mul import act_mul
+from llmc.kernels.cpu.build import is_loaded
+from llmc.kernels.paged_attention import paged_attention
+from llmc.kernels.process_logits import process_logits
+from llmc.kernels.registry import Fn, Impl, Op
+from llmc.kernels.rms_norm import add_rms_norm, rms_norm
+from llmc.kernels.rope_write import rope_write
+from llmc.kernels.sample import sample
+from llmc.kernels.write_kv import write_kv
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_MAX_HEAD_DIM = 1024
+
+
+def _takes(*tensors: Tensor | None) -> bool:
+    """All on the CPU, of one supported dtype, with dense last dimensions."""
+    given = [t for t in tensors if t is not None]
+    return all(
+        t.device.type == "cpu"
+        and t.dtype == given[0].dtype
+        and t.dtype in _DTYPES
+        and (t.shape[-1] == 1 or t.stride(-1) == 1)
+        for t in given
+    )
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, *args: Any) -> bool:
+    return _takes(x, weight)
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, *args: Any) -> bool:
+    return _takes(x, residual, weight)
+
+
+def _act_mul(gate_up: Tensor, act: str) -> bool:
+    return _takes(gate_up)
+
+
+def _write_kv(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+) -> bool:
+    return _takes(key, value, key_cache, value_cache)
+
+
+def _rope_write(*args: Any) -> bool:
+    query, key, value, query_norm, key_norm, _, _, cos, sin, _, _, key_cache, value_cache, _ = args
+    return _takes(query, key, value, query_norm, key_norm, key_cache, value_cache) and (
+        cos.dtype == sin.dtype == torch.float32 and cos.stride(-1) == sin.stride(-1) == 1
+    )
+
+
+def _paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any) -> bool:
+    fits = query.shape[2] <= _MAX_HEAD_DIM and value_cache.shape[3] <= _MAX_HEAD_DIM
+    return fits and _takes(query, key_cache, value_cache)
+
+
+def _logits(logits: Tensor, *args: Any) -> bool:
+    return _takes(logits)
+
+
+_SUPPORTS: tuple[tuple[Op, Fn], ...] = (
+    (rms_norm, _rms_norm),
+    (add_rms_norm, _add_rms_norm),
+    (act_mul, _act_mul),
+    (write_kv, _write_kv),
+    (rope_write, _rope_write),
+    (paged_attention, _paged_attention),
+    (sample, _logits),
+    (process_logits, _logits),
+)
+
+
+def _overload(name: str) -> Callable[[], Any]:
+    return lambda: getattr(torch.ops.llmc_cpu, name).default
+
+
+def register_impls() -> None:
+    for op, supports in _SUPPORTS:
+        op.impl(Impl(name="cpu", op=_overload(op.name), available=is_loaded, supports=supports))

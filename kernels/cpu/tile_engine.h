@@ -1,0 +1,147 @@
+// How a tile of keys is packed and multiplied, by element type and by what the CPU has.
+//
+// An engine has: T (cache element), kPanels (panels of 16 query rows multiplied together), kKeyStep
+// (keys are padded to a multiple), dim_step (head sizes too), pack_query, pack_keys, pack_values,
+// store_weights, scores and add_values. Keys past `n` are packed as zeros, whatever memory holds.
+#pragma once
+
+#include "attention.h"
+#include "tile_gemm.h"
+
+#if defined(LLMC_AVX512_BF16) && defined(__AMX_BF16__) && defined(__linux__)
+#define LLMC_AMX 1
+#endif
+
+namespace llmc {
+
+inline int64_t round_up(int64_t x, int64_t step) {
+  return (x + step - 1) / step * step;
+}
+
+// Any T in float arithmetic: the portable engine, and the exact one for float32.
+template <class Element>
+struct FloatEngine {
+  using T = Element;
+  static constexpr int64_t kPanels = kMaxPanels, kKeyStep = 1, kDimStep = 1, kExpTerms = 6;
+  static void enter() {}
+  static void leave() {}
+  static int64_t query_words(int64_t dim) { return dim; }
+
+  static void pack_query(const T* row, int64_t dim, int lane, uint32_t* panel, int64_t) {
+    for (int64_t d = 0; d < dim; ++d) {
+      const float x = row ? to_float(row[d]) : 0.0f;
+      std::memcpy(panel + d * kLanes + lane, &x, sizeof x);
+    }
+  }
+  static void pack_rows(const T* const* rows, int64_t n, int64_t dim, uint32_t* to) {
+    for (int64_t k = 0; k < n; ++k) {
+      float* out = reinterpret_cast<float*>(to + k * dim);
+      int64_t d = 0;
+      for (; d + kLanes <= dim; d += kLanes) store(out + d, load(rows[k] + d));
+      for (; d < dim; ++d) out[d] = to_float(rows[k][d]);
+    }
+  }
+  static void pack_keys(const T* const* rows, int64_t n, int64_t, int64_t dim, uint32_t* to,
+                        int64_t) {
+    pack_rows(rows, n, dim, to);
+  }
+  static void pack_values(const T* const* rows, int64_t n, int64_t, int64_t dim, uint32_t* to,
+                          int64_t) {
+    pack_rows(rows, n, dim, to);
+  }
+  LLMC_INLINE void store_weights(uint32_t* weights, int64_t key, v16f a, v16f b) {
+    store(reinterpret_cast<float*>(weights) + key * kLanes, a);
+    store(reinterpret_cast<float*>(weights) + (key + 1) * kLanes, b);
+  }
+  static void scores(int64_t panels, const uint32_t* keys, int64_t n, int64_t dim,
+                     const uint32_t* query, float* out) {
+    product<FloatWords>(panels, keys, dim, 1, n, reinterpret_cast<const float*>(query),
+                        dim * kLanes, dim, out, kPanelScores, false);
+  }
+  static void add_values(int64_t panels, const uint32_t* values, int64_t n, int64_t dim,
+                         const uint32_t* weights, float* acc) {
+    product<FloatWords>(panels, values, 1, dim, dim, reinterpret_cast<const float*>(weights),
+                        kPanelScores, n, acc, dim * kLanes, true);
+  }
+};
+
+#ifdef LLMC_AVX512_BF16
+LLMC_INLINE v16u load_words(const bf16* p, int64_t n) {  // n < 16 elements as 32-bit words
+  const __mmask16 mask = n < kLanes ? (__mmask16)((1u << n) - 1) : (__mmask16)0xffff;
+  return (v16u)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p));
+}
+
+// What the two bf16 engines share: queries and weights as pairs, keys as padded rows.
+template <int64_t kStep>
+struct PairPacking {
+  using T = bf16;
+  static constexpr int64_t kDimStep = kStep, kExpTerms = 4;
+  static int64_t query_words(int64_t dim) { return dim / 2; }
+
+  static void pack_query(const bf16* row, int64_t dim, int lane, uint32_t* panel, int64_t padded) {
+    for (int64_t w = 0; w < padded / 2; ++w) {
+      const uint32_t low = row && 2 * w < dim ? row[2 * w].bits : 0;
+      const uint32_t high = row && 2 * w + 1 < dim ? row[2 * w + 1].bits : 0;
+      panel[w * kLanes + lane] = low | high << 16;
+    }
+  }
+  static void pack_keys(const bf16* const* rows, int64_t n, int64_t padded_n, int64_t dim,
+                        uint32_t* to, int64_t padded) {
+    for (int64_t k = 0; k < padded_n; ++k) {
+      bf16* out = reinterpret_cast<bf16*>(to) + k * padded;
+      if (k >= n) {
+        std::memset(out, 0, padded * sizeof(bf16));
+        continue;
+      }
+      int64_t d = 0;
+      for (; d + 32 <= dim; d += 32)
+        _mm512_storeu_si512(out + d, _mm512_loadu_si512(rows[k] + d));
+      if (d < padded) {
+        std::memset(out + d, 0, (padded - d) * sizeof(bf16));
+        std::memcpy(out + d, rows[k] + d, (dim - d) * sizeof(bf16));
+      }
+    }
+  }
+  LLMC_INLINE void store_weights(uint32_t* weights, int64_t key, v16f a, v16f b) {
+    // one instruction rounds both keys; a permute brings each query's two side by side
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9,
+                                           24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
+                                           16, 0);
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+    _mm512_storeu_si512(weights + key / 2 * kLanes, _mm512_permutexvar_epi16(order, both));
+  }
+};
+
+struct PairEngine : PairPacking<2> {
+  static constexpr int64_t kPanels = kMaxPanels, kKeyStep = 2;
+  static void enter() {}
+  static void leave() {}
+
+  static void pack_values(const bf16* const* rows, int64_t n, int64_t padded_n, int64_t dim,
+                          uint32_t* to, int64_t padded) {
+    for (int64_t k = 0; k < padded_n; k += 2) {
+      for (int64_t d = 0; d < padded; d += kLanes) {
+        const int64_t left = std::min<int64_t>(kLanes, dim - d);
+        v16u low = {}, high = {};
+        if (k < n) low = load_words(rows[k] + d, left);
+        if (k + 1 < n) high = load_words(rows[k + 1] + d, left);
+        const v16u pair = low | high << 16;
+        std::memcpy(to + k / 2 * padded + d, &pair,
+                    std::min<int64_t>(kLanes, padded - d) * sizeof(uint32_t));
+      }
+    }
+  }
+  static void scores(int64_t panels, const uint32_t* keys, int64_t n, int64_t dim,
+                     const uint32_t* query, float* out) {
+    product<PairWords>(panels, keys, dim / 2, 1, n, reinterpret_cast<const float*>(query),
+                       dim / 2 * kLanes, dim / 2, out, kPanelScores, false);
+  }
+  static void add_values(int64_t panels, const uint32_t* values, int64_t n, int64_t dim,
+                         const uint32_t* weights, float* acc) {
+    product<PairWords>(panels, values, 1, dim, dim, reinterpret_cast<const float*>(weights),
+                       kPanelScores, n / 2, acc, dim * kLanes, true);
+  }
+};
+#endif
+
+}  // namespace llmc
