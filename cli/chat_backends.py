@@ -5,19 +5,16 @@ Both stream text as it comes. Closing the stream early aborts the answer at its 
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llmc.errors import ConfigError, InvalidRequestError, LlmcError
-from llmc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import httpx
 
-    from llmc.async_llm import AsyncLLM
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -31,6 +28,7 @@ class Chunk:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     finish_reason: str | None = None
+    error: str | None = None
 
 
 class Backend(Protocol):

@@ -1,17 +1,12 @@
-"""State of a chat and its slash commands, without a terminal: text in, text and an action out.
+"""State of a chat, without a terminal: messages, settings, what answers cost, what to say of it.
 
-`chat_terminal` shows it, `chat_backends` answer it; neither is known here.
+`chat_commands` change it, `chat_terminal` shows it, `chat_backends` answer it; none is known here.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
-from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from llmc.errors import InvalidRequestError
@@ -31,20 +26,6 @@ SETTINGS: Mapping[str, type] = {
     "frequency_penalty": float,
     "repetition_penalty": float,
 }
-
-
-class Action(Enum):
-    """What the caller does after a command."""
-
-    STAY = "stay"
-    ANSWER = "answer"  # generate an answer to the messages as they are now
-    EXIT = "exit"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    text: str = ""
-    action: Action = Action.STAY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +86,6 @@ class Conversation:
         assert self.turns and self.turns[-1]["role"] == "user", "no open question"
         return self.turns.pop()["content"]
 
-    def run(self, line: str) -> Reply:
-        """Run one slash command. Errors are text: a typo must not end the chat."""
-        name, _, argument = line.strip().removeprefix("/").partition(" ")
-        command = _COMMANDS.get(name.lower())
-        if command is None:
-            return Reply(text=_unknown(name))
-        return command(self, argument.strip())
-
     def status(self) -> str:
         """One line for the bottom of the screen: speed and context use."""
         parts = [self.model]
@@ -123,11 +96,6 @@ class Conversation:
         if self.context_limit and self.context_tokens > 0.9 * self.context_limit:
             parts.append("nearly full: /undo, /reset")
         return "  |  ".join(parts)
-
-
-def is_command(line: str) -> bool:
-    """`/x` is a command, `//x` a message that begins with a slash."""
-    return line.startswith("/") and not line.startswith("//")
 
 
 def is_open_block(text: str) -> bool:
@@ -192,174 +160,3 @@ def context_full(reason: str) -> str:
         f"{reason}\n/undo takes back the last question and answer, /reset starts over; "
         "a larger context needs a restart with a higher --max-model-len."
     )
-
-
-def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name, _COMMANDS, n=1)
-    guess = f"did you mean /{nearest[0]}? " if nearest else ""
-    return f"There is no command /{name}; {guess}/help lists them, // sends a leading slash."
-
-
-def _help(chat: Conversation, argument: str) -> Reply:
-    width = max(len(usage) for usage, _ in _HELP)
-    lines = [f"  {usage:<{width}}  {meaning}" for usage, meaning in _HELP]
-    return Reply(text="\n".join(lines))
-
-
-def _reset(chat: Conversation, argument: str) -> Reply:
-    chat.turns.clear()
-    chat.context_tokens = 0
-    kept = " The system prompt stays." if chat.system else ""
-    return Reply(text="The conversation starts over." + kept)
-
-
-def _system(chat: Conversation, argument: str) -> Reply:
-    if not argument:
-        return Reply(text=f"System prompt: {chat.system}" if chat.system else "No system prompt.")
-    if argument == "none":
-        chat.system = None
-        return Reply(text="The system prompt is gone.")
-    chat.system = message_text(argument)
-    return Reply(text="The system prompt is set and counts from the next answer on.")
-
-
-def _set(chat: Conversation, argument: str) -> Reply:
-    name, _, value = argument.replace("=", " ", 1).partition(" ")
-    name, value = name.replace("-", "_"), value.strip()
-    if not name:
-        return Reply(text=_settings_text(chat))
-    if name not in SETTINGS:
-        nearest = difflib.get_close_matches(name, SETTINGS, n=1)
-        guess = f"did you mean {nearest[0]}? " if nearest else ""
-        return Reply(text=f"There is no setting {name!r}; {guess}They are {', '.join(SETTINGS)}.")
-    if not value:
-        return Reply(text=f"{name} = {chat.settings.get(name, 'default')}")
-    if value in ("default", "none"):
-        chat.settings.pop(name, None)
-        return Reply(text=f"{name} is at its default.")
-    try:
-        chat.settings[name] = read_setting(name, value)
-    except InvalidRequestError as error:
-        return Reply(text=f"Not set: {error}.")
-    return Reply(text=f"{name} = {chat.settings[name]}")
-
-
-def _settings_text(chat: Conversation) -> str:
-    return "\n".join(f"  {name} = {chat.settings.get(name, 'default')}" for name in SETTINGS)
-
-
-def _show(chat: Conversation, argument: str) -> Reply:
-    limit = f" of {chat.context_limit}" if chat.context_limit else ""
-    return Reply(
-        text=f"  model: {chat.model}\n"
-        f"  system prompt: {chat.system or 'none'}\n"
-        f"  turns: {sum(turn['role'] == 'user' for turn in chat.turns)}, "
-        f"{chat.context_tokens}{limit} tokens of context\n" + _settings_text(chat)
-    )
-
-
-def _stats(chat: Conversation, argument: str) -> Reply:
-    if argument in ("on", "off"):
-        chat.show_stats = argument == "on"
-        return Reply(text=f"Statistics after each answer are {argument}.")
-    if argument:
-        return Reply(text="Write /stats, /stats on or /stats off.")
-    if not chat.history:
-        return Reply(text="No answer yet.")
-    tokens = sum(stats.completion_tokens for stats in chat.history)
-    seconds = sum(stats.total_s for stats in chat.history)
-    return Reply(
-        text=f"  last: {stats_line(chat.history[-1], chat.context_limit)}\n"
-        f"  all: {len(chat.history)} answers, {tokens} tokens in {seconds:.1f} s"
-    )
-
-
-def _save(chat: Conversation, argument: str) -> Reply:
-    if not chat.turns:
-        return Reply(text="There is nothing to save yet.")
-    name = argument or f"chat-{datetime.now():%Y%m%d-%H%M%S}.json"
-    path = Path(name).expanduser()
-    saved = {"model": chat.model, "settings": chat.settings, "messages": chat.messages}
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            json.dump(saved, file, indent=2, ensure_ascii=False)
-            file.write("\n")
-    except FileExistsError:
-        return Reply(text=f"Not saved: {path} exists; choose another name.")
-    except OSError as error:
-        return Reply(text=f"Not saved: {path}: {error.strerror}.")
-    return Reply(text=f"Saved to {path}.")
-
-
-def _load(chat: Conversation, argument: str) -> Reply:
-    if not argument:
-        return Reply(text="Write /load FILE, with a file that /save made.")
-    path = Path(argument).expanduser()
-    try:
-        messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
-        turns = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
-    except OSError as error:
-        return Reply(text=f"Not loaded: {path}: {error.strerror}.")
-    except (ValueError, KeyError, TypeError):
-        return Reply(text=f"Not loaded: {path} is not a file that /save made.")
-    system = [turn["content"] for turn in turns if turn["role"] == "system"]
-    chat.system = system[0] if system else None
-    chat.turns = [turn for turn in turns if turn["role"] != "system"]
-    chat.context_tokens = 0
-    return Reply(text=f"Loaded {len(chat.turns)} messages from {path}.")
-
-
-def _undo(chat: Conversation, argument: str) -> Reply:
-    if not any(turn["role"] == "user" for turn in chat.turns):
-        return Reply(text="There is nothing to take back.")
-    while chat.turns.pop()["role"] != "user":
-        pass
-    chat.context_tokens = 0
-    return Reply(text="The last question and its answer are gone.")
-
-
-def _regen(chat: Conversation, argument: str) -> Reply:
-    if not any(turn["role"] == "user" for turn in chat.turns):
-        return Reply(text="There is no question to answer again.")
-    while chat.turns[-1]["role"] != "user":
-        chat.turns.pop()
-    return Reply(action=Action.ANSWER)
-
-
-def _exit(chat: Conversation, argument: str) -> Reply:
-    return Reply(action=Action.EXIT)
-
-
-_HELP = (
-    ("/help", "this list"),
-    ("/reset", "start over; the system prompt stays (also /clear)"),
-    ("/system [TEXT]", "show the system prompt or set it; `none` removes it"),
-    ("/set [NAME VALUE]", "list the sampling settings or set one, e.g. /set temperature 0.7"),
-    ("/show", "the model, the system prompt and all settings"),
-    ("/stats [on|off]", "speed and token counts; on and off: after each answer"),
-    ("/undo", "take back the last question and answer"),
-    ("/regen", "answer the last question again"),
-    ("/save [FILE]", "save the conversation as JSON"),
-    ("/load FILE", "go on with a saved conversation"),
-    ("/exit", "leave (also /bye, Ctrl-D)"),
-    (BLOCK, "begins and ends a message of several lines; Alt-Enter breaks a line"),
-    ("Ctrl-C", "stops the answer, not the program"),
-)
-_COMMANDS: Mapping[str, Callable[[Conversation, str], Reply]] = {
-    "help": _help,
-    "?": _help,
-    "reset": _reset,
-    "clear": _reset,
-    "system": _system,
-    "set": _set,
-    "show": _show,
-    "stats": _stats,
-    "undo": _undo,
-    "regen": _regen,
-    "save": _save,
-    "load": _load,
-    "exit": _exit,
-    "bye": _exit,
-    "quit": _exit,
-}
-COMMAND_NAMES = tuple("/" + name for name in _COMMANDS)

@@ -13,19 +13,20 @@ import typer
 
 from llmc import __version__
 from llmc.cli import bench, chat, collect_env, errors, serve
+from llmc.cli.help import HelpCommand, HelpGroup
 
 app = typer.Typer(
     name="llmc",
+    cls=HelpGroup,
     help="Serve any Hugging Face causal language model from its own code, by compiling it.",
-    epilog="Every option has an environment variable: --max-model-len is LLMC_MAX_MODEL_LEN.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("serve")(serve.command)
-app.command("chat")(chat.command)
+app.command("serve", cls=HelpCommand)(serve.command)
+app.command("chat", cls=HelpCommand)(chat.command)
 app.add_typer(bench.app, name="bench")
-app.command("collect-env")(collect_env.command)
+app.command("collect-env", cls=HelpCommand)(collect_env.command)
 
 
 def _print_version(wanted: bool) -> None:

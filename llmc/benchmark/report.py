@@ -9,7 +9,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def context(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """When, with which command: in every JSON result."""
     words = list(sys.argv if argv is None else argv)
     words[0] = Path(words[0]).name
-    now = datetime.now(timezone.utc)
+    now = datetime.now(UTC)
     return {"date": now.strftime("%Y%m%d-%H%M%S"), "command": shlex.join(words)}
 
 

@@ -32,7 +32,6 @@ class Load:
     request_rate: float = math.inf
     burstiness: float = 1.0
     max_concurrency: int | None = None
-    num_warmups: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -42,8 +41,6 @@ class Load:
             raise ConfigError(f"--burstiness must be a number above 0, got {self.burstiness}")
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise ConfigError(f"--max-concurrency must be at least 1, got {self.max_concurrency}")
-        if self.num_warmups < 0:
-            raise ConfigError(f"--num-warmups must be at least 0, got {self.num_warmups}")
 
 
 def departure_times(load: Load, count: int) -> list[float]:
@@ -63,14 +60,19 @@ def departure_times(load: Load, count: int) -> list[float]:
 
 
 async def run_load(
-    target: Target, load: Load, requests: Sequence[BenchRequest], on_done: OnDone | None = None
+    target: Target,
+    load: Load,
+    requests: Sequence[BenchRequest],
+    *,
+    warmups: Sequence[BenchRequest] = (),
+    on_done: OnDone | None = None,
 ) -> tuple[list[RequestTrace], float]:
-    """Warm up, send everything, wait for everything: (traces in order, seconds it took)."""
+    """Send the warm-ups one by one, then the load: (its traces in order, seconds it took)."""
     async with open_client(target) as client:
-        for request in list(requests)[: load.num_warmups]:
+        for request in warmups:
             trace = await send(client, target, request)
             if trace.error is not None:
-                raise ConfigError(f"the first request to {target.base_url} failed: {trace.error}")
+                raise ConfigError(f"a warm-up request to {target.base_url} failed: {trace.error}")
         return await _send_all(client, target, load, requests, on_done)
 
 

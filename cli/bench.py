@@ -1,0 +1,298 @@
+"""`llmc bench throughput|latency|serve`: flags only; `bench_run` and llmc.benchmark do the work."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmc.cli.bench_options import (
+    Bandwidth,
+    DatasetPath,
+    InputLen,
+    NumPrompts,
+    OutputJson,
+    OutputLen,
+    Percentiles,
+    Plot,
+    PrefixLen,
+    RangeRatio,
+    Temperature,
+)
+from llmc.cli.help import HelpCommand, HelpGroup
+from llmc.cli.options import engine_options, option
+from llmc.config import EngineConfig
+
+LOAD = "Load"
+RESULT = "Result"
+SERVER = "Server"
+
+app = typer.Typer(
+    cls=HelpGroup,
+    help="Measure speed: of the engine in this process, or of any OpenAI-compatible server.",
+    no_args_is_help=True,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What to send, as the user described it."""
+
+    num_prompts: int
+    input_len: int
+    output_len: int | None
+    range_ratio: float
+    prefix_len: int
+    dataset: Path | None
+    seed: int
+
+    @property
+    def random_output_len(self) -> int:
+        return 128 if self.output_len is None else self.output_len
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Where the result goes."""
+
+    json: Path | None
+    plot: Path | None
+    percentiles: str
+    bandwidth: bool = False
+
+
+@app.command("throughput", cls=HelpCommand)
+@engine_options()
+def throughput(
+    config: EngineConfig,
+    num_prompts: NumPrompts = 64,
+    input_len: InputLen = 128,
+    output_len: OutputLen = None,
+    range_ratio: RangeRatio = 0.0,
+    prefix_len: PrefixLen = 0,
+    dataset: DatasetPath = None,
+    temperature: Temperature = 1.0,
+    ignore_eos: Annotated[
+        bool,
+        option(
+            "--ignore-eos/--no-ignore-eos",
+            help="Generate the full output length whatever the model says.",
+            panel="Workload",
+        ),
+    ] = True,
+    num_warmups: Annotated[
+        int,
+        option("--num-warmups", help="Requests sent before, not measured.", panel="Workload"),
+    ] = 8,
+    bandwidth: Bandwidth = True,
+    percentiles: Percentiles = "90,99",
+    output_json: OutputJson = None,
+    plot: Plot = None,
+) -> None:
+    """Send all requests at once and measure how many tokens come out a second."""
+    from llmc.cli.bench_run import run_throughput
+
+    workload = Workload(
+        num_prompts=num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        range_ratio=range_ratio,
+        prefix_len=prefix_len,
+        dataset=dataset,
+        seed=config.seed,
+    )
+    output = Output(json=output_json, plot=plot, percentiles=percentiles, bandwidth=bandwidth)
+    run_throughput(
+        config,
+        workload,
+        output,
+        temperature=1.0 if temperature is None else temperature,
+        ignore_eos=ignore_eos,
+        num_warmups=num_warmups,
+    )
+
+
+@app.command("latency", cls=HelpCommand)
+@engine_options()
+def latency(
+    config: EngineConfig,
+    batch_size: Annotated[
+        int, option("--batch-size", help="Requests in a batch.", panel="Workload")
+    ] = 8,
+    input_len: Annotated[int, option("--input-len", help="Prompt tokens.", panel="Workload")] = 32,
+    output_len: Annotated[
+        int, option("--output-len", help="Output tokens.", panel="Workload")
+    ] = 128,
+    num_iters: Annotated[
+        int, option("--num-iters", help="Batches to measure.", panel="Workload")
+    ] = 10,
+    num_iters_warmup: Annotated[
+        int,
+        option("--num-iters-warmup", help="Batches before, not measured.", panel="Workload"),
+    ] = 3,
+    temperature: Temperature = 1.0,
+    bandwidth: Bandwidth = True,
+    output_json: OutputJson = None,
+    plot: Plot = None,
+) -> None:
+    """Run one batch at a time and measure how long it takes."""
+    from llmc.cli.bench_run import run_latency
+
+    run_latency(
+        config,
+        Workload(
+            num_prompts=batch_size,
+            input_len=input_len,
+            output_len=output_len,
+            range_ratio=0.0,
+            prefix_len=0,
+            dataset=None,
+            seed=config.seed,
+        ),
+        Output(json=output_json, plot=plot, percentiles="90,99", bandwidth=bandwidth),
+        temperature=1.0 if temperature is None else temperature,
+        num_iters=num_iters,
+        num_iters_warmup=num_iters_warmup,
+    )
+
+
+@app.command("serve", cls=HelpCommand)
+def serve(
+    base_url: Annotated[
+        str | None,
+        option("--base-url", help="URL of the server; instead of host and port.", panel=SERVER),
+    ] = None,
+    host: Annotated[str, option("--host", help="Its host.", panel=SERVER)] = "127.0.0.1",
+    port: Annotated[int, option("--port", help="Its port.", panel=SERVER)] = 8000,
+    backend: Annotated[
+        str,
+        option(
+            "--backend",
+            help="openai: completions; openai-chat: chat completions.",
+            panel=SERVER,
+            metavar="[openai|openai-chat]",
+        ),
+    ] = "openai",
+    endpoint: Annotated[
+        str | None, option("--endpoint", help="Path of the API.", panel=SERVER)
+    ] = None,
+    model: Annotated[
+        str | None,
+        option("--model", help="Model to ask for. The server's first when absent.", panel=SERVER),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        option(
+            "--tokenizer",
+            help="Directory of the model's tokenizer. When absent, random prompts come from the "
+            "server's /tokenize, or are random words.",
+            panel=SERVER,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        option(
+            "--api-key",
+            help="API key of the server.",
+            panel=SERVER,
+            envvar=["LLMC_API_KEY", "OPENAI_API_KEY"],
+        ),
+    ] = None,
+    ready_check_timeout_sec: Annotated[
+        float,
+        option("--ready-check-timeout-sec", help="Wait so long for the server.", panel=SERVER),
+    ] = 0.0,
+    num_prompts: NumPrompts = 100,
+    input_len: InputLen = 128,
+    output_len: OutputLen = None,
+    range_ratio: RangeRatio = 0.0,
+    prefix_len: PrefixLen = 0,
+    dataset: DatasetPath = None,
+    seed: Annotated[
+        int, option("--seed", help="Seed of prompts and departures.", panel="Workload")
+    ] = 0,
+    temperature: Temperature = 0.0,
+    ignore_eos: Annotated[
+        bool,
+        option("--ignore-eos", help="Ask for the full output length.", panel="Workload"),
+    ] = False,
+    extra_body: Annotated[
+        str | None,
+        option("--extra-body", help="JSON object added to every request.", panel="Workload"),
+    ] = None,
+    request_rate: Annotated[
+        float, option("--request-rate", help="Requests a second; inf: all at once.", panel=LOAD)
+    ] = math.inf,
+    burstiness: Annotated[
+        float,
+        option(
+            "--burstiness",
+            help="Shape of the gaps (gamma): 1 is Poisson, less is burstier.",
+            panel=LOAD,
+        ),
+    ] = 1.0,
+    max_concurrency: Annotated[
+        int | None,
+        option("--max-concurrency", help="Most requests under way.", panel=LOAD),
+    ] = None,
+    num_warmups: Annotated[
+        int,
+        option("--num-warmups", help="Requests sent before, not measured.", panel=LOAD),
+    ] = 1,
+    percentile_metrics: Annotated[
+        str,
+        option("--percentile-metrics", help="Metrics to print.", panel=RESULT),
+    ] = "ttft,tpot,itl,e2el",
+    percentiles: Percentiles = "90,99",
+    goodput: Annotated[
+        list[str] | None,
+        option(
+            "--goodput",
+            help="Limits in ms that a good request meets: ttft:200,tpot:50,e2el:2000.",
+            panel=RESULT,
+        ),
+    ] = None,
+    save_detailed: Annotated[
+        bool,
+        option("--save-detailed", help="Times and texts of each request too.", panel=RESULT),
+    ] = False,
+    output_json: OutputJson = None,
+    plot: Plot = None,
+) -> None:
+    """Send a load to a running server over HTTP and time what it streams back."""
+    from llmc.cli.bench_serve import ServeRun, run_serve
+
+    run_serve(
+        ServeRun(
+            base_url=base_url or f"http://{host}:{port}",
+            backend=backend,
+            endpoint=endpoint,
+            model=model,
+            tokenizer=tokenizer,
+            api_key=api_key,
+            wait_s=ready_check_timeout_sec,
+            temperature=temperature,
+            ignore_eos=ignore_eos,
+            extra_body=extra_body,
+            request_rate=request_rate,
+            burstiness=burstiness,
+            max_concurrency=max_concurrency,
+            num_warmups=num_warmups,
+            percentile_metrics=percentile_metrics,
+            goodput=tuple(goodput or ()),
+            save_detailed=save_detailed,
+        ),
+        Workload(
+            num_prompts=num_prompts,
+            input_len=input_len,
+            output_len=output_len,
+            range_ratio=range_ratio,
+            prefix_len=prefix_len,
+            dataset=dataset,
+            seed=seed,
+        ),
+        Output(json=output_json, plot=plot, percentiles=percentiles),
+    )

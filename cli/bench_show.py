@@ -1,0 +1,49 @@
+"""What benchmarks share on screen and on disk: a progress bar, the JSON and the plot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from llmc.benchmark import report
+from llmc.benchmark.machine import describe_machine, package_versions
+from llmc.benchmark.metrics import RequestTrace
+from llmc.cli.bench import Output
+from llmc.cli.console import note, stderr_console
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Gives a function to call once for each thing done. Nothing is drawn where nobody watches."""
+    console = stderr_console()
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def write_files(
+    output: Output, result: Mapping[str, Any], traces: Sequence[RequestTrace], title: str
+) -> None:
+    if output.json is not None:
+        about = {"versions": package_versions(), "machine": describe_machine()}
+        report.write_json(output.json, {**result, **about})
+        note(stderr_console(), f"result written to {output.json}")
+    if output.plot is not None:
+        report.write_plot(output.plot, title, samples_ms(traces))
+        note(stderr_console(), f"plot written to {output.plot}")
+
+
+def samples_ms(traces: Sequence[RequestTrace]) -> dict[str, list[float]]:
+    done = [t for t in traces if t.succeeded and t.token_times_s]
+    seconds: dict[str, list[float]] = {
+        "ttft": [t.ttft_s for t in done],
+        "tpot": [t.tpot_s for t in done if t.tpot_s is not None],
+        "itl": [gap for t in done for gap in t.itls_s],
+        "e2el": [t.e2el_s for t in done],
+    }
+    return {name: [value * 1e3 for value in values] for name, values in seconds.items()}

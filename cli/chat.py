@@ -1,0 +1,168 @@
+"""`llmc chat`: talk to a model on the terminal, or ask one question.
+
+words, stdin, --quick --> one answer on stdout            chat_terminal --> conversation
+a terminal            --> the interactive loop                 |
+--url                 --> a server instead of an engine   chat_backends, chat_engine
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import stat
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from llmc.cli.options import engine_options, option
+from llmc.config import EngineConfig
+from llmc.errors import ConfigError
+
+CHAT_PANEL = "Chat"
+SAMPLING_PANEL = "Sampling"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What the user wants said: `question` None is the interactive chat."""
+
+    question: str | None
+    system: str | None
+    settings: dict[str, Any]
+    show_stats: bool | None
+
+
+def is_model_word(word: str) -> bool:
+    """Whether a bare word is a model: a directory, something spelled as a path, or a hub id."""
+    if word.startswith(("./", "../", "/", "~")) or os.path.isdir(word):
+        return True
+    return _HUB_ID.fullmatch(word) is not None
+
+
+def read_piped_stdin() -> str:
+    """All of stdin where it is a file or a pipe; nothing where nobody would ever write to it."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):  # closed, or replaced by a test
+        return ""
+    return sys.stdin.read() if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else ""
+
+
+def find_question(words: list[str], quick: str | None) -> str | None:
+    """The question of the command line and of stdin together; None when there is none."""
+    parts = [" ".join(words), quick or ""]
+    if not sys.stdin.isatty():
+        parts.append(read_piped_stdin().strip())
+    question = "\n\n".join(part for part in parts if part)
+    if question:
+        return question
+    if quick is not None:
+        raise ConfigError("--quick needs a question")
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            "there is no question: write it on the command line or pipe it in "
+            "(an interactive chat needs a terminal)"
+        )
+    return None
+
+
+@engine_options(positional_model=False)
+def command(
+    config: EngineConfig,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] [QUESTION]...",
+            help="A question to answer and leave. A first word that is a directory, a path or a "
+            "hub id (owner/name) is the model.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[
+        str | None,
+        option("--quick", "-q", help="Ask this one question and leave.", panel=CHAT_PANEL),
+    ] = None,
+    system: Annotated[
+        str | None,
+        option("--system", "--system-prompt", help="System prompt.", panel=CHAT_PANEL),
+    ] = None,
+    stats: Annotated[
+        bool | None,
+        option(
+            "--stats/--no-stats",
+            help="Speed and token counts after each answer. "
+            "When absent: shown in the interactive chat only.",
+            panel=CHAT_PANEL,
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        option(
+            "--url",
+            help="Chat with this OpenAI-compatible server instead; --model chooses among its "
+            "models, other engine options do not matter.",
+            panel=CHAT_PANEL,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None, option("--api-key", help="API key for --url.", panel=CHAT_PANEL)
+    ] = None,
+    temperature: Annotated[
+        float | None, option("--temperature", help="0 is greedy.", panel=SAMPLING_PANEL)
+    ] = None,
+    top_p: Annotated[
+        float | None, option("--top-p", help="Nucleus of this mass.", panel=SAMPLING_PANEL)
+    ] = None,
+    top_k: Annotated[
+        int | None, option("--top-k", help="Only the k likeliest tokens.", panel=SAMPLING_PANEL)
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        option("--min-p", help="Least share of the top probability.", panel=SAMPLING_PANEL),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        option(
+            "--max-tokens",
+            help="Most tokens of an answer. As many as fit when absent.",
+            panel=SAMPLING_PANEL,
+        ),
+    ] = None,
+    stop: Annotated[
+        str | None, option("--stop", help="Text that ends an answer.", panel=SAMPLING_PANEL)
+    ] = None,
+) -> int:
+    """Chat with a model: interactively, or one question from the command line or stdin.
+
+    In the chat, /help lists the commands.
+    """
+    words = list(words or ())
+    if words and config.model is None and url is None and is_model_word(words[0]):
+        config = dataclasses.replace(config, model=words.pop(0))
+    given = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "max_tokens": max_tokens,
+        "stop": stop,
+    }
+    ask = Ask(
+        question=find_question(words, quick),
+        system=system,
+        settings={name: value for name, value in given.items() if value is not None},
+        show_stats=stats,
+    )
+    from llmc.cli.conversation import check_settings
+
+    check_settings(ask.settings)  # before a model is loaded for nothing
+    from llmc.cli.chat_session import chat_with_engine, chat_with_server
+
+    if url is not None:
+        import asyncio  # here, since it is a tenth of the time that --help takes
+
+        return asyncio.run(chat_with_server(url, config.model, api_key, ask))
+    return chat_with_engine(config, ask)

@@ -1,0 +1,70 @@
+"""One run of `llmc chat`: get a backend, greet, ask or loop, give the backend back."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from rich.console import Console
+
+from llmc.cli.chat import Ask
+from llmc.cli.chat_backends import Backend, ServerBackend
+from llmc.cli.chat_engine import EngineBackend
+from llmc.cli.chat_terminal import Terminal, stream_answer, write_stdout
+from llmc.cli.console import note, stderr_console
+from llmc.cli.conversation import Conversation, stats_line, why_it_ended
+from llmc.cli.loading import load_async_llm
+from llmc.config import EngineConfig
+
+
+def chat_with_engine(config: EngineConfig, ask: Ask) -> int:
+    console = stderr_console()
+    one_shot_in_a_script = ask.question is not None and not console.is_terminal
+    llm = load_async_llm(config, console, quiet=one_shot_in_a_script)
+    backend = EngineBackend(llm)
+    if llm.info.is_builtin and not one_shot_in_a_script:
+        from llmc.guide import NOTICE
+
+        note(console, NOTICE, style="yellow")
+    if not backend.has_template:
+        note(console, "This model has no chat template: it continues what you write.", "yellow")
+    return asyncio.run(_chat(backend, ask, console))
+
+
+async def chat_with_server(url: str, model: str | None, api_key: str | None, ask: Ask) -> int:
+    backend = await ServerBackend.connect(url, model=model, api_key=api_key)
+    return await _chat(backend, ask, stderr_console())
+
+
+async def _chat(backend: Backend, ask: Ask, console: Console) -> int:
+    chat = Conversation(
+        model=backend.model,
+        context_limit=backend.context_limit,
+        system=ask.system,
+        settings=ask.settings,
+        show_stats=ask.show_stats is not False,
+    )
+    try:
+        if ask.question is not None:
+            await _answer_once(backend, chat, ask, console)
+        else:
+            # The chat's own words go where the answers go: both are on the terminal.
+            screen = Console(highlight=False, soft_wrap=True)
+            note(screen, "/help lists the commands, Ctrl-D leaves.")
+            await Terminal(backend, chat, screen).run()
+    finally:
+        await backend.close()
+    return 0
+
+
+async def _answer_once(backend: Backend, chat: Conversation, ask: Ask, console: Console) -> None:
+    assert ask.question is not None
+    chat.ask(ask.question)
+    text, stats = await stream_answer(backend, chat, write_stdout)
+    if not text.endswith("\n"):
+        write_stdout("\n")
+    if ask.show_stats:
+        note(console, stats_line(stats, chat.context_limit))
+    ended = why_it_ended(stats, chat)
+    if ended is not None and sys.stdout.isatty():
+        note(console, ended, style="yellow")

@@ -1,0 +1,287 @@
+"""The chat on a terminal: reads with prompt_toolkit, streams answers, keeps Ctrl-C for answers.
+
+All on one event loop. While an answer streams, Ctrl-C cancels that task alone; at the prompt it
+clears the line, and twice on an empty line it leaves. prompt_toolkit restores the terminal on
+every way out, SIGTERM included, since that too becomes a cancelled task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from llmc.cli.chat_backends import Backend
+from llmc.cli.chat_commands import COMMAND_NAMES, Action, is_command, run_command
+from llmc.cli.console import note
+from llmc.cli.conversation import (
+    Conversation,
+    TurnStats,
+    context_full,
+    is_open_block,
+    message_text,
+    stats_line,
+    why_it_ended,
+)
+from llmc.errors import EngineDeadError, InvalidRequestError, LlmcError
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import History
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+PROMPT = ">>> "
+Write = Callable[[str], None]
+
+
+def history_path() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "llmc" / "chat_history"
+
+
+def visible(text: str) -> str:
+    """Text of a model without the control characters that could drive the terminal."""
+    return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
+
+
+def write_stdout(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+async def stream_answer(
+    backend: Backend, chat: Conversation, write: Write
+) -> tuple[str, TurnStats]:
+    """Write an answer to the open question as it comes, and add it to the conversation.
+
+    When cancelled, what was said so far stays as the answer (with nothing said, the question is
+    dropped), and CancelledError goes on. When refused, the question is dropped.
+    """
+    started_s = time.perf_counter()
+    first_s: float | None = None
+    said: list[str] = []
+    prompt_tokens = cached_tokens = completion_tokens = finish_reason = None
+
+    def stats(reason: str | None) -> TurnStats:
+        now_s = time.perf_counter()
+        return TurnStats(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            completion_tokens=completion_tokens or 0,
+            ttft_s=(first_s or now_s) - started_s,
+            total_s=now_s - started_s,
+            finish_reason=reason,
+        )
+
+    try:
+        async with aclosing(backend.answer(chat.messages, chat.settings)) as chunks:
+            async for chunk in chunks:
+                if chunk.error is not None:
+                    raise LlmcError(f"the answer failed: {chunk.error}")
+                if first_s is None and (chunk.text or chunk.completion_tokens):
+                    first_s = time.perf_counter()
+                if chunk.text:
+                    said.append(chunk.text)
+                    write(visible(chunk.text))
+                prompt_tokens = chunk.prompt_tokens or prompt_tokens
+                if chunk.cached_tokens is not None:
+                    cached_tokens = chunk.cached_tokens
+                completion_tokens = chunk.completion_tokens or completion_tokens
+                finish_reason = chunk.finish_reason or finish_reason
+    except BaseException:
+        if said:
+            chat.answered("".join(said), stats("abort"))
+        else:
+            chat.drop_question()
+        raise
+    text, result = "".join(said), stats(finish_reason)
+    chat.answered(text, result)
+    return text, result
+
+
+class Terminal:
+    """The read-answer loop on a real terminal."""
+
+    def __init__(self, backend: Backend, chat: Conversation, console: Console) -> None:
+        self._backend = backend
+        self._chat = chat
+        self._console = console
+        self._draft = ""  # put into the next prompt: a question that could not be asked
+
+    async def run(self) -> None:
+        session = _make_session(self._chat)
+        interrupts = 0
+        with _terminate_by_cancelling():
+            while True:
+                draft, self._draft = self._draft, ""
+                try:
+                    entered = await session.prompt_async(default=draft)
+                except EOFError:
+                    return
+                except KeyboardInterrupt:
+                    interrupts += 1
+                    if interrupts == 2:
+                        return
+                    self._note("Ctrl-C again, Ctrl-D or /exit leaves.")
+                    continue
+                interrupts = 0
+                if not await self._handle(entered):
+                    return
+
+    async def _handle(self, entered: str) -> bool:
+        """One line that was entered; False ends the chat."""
+        if not entered.strip():
+            return True
+        if is_command(entered.strip()):
+            reply = run_command(self._chat, entered)
+            if reply.text:
+                self._note(reply.text)
+            if reply.action is Action.EXIT:
+                return False
+            if reply.action is Action.STAY:
+                return True
+        else:
+            self._chat.ask(message_text(entered))
+        await self._answer()
+        return True
+
+    async def _answer(self) -> None:
+        question = self._chat.turns[-1]["content"]
+        waiting = self._console.status("", spinner="dots")
+        waiting.start()
+
+        def write(text: str) -> None:
+            waiting.stop()  # stopping twice is fine
+            write_stdout(text)
+
+        task = asyncio.create_task(stream_answer(self._backend, self._chat, write))
+        try:
+            with _interrupt_cancels(task):
+                _, stats = await task
+        except asyncio.CancelledError:
+            if not task.cancelled():  # not the answer but the whole chat is cancelled
+                task.cancel()
+                raise
+            waiting.stop()
+            self._note("\n(stopped; /regen answers again, /undo takes it back)")
+        except InvalidRequestError as error:
+            waiting.stop()
+            self._draft = question
+            full = error.code == "context_length_exceeded"
+            self._warn(context_full(f"Not asked: {error}") if full else f"Not asked: {error}")
+        except EngineDeadError:
+            raise  # nothing will ever answer again
+        except LlmcError as error:
+            waiting.stop()
+            self._warn(f"\n{error}")
+        else:
+            write_stdout("\n")
+            if self._chat.show_stats:
+                self._note(stats_line(stats, self._chat.context_limit))
+            ended = why_it_ended(stats, self._chat)
+            if ended is not None:
+                self._warn(ended)
+        finally:
+            waiting.stop()
+
+    def _note(self, text: str) -> None:
+        note(self._console, text)
+
+    def _warn(self, text: str) -> None:
+        note(self._console, text, style="yellow")
+
+
+def _make_session(chat: Conversation) -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
+    from prompt_toolkit.completion import WordCompleter
+
+    return PromptSession(
+        PROMPT,
+        history=_open_history(),
+        multiline=True,  # Enter still sends: see the key bindings
+        prompt_continuation="... ",
+        key_bindings=_key_bindings(),
+        bottom_toolbar=chat.status,
+        auto_suggest=AutoSuggestFromHistory(),
+        completer=WordCompleter(COMMAND_NAMES, sentence=True),
+        complete_while_typing=False,
+        enable_open_in_editor=True,
+    )
+
+
+def _open_history() -> History:
+    """History in a private file; in memory where the home directory can't be written."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    path = history_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.touch(mode=0o600)
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(str(path))
+
+
+def _key_bindings() -> KeyBindings:
+    from prompt_toolkit.key_binding import KeyBindings
+
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        if is_open_block(event.current_buffer.text):
+            event.current_buffer.insert_text("\n")
+        else:
+            event.current_buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @bindings.add("c-c")
+    def _(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt)
+
+    return bindings
+
+
+@contextlib.contextmanager
+def _interrupt_cancels(task: asyncio.Task[object]) -> Iterator[None]:
+    """Inside, Ctrl-C cancels the task and nothing else."""
+    previous = signal.getsignal(signal.SIGINT)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextlib.contextmanager
+def _terminate_by_cancelling() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP unwind the chat, so that the terminal is put right."""
+    task = asyncio.current_task()
+    assert task is not None, "runs in a task"
+    loop = asyncio.get_running_loop()
+    kinds = (signal.SIGTERM, signal.SIGHUP)
+    for kind in kinds:
+        loop.add_signal_handler(kind, task.cancel)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            loop.remove_signal_handler(kind)

@@ -1,0 +1,25 @@
+"""`llmc collect-env`: what a bug report needs, as plain text."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+
+def command() -> None:
+    """Print versions, devices and settings, to paste into a bug report."""
+    from llmc.benchmark.machine import GIB, describe_machine, package_versions
+
+    rows = {name: str(value) for name, value in package_versions().items()}
+    for name, value in describe_machine().items():
+        if name.endswith("_bytes"):
+            name, value = name.removesuffix("_bytes"), f"{value / GIB:.1f} GiB"
+        rows[name.replace("_", " ")] = str(value)
+    compiler = next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), None)
+    rows["c++ compiler"] = compiler or "not found (compiled CPU kernels need one)"
+    for name in sorted(os.environ):
+        if name.startswith("LLMC_"):
+            rows[name] = "(set)" if "KEY" in name else os.environ[name]
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {value}")

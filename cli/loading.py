@@ -1,0 +1,34 @@
+"""EngineConfig -> a loaded engine, with its phases on screen. The first place that loads torch."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from llmc.cli.console import phases
+from llmc.config import EngineConfig
+
+if TYPE_CHECKING:
+    from llmc.async_llm import AsyncLLM
+    from llmc.start import Started
+
+
+def _options(config: EngineConfig) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.name != "model"}
+
+
+def load_async_llm(config: EngineConfig, console: Console, *, quiet: bool = False) -> AsyncLLM:
+    with phases(console, quiet=quiet) as on_phase:
+        from llmc.async_llm import AsyncLLM
+
+        return AsyncLLM(config.model, on_phase=on_phase, **_options(config))
+
+
+def load_engine(config: EngineConfig, console: Console) -> Started:
+    """An engine without the text side, for benchmarks."""
+    with phases(console) as on_phase:
+        from llmc.start import start_engine
+
+        return start_engine(config, on_phase)
