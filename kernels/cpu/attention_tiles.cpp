@@ -4,6 +4,11 @@
 // every panel that can see the tile takes its turn: scores, softmax, weights times values.
 #include "tile_engine.h"
 
+#ifdef LLMC_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace llmc {
 namespace {
 
@@ -171,16 +176,26 @@ void tiles(const Plan& plan, const Item& item) {
 
 }  // namespace
 
-bool amx_ready() {
-  return false;
-}
-
 void run_tiles(const Plan& plan, const Item& item) {
   if (plan.a.dtype == Dtype::f32) return tiles<FloatEngine<float>>(plan, item);
+#ifdef LLMC_AMX
+  if (amx_ready()) return tiles<AmxEngine>(plan, item);
+#endif
 #ifdef LLMC_AVX512_BF16
   return tiles<PairEngine>(plan, item);
 #else
   return tiles<FloatEngine<bf16>>(plan, item);
+#endif
+}
+
+bool amx_ready() {
+#ifdef LLMC_AMX
+  // Linux hands out the tile registers on request, once for the whole process
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+#else
+  return false;
 #endif
 }
 

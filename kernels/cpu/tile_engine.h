@@ -144,4 +144,115 @@ struct PairEngine : PairPacking<2> {
 };
 #endif
 
+#ifdef LLMC_AMX
+// Tiles of 16 rows of 64 bytes. A is read in rows as it is; keys serve without any packing beyond
+// padding, values are transposed so that their rows are head elements.
+struct AmxEngine : PairPacking<32> {
+  static constexpr int64_t kPanels = 2, kKeyStep = 32;
+
+  static void enter() {
+    struct alignas(64) Config {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    _tile_loadconfig(&config);
+  }
+  static void leave() { _tile_release(); }
+
+  // 16 x 16 words: row i of the result is column i of the rows.
+  LLMC_INLINE void transpose(__m512i r[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 8; ++i) {
+      t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+      t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; ++i) {
+      r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+      r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+      r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+      r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+      t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+      t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+      t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+      t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; ++i) {
+      r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+      r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+      r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+      r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+  }
+  // to[d][key]: a row per head element, kTileKeys bf16 long.
+  static void pack_values(const bf16* const* rows, int64_t n, int64_t padded_n, int64_t dim,
+                          uint32_t* to, int64_t padded) {
+    for (int64_t k = 0; k < padded_n; k += 32)
+      for (int64_t d = 0; d < padded; d += kLanes) {
+        const int64_t left = std::max<int64_t>(0, std::min<int64_t>(kLanes, dim - d));
+        __m512i pairs[16];
+        for (int64_t j = 0; j < 16; ++j) {
+          const int64_t key = k + 2 * j;
+          v16u low = {}, high = {};
+          if (key < n && left) low = load_words(rows[key] + d, left);
+          if (key + 1 < n && left) high = load_words(rows[key + 1] + d, left);
+          pairs[j] = (__m512i)(low | high << 16);
+        }
+        transpose(pairs);
+        for (int64_t j = 0; j < 16; ++j)
+          _mm512_storeu_si512(to + (d + j) * (kTileKeys / 2) + k / 2, pairs[j]);
+      }
+  }
+  // C[m][lane] (+)= A[m][k] B[k][lane] for 32 rows of A and one or two panels of B. All strides in
+  // 32-bit words; rows, and depth in bf16, are multiples of 32.
+  template <bool kTwo>
+  static void product(const uint32_t* a, int64_t a_row, int64_t rows, const uint32_t* b,
+                      int64_t b_panel, int64_t depth, float* c, int64_t c_panel, bool add) {
+    constexpr int64_t kTileWords = 16 * kLanes;
+    for (int64_t m = 0; m < rows; m += 32) {
+      float *c0 = c + m * kLanes, *c1 = c0 + c_panel;
+      if (add) {
+        _tile_loadd(0, c0, 64);
+        _tile_loadd(1, c0 + kTileWords, 64);
+        if (kTwo) _tile_loadd(2, c1, 64);
+        if (kTwo) _tile_loadd(3, c1 + kTileWords, 64);
+      } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (kTwo) _tile_zero(2);
+        if (kTwo) _tile_zero(3);
+      }
+      for (int64_t k = 0; k < depth / 32; ++k) {
+        _tile_loadd(4, a + m * a_row + k * kLanes, a_row * 4);
+        _tile_loadd(6, b + k * kTileWords, 64);
+        _tile_loadd(5, a + (m + 16) * a_row + k * kLanes, a_row * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        if (kTwo) {
+          _tile_loadd(7, b + b_panel + k * kTileWords, 64);
+          _tile_dpbf16ps(2, 4, 7);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+      }
+      _tile_stored(0, c0, 64);
+      _tile_stored(1, c0 + kTileWords, 64);
+      if (kTwo) _tile_stored(2, c1, 64);
+      if (kTwo) _tile_stored(3, c1 + kTileWords, 64);
+    }
+  }
+  static void scores(int64_t panels, const uint32_t* keys, int64_t n, int64_t dim,
+                     const uint32_t* query, float* out) {
+    auto run = panels == 2 ? &product<true> : &product<false>;
+    run(keys, dim / 2, n, query, dim / 2 * kLanes, dim, out, kPanelScores, false);
+  }
+  static void add_values(int64_t panels, const uint32_t* values, int64_t n, int64_t dim,
+                         const uint32_t* weights, float* acc) {
+    auto run = panels == 2 ? &product<true> : &product<false>;
+    run(values, kTileKeys / 2, dim, weights, kPanelScores, n, acc, dim * kLanes, true);
+  }
+};
+#endif
+
 }  // namespace llmc
