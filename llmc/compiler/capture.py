@@ -203,12 +203,23 @@ def _single_output(graph: fx.Graph) -> None:
 
 
 def _move_devices(graph: fx.Graph, device: torch.device) -> None:
-    """Constants of the graph that say `meta` (the device of capture) say `device` instead."""
+    """Whatever says `meta` (the device of capture) says `device` instead: arguments and values."""
 
     def move(arg: Any) -> Any:
         return device if isinstance(arg, torch.device) and arg.type == "meta" else arg
 
+    mode = detect_fake_mode([n.meta.get("val") for n in graph.nodes])
+    assert mode is not None
+
+    def move_val(val: Any) -> Any:
+        if not isinstance(val, Tensor) or val.device.type != "meta":
+            return val
+        with mode:
+            return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=device)
+
     for node in graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = fx.node.map_aggregate(node.meta["val"], move_val)
         node.args = fx.node.map_aggregate(node.args, move)
         node.kwargs = fx.node.map_aggregate(node.kwargs, move)
 

@@ -1,0 +1,137 @@
+"""The tensors of a safetensors checkpoint, read one at a time straight into their place.
+
+Headers are validated by the safetensors library; data is read with plain file reads, never
+mapped, so that what is resident is what is used.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from llmc.errors import CheckpointError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Where one tensor lies. `read()` copies it into memory."""
+
+    name: str
+    file: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def read(self, out: Tensor | None = None) -> Tensor:
+        """The tensor in its stored dtype; into `out` (contiguous, same bytes) when given."""
+        if out is None:
+            out = torch.empty(self.shape, dtype=self.dtype)
+        if self.num_bytes == 0:
+            return out
+        flat = out.view(-1).view(torch.uint8) if out.dim() else out.view(1).view(torch.uint8)
+        with open(self.file, "rb", buffering=0) as f:
+            f.seek(self.offset)
+            view = memoryview(flat.numpy())
+            done = 0
+            while done < self.num_bytes:
+                count = f.readinto(view[done:])
+                if not count:
+                    raise CheckpointError(f"{self.file.name} ends inside tensor {self.name!r}")
+                done += count
+        return out
+
+
+def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
+    """All tensors of a directory: one model.safetensors, or the shards of an index.
+
+    Raises CheckpointError for a missing, truncated or inconsistent file.
+    """
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return _open_sharded(path, index)
+    single = path / "model.safetensors"
+    if single.is_file():
+        return _open_file(single)
+    others = sorted(p.name for p in path.glob("*.safetensors"))
+    if len(others) == 1:
+        return _open_file(path / others[0])
+    if list(path.glob("*.bin")) or list(path.glob("*.pt")):
+        raise CheckpointError(
+            f"{path.name!r} holds only pickled weights (.bin, .pt), which can run code when read; "
+            "convert them to safetensors first"
+        )
+    raise CheckpointError(
+        f"{path.name!r} has no model.safetensors and no model.safetensors.index.json; "
+        "use --load-format dummy to run on random weights"
+    )
+
+
+def _open_sharded(path: Path, index: Path) -> dict[str, StoredTensor]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({str(f) for f in weight_map.values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"{index.name} can't be read: {str(e)[:200]}") from e
+    tensors: dict[str, StoredTensor] = {}
+    for name in files:
+        if Path(name).name != name:
+            raise CheckpointError(f"{index.name} names a file outside its directory: {name!r}")
+        if not (path / name).is_file():
+            raise CheckpointError(f"{index.name} names {name!r}, which is missing")
+        tensors.update(_open_file(path / name))
+    missing = [n for n in weight_map if n not in tensors]
+    if missing:
+        raise CheckpointError(f"no shard holds {', '.join(missing[:5])}, though the index says so")
+    return tensors
+
+
+def _open_file(file: Path) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(file, framework="pt"):
+            pass  # the library checks header, offsets, overlaps and the file's size
+        with open(file, "rb") as f:
+            size = int.from_bytes(f.read(8), "little")
+            header = json.loads(f.read(size))
+    except (SafetensorError, OSError, ValueError) as e:
+        raise CheckpointError(f"{file.name} is no whole safetensors file: {str(e)[:200]}") from e
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise CheckpointError(
+                f"{file.name}: tensor {name!r} has dtype {entry['dtype']}, which is not supported"
+            )
+        tensors[name] = StoredTensor(
+            name=name,
+            file=file,
+            offset=8 + size + entry["data_offsets"][0],
+            shape=tuple(entry["shape"]),
+            dtype=dtype,
+        )
+    return tensors

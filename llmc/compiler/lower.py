@@ -1,0 +1,117 @@
+"""The rewritten graph -> a plain Python function over the step's tensors (level -O0).
+
+Weights, caches and constants are bound; ops are called through the dispatcher directly. The
+source is one line a node, so what runs can be printed and read (`StepFunction.source`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from llmc.passes.inputs import StepInput, input_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFunction:
+    """call(**step inputs) -> (next_token [S] int64, logits [S, V]); inputs by contract name."""
+
+    call: Callable[..., tuple[Tensor, Tensor]]
+    inputs: tuple[str, ...]
+    source: str
+    level: int = 0
+
+
+def lower(gm: fx.GraphModule, bound: Mapping[str, Tensor]) -> StepFunction:
+    """`bound` holds the tensor of every placeholder that is no step input, by node name."""
+    writer = _Writer(gm.graph, bound)
+    source = writer.write()
+    scope: dict[str, Any] = dict(writer.scope)
+    exec(compile(source, "<llmc step>", "exec"), scope)  # noqa: S102 - our own generated code
+    return StepFunction(call=scope["step"], inputs=tuple(writer.inputs), source=source)
+
+
+class _Writer:
+    """Writes one function; constants and callables go to its global scope by short names."""
+
+    def __init__(self, graph: fx.Graph, bound: Mapping[str, Tensor]) -> None:
+        self.graph = graph
+        self.bound = bound
+        self.scope: dict[str, Any] = {}
+        self.inputs: list[str] = []
+        self.names: dict[fx.Node, str] = {}
+        self.callables: dict[Any, str] = {}
+        self.last_use = self._last_uses()
+
+    def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
+        """For each node, the intermediate values that it is the last to read."""
+        seen: set[fx.Node] = set()
+        result: dict[fx.Node, list[fx.Node]] = {}
+        for node in reversed(self.graph.nodes):
+            for source in node.all_input_nodes:
+                if source not in seen:
+                    seen.add(source)
+                    if source.op == "call_function":
+                        result.setdefault(node, []).append(source)
+        return result
+
+    def write(self) -> str:
+        lines = []
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "output":
+                lines.append(f"    return {self._arg(node.args[0])}")
+            else:
+                lines.append("    " + self._call(node))
+                done = [self.names[n] for n in self.last_use.get(node, ()) if n.users]
+                if done:
+                    lines.append("    " + " = ".join(done) + " = None")
+        return f"def step(*, {', '.join(self.inputs)}):\n" + "\n".join(lines) + "\n"
+
+    def _placeholder(self, node: fx.Node) -> None:
+        role = input_of(node)
+        if isinstance(role, StepInput):
+            self.names[node] = role.name
+            self.inputs.append(role.name)
+        else:
+            name = f"w_{node.name}"
+            self.names[node] = name
+            self.scope[name] = self.bound[node.name]
+
+    def _call(self, node: fx.Node) -> str:
+        name = self.names[node] = f"v_{node.name}"
+        if node.target is operator.getitem:
+            return f"{name} = {self._arg(node.args[0])}[{self._arg(node.args[1])}]"
+        if node.target is torch.ops.aten.sym_size.int:
+            return f"{name} = {self._arg(node.args[0])}.shape[{self._arg(node.args[1])}]"
+        args = [self._arg(a) for a in node.args]
+        args += [f"{k}={self._arg(v)}" for k, v in node.kwargs.items()]
+        return f"{name} = {self._callable(node.target)}({', '.join(args)})"
+
+    def _callable(self, target: Any) -> str:
+        if target not in self.callables:
+            label = str(target).replace("::", ".").replace(".", "_").replace("<", "").split(" ")[0]
+            name = f"{label}_{len(self.callables)}"
+            self.callables[target] = name
+            # the overload's own call, one Python frame less
+            self.scope[name] = getattr(target, "_op", target)
+        return self.callables[target]
+
+    def _arg(self, arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return self.names[arg]
+        if isinstance(arg, tuple):
+            return "(" + "".join(f"{self._arg(a)}, " for a in arg) + ")"
+        if isinstance(arg, list):
+            return "[" + ", ".join(self._arg(a) for a in arg) + "]"
+        if arg is None or isinstance(arg, bool | int | str):
+            return repr(arg)
+        name = f"c_{len(self.scope)}"
+        self.scope[name] = arg
+        return name

@@ -1,0 +1,147 @@
+"""Config -> Program: build, capture and rewrite; then Program + weights + caches -> StepFunction.
+
+The one module that knows the order of the compiler's stages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from llmc.compiler.build import build as build_module
+from llmc.compiler.capture import capture
+from llmc.compiler.lower import StepFunction, lower
+from llmc.compiler.weights import CheckpointWeights, WeightSource, make_weight
+from llmc.errors import CompileError
+from llmc.passes.base import PassReport, run_passes
+from llmc.passes.inputs import CacheInput, ConstantInput, WeightInput, input_of
+from llmc.passes.page_attention import CacheSpec
+from llmc.passes.pipeline import PipelineOptions, pipeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A rewritten step graph without its tensors, and what is needed to give it some."""
+
+    graph: fx.GraphModule
+    captured: fx.GraphModule  # before any pass: the reference of every check
+    module: nn.Module  # on meta
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+    caches: tuple[CacheSpec, ...]
+    reports: tuple[PassReport, ...]
+
+    def weight_inputs(self) -> Iterator[tuple[fx.Node, WeightInput]]:
+        for node in self.graph.graph.nodes:
+            role = input_of(node)
+            if isinstance(role, WeightInput):
+                yield node, role
+
+
+def compile_program(
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: PipelineOptions,
+    switches: Mapping[str, bool],
+) -> Program:
+    """Build, capture and rewrite; no weight is read. CompileError where the model can't be served."""
+    built = build_module(config, dtype)
+    captured = capture(built, device)
+    import_kernels(device)
+    graph, reports = run_passes(captured.graph, pipeline(options), switches)
+    caches = _caches(graph)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers = getattr(text, "num_hidden_layers", len(caches))
+    if len(caches) != layers:
+        raise CompileError(
+            f"the graph has {len(caches)} attention calls and config.json {layers} layers: layers "
+            "that are no attention (recurrent, convolution) can't be served yet"
+        )
+    return Program(
+        graph=graph,
+        captured=captured.graph,
+        module=built.module,
+        vocab_size=captured.vocab_size,
+        dtype=dtype,
+        device=device,
+        caches=caches,
+        reports=tuple(reports),
+    )
+
+
+def import_kernels(device: torch.device) -> None:
+    """Make the ops' fast versions for this device known, so that lower_kernels can choose them."""
+    if device.type == "cpu":
+        from llmc.kernels.cpu import build
+
+        build.load()
+    elif importlib.util.find_spec("triton") is not None:
+        importlib.import_module("llmc.kernels.triton")
+
+
+def _caches(graph: fx.GraphModule) -> tuple[CacheSpec, ...]:
+    """Cache shapes from the placeholders; windows are in the attention calls' arguments."""
+    parts: dict[int, dict[str, tuple[int, int]]] = {}
+    limits: dict[int, tuple[int, int]] = {}
+    for node in graph.graph.nodes:
+        role = input_of(node)
+        if isinstance(role, CacheInput):
+            _, heads, _, dim = node.meta["val"].shape
+            parts.setdefault(role.layer, {})[role.part] = (int(heads), int(dim))
+        if node.op == "call_function" and "paged_attention" in str(node.target):
+            owner = input_of(node.args[1])
+            assert isinstance(owner, CacheInput)
+            limits[owner.layer] = (int(node.args[7]), int(node.args[8]))
+    return tuple(
+        CacheSpec(
+            layer=layer,
+            kv_heads=part["key"][0],
+            head_dim=part["key"][1],
+            v_head_dim=part["value"][1],
+            window=limits[layer][0],
+            chunk=limits[layer][1],
+        )
+        for layer, part in sorted(parts.items())
+    )
+
+
+def load_weights(program: Program, source: WeightSource) -> dict[str, Tensor]:
+    """Every weight of the program in its final form, by placeholder name."""
+    state = program.module.state_dict(keep_vars=True)
+    shapes = {name: tuple(p.shape) for name, p in state.items()}
+    roles = list(program.weight_inputs())
+    if isinstance(source, CheckpointWeights):
+        source.check(part for _, role in roles for part in role.parts)
+    made: dict[WeightInput, Tensor] = {}
+    weights = {}
+    for node, role in roles:
+        if role not in made:
+            dtype = node.meta["val"].dtype
+            made[role] = make_weight(role, shapes, dtype, source, program.device)
+        weights[node.name] = made[role]
+    return weights
+
+
+def bind(
+    program: Program,
+    weights: Mapping[str, Tensor],
+    caches: Sequence[tuple[Tensor, Tensor]],
+) -> StepFunction:
+    """The program as a callable. `caches[layer]` is (key cache, value cache)."""
+    bound: dict[str, Tensor] = dict(weights)
+    for node in program.graph.graph.nodes:
+        role = input_of(node)
+        if isinstance(role, CacheInput):
+            bound[node.name] = caches[role.layer][0 if role.part == "key" else 1]
+        elif isinstance(role, ConstantInput):
+            bound[node.name] = role.tensor.to(program.device)
+    return lower(program.graph, bound)

@@ -1,0 +1,214 @@
+"""Recipes -> tensors: every weight is made once, in its final form, from the checkpoint or at random.
+
+transformers' own conversion rules say how a checkpoint's names and layouts map to the parameters
+of the module (renamed prefixes, experts stored one by one and stacked in the module).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from llmc.compiler.checkpoint import StoredTensor
+from llmc.errors import CheckpointError
+from llmc.passes.inputs import WeightInput
+
+log = logging.getLogger(__name__)
+
+
+class WeightSource(Protocol):
+    """Gives the model's parameters by name."""
+
+    def fill(self, name: str, out: Tensor) -> None:
+        """Write parameter `name` into `out`, casting to its dtype."""
+
+
+class DummyWeights:
+    """Random weights that depend on the parameter's name and the seed alone."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def fill(self, name: str, out: Tensor) -> None:
+        gen = torch.Generator(device=out.device)
+        gen.manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
+        if out.dim() >= 2:
+            width = 0.02 * 3**0.5  # the uniform distribution of standard deviation 0.02
+            out.uniform_(-width, width, generator=gen)
+        elif name.endswith("bias"):
+            out.zero_()
+        else:
+            out.fill_(1.0)
+
+
+class CheckpointWeights:
+    """Parameters of `module` out of a checkpoint's tensors.
+
+    Raises CheckpointError for parameters that are missing or have another shape, the first five
+    named. Tensors that the module has no place for are reported in the log.
+    """
+
+    def __init__(self, module: nn.Module, tensors: Mapping[str, StoredTensor]) -> None:
+        self._module = module
+        self._direct: dict[str, StoredTensor] = {}
+        self._converters: dict[str, Any] = {}  # first target name -> transformers converter
+        self._converted: dict[str, Tensor] = {}  # made already, not asked for yet
+        self._target_of: dict[str, str] = {}  # every converted name -> first target name
+        self._shapes = {name: tuple(p.shape) for name, p in module.state_dict().items()}
+        self._aliases = _aliases(module)
+        unexpected = self._assign(tensors)
+        if unexpected:
+            log.warning(
+                "%d tensors of the checkpoint have no place in the model: %s",
+                len(unexpected),
+                ", ".join(unexpected[:5]),
+            )
+
+    def _assign(self, tensors: Mapping[str, StoredTensor]) -> list[str]:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            rename_source_key,
+        )
+
+        rules = get_model_conversion_mapping(self._module)
+        renamings = [r for r in rules if isinstance(r, WeightRenaming)]
+        converters = [r for r in rules if isinstance(r, WeightConverter)]
+        by_pattern = {p: c for c in converters for p in c.source_patterns}
+        prefix = getattr(self._module, "base_model_prefix", "")
+        state = self._module.state_dict()
+        unexpected = []
+        for name in sorted(tensors, key=_natural):
+            target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+            if target not in state and name in state:
+                target, pattern = name, None
+            if target not in state:
+                unexpected.append(name)
+            elif pattern is None:
+                self._direct[target] = tensors[name]
+            else:
+                converter = self._converters.setdefault(target, copy.deepcopy(by_pattern[pattern]))
+                converter.add_tensor(target, name, pattern, _reader(tensors[name]))
+                self._target_of[target] = target
+                for other in converter.target_patterns[1:]:
+                    self._target_of[target.replace(converter.target_patterns[0], other)] = target
+        return unexpected
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError unless every parameter is there with the right shape."""
+        problems = []
+        for name in names:
+            stored = self._find(name)
+            if stored is None and self._convertible(name) is None:
+                problems.append(f"{name} is missing")
+            elif stored is not None and stored.shape != self._shapes[name]:
+                problems.append(
+                    f"{name} has shape {list(stored.shape)}, config.json asks for "
+                    f"{list(self._shapes[name])}"
+                )
+        if problems:
+            more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+            raise CheckpointError(
+                f"the checkpoint does not fit its config.json: {'; '.join(problems[:5])}{more}"
+            )
+
+    def _find(self, name: str) -> StoredTensor | None:
+        for alias in self._aliases.get(name, (name,)):
+            if alias in self._direct:
+                return self._direct[alias]
+        return None
+
+    def _convertible(self, name: str) -> str | None:
+        for alias in self._aliases.get(name, (name,)):
+            if alias in self._converted or alias in self._target_of:
+                return alias
+        return None
+
+    def fill(self, name: str, out: Tensor) -> None:
+        stored = self._find(name)
+        if stored is not None:
+            _copy(stored, out)
+            return
+        alias = self._convertible(name)
+        if alias is None:
+            raise CheckpointError(f"the checkpoint has no tensor for {name}")
+        if alias not in self._converted:
+            self._convert(self._target_of[alias])
+        value = self._converted.pop(alias, None)
+        if value is None or tuple(value.shape) != tuple(out.shape):
+            got = None if value is None else list(value.shape)
+            raise CheckpointError(
+                f"{name} has shape {got} after conversion, config.json asks for {list(out.shape)}"
+            )
+        out.copy_(value)
+
+    def _convert(self, first: str) -> None:
+        converter = self._converters.pop(first)
+        config = self._module.config
+        try:
+            made = converter.convert(first, model=self._module, config=config)
+        except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as e:
+            raise CheckpointError(f"tensors for {first} can't be combined: {e}") from e
+        for name, value in made.items():
+            self._converted[name] = value[0] if isinstance(value, list) else value
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key under which layer 10 follows layer 9, as transformers' converters expect."""
+    return [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")]
+
+
+def _reader(stored: StoredTensor) -> Callable[[], Tensor]:
+    return lambda: stored.read()
+
+
+def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names of each parameter that has several (tied embeddings)."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(group) for group in names.values() for name in group if len(group) > 1}
+
+
+def _copy(stored: StoredTensor, out: Tensor) -> None:
+    straight = stored.dtype == out.dtype and out.is_contiguous() and out.device.type == "cpu"
+    if straight and tuple(out.shape) == stored.shape:
+        stored.read(out)
+    else:
+        out.copy_(stored.read())
+
+
+def make_weight(
+    role: WeightInput,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    source: WeightSource,
+    device: torch.device,
+) -> Tensor:
+    """One recipe, filled: parts read into their slices, turned and packed as it says."""
+    sizes = [shapes[p][::-1] if role.transposed else shapes[p] for p in role.parts]
+    out = torch.empty((sum(s[0] for s in sizes), *sizes[0][1:]), dtype=dtype, device=device) if (
+        sizes[0]
+    ) else torch.empty((), dtype=dtype, device=device)
+    start = 0
+    for part, size in zip(role.parts, sizes, strict=True):
+        if role.transposed:
+            plain = torch.empty(shapes[part], dtype=dtype)
+            source.fill(part, plain)
+            out[start : start + size[0]].copy_(plain.T)
+        elif size:
+            source.fill(part, out[start : start + size[0]])
+        else:
+            source.fill(part, out)
+        start += size[0] if size else 0
+    if role.packed:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(out)
+        return packed
+    return out

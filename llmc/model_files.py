@@ -1,0 +1,121 @@
+"""A model's name -> a directory with its files: the built-in model, a local path, or a hub id."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmc.config import EngineConfig
+from llmc.errors import CheckpointError
+
+_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """Where a model lies and what it is called."""
+
+    name: str
+    path: Path
+    is_builtin: bool
+
+    @property
+    def has_tokenizer(self) -> bool:
+        names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+        return any((self.path / name).is_file() for name in names)
+
+
+def resolve_model(config: EngineConfig) -> ModelFiles:
+    """Raise CheckpointError where nothing usable stands under the name."""
+    if config.model is None:
+        from llmc.guide import MODEL_NAME, model_path
+
+        return ModelFiles(name=MODEL_NAME, path=model_path(), is_builtin=True)
+    from llmc.guide import MODEL_NAME, model_path
+
+    if config.model == MODEL_NAME:
+        return ModelFiles(name=MODEL_NAME, path=model_path(), is_builtin=True)
+    path = Path(config.model).expanduser()
+    if path.exists():
+        return ModelFiles(name=config.model, path=_checked(path), is_builtin=False)
+    if not _HUB_ID.match(config.model) or config.model.startswith((".", "~", "/")):
+        raise CheckpointError(
+            f"no model at {config.model!r}: give a directory with config.json and safetensors, "
+            "a hub id like `owner/name`, or no model for the built-in one"
+        )
+    return ModelFiles(name=config.model, path=_checked(_download(config)), is_builtin=False)
+
+
+def _checked(path: Path) -> Path:
+    if path.is_file():
+        raise CheckpointError(f"{str(path)!r} is a file; give the directory that holds config.json")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{str(path)!r} has no config.json, so it is no model directory")
+    return path
+
+
+def _download(config: EngineConfig) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    assert config.model is not None
+    patterns = [p for p in _PATTERNS if config.load_format != "dummy" or "safetensors" not in p]
+    try:
+        return Path(
+            snapshot_download(config.model, revision=config.revision, allow_patterns=patterns)
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
+        reason = str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__
+        raise CheckpointError(
+            f"{config.model!r} is no local directory and could not be downloaded: {reason}"
+        ) from e
+
+
+def load_config(files: ModelFiles, config: EngineConfig) -> Any:
+    """The model's transformers config. Code in the directory runs only with trust_remote_code."""
+    from transformers import AutoConfig
+
+    _parse_json(files.path / "config.json")
+    try:
+        loaded = AutoConfig.from_pretrained(
+            files.path, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as e:  # transformers raises nearly every type here, from KeyError to OSError
+        reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
+        raise CheckpointError(f"config.json of {files.name!r} can't be used: {reason}") from e
+    text = getattr(loaded, "get_text_config", lambda: loaded)()
+    if getattr(loaded, "is_encoder_decoder", False):
+        raise CheckpointError(
+            f"{files.name!r} is an encoder-decoder model ({loaded.model_type}); "
+            "llmc serves decoder-only causal language models"
+        )
+    for field in ("vocab_size", "num_hidden_layers", "hidden_size"):
+        value = getattr(text, field, None)
+        if value is not None and (not isinstance(value, int) or not 1 <= value <= 10**8):
+            raise CheckpointError(f"config.json of {files.name!r}: {field} is {value!r}")
+    return loaded
+
+
+def _parse_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
+        raise CheckpointError(f"{path.name} can't be read: {str(e)[:200]}") from e
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path.name} holds a {type(data).__name__} instead of an object")
+    return data
+
+
+def generation_defaults(files: ModelFiles) -> dict[str, Any]:
+    """generation_config.json as a plain mapping; empty when it is missing or unusable."""
+    path = files.path / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        return _parse_json(path)
+    except CheckpointError:
+        return {}

@@ -1,0 +1,40 @@
+"""The paged cache tensors: their bytes, and how many blocks fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from llmc.passes.page_attention import CacheSpec
+
+
+def bytes_per_token(specs: Sequence[CacheSpec], dtype: torch.dtype) -> int:
+    """Cache bytes that one token takes over all layers."""
+    return sum(s.kv_heads * (s.head_dim + s.v_head_dim) for s in specs) * dtype.itemsize
+
+
+def allocate(
+    specs: Sequence[CacheSpec],
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[tuple[Tensor, Tensor]]:
+    """Per layer (key [num_blocks, Hkv, block_size, D], value [..., Dv]), by layer number.
+
+    Not cleared: memory is taken as blocks are first written, and nothing unwritten is read.
+    """
+    return [
+        (
+            torch.empty(
+                num_blocks, s.kv_heads, block_size, s.head_dim, dtype=dtype, device=device
+            ),
+            torch.empty(
+                num_blocks, s.kv_heads, block_size, s.v_head_dim, dtype=dtype, device=device
+            ),
+        )
+        for s in specs
+    ]

@@ -1,0 +1,79 @@
+"""Small tools that passes share: emit a call with its fake value, read a node's shape, match ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+
+aten = torch.ops.aten
+
+
+def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    """Call `target` at the graph's insertion point, with the value's shape and dtype worked out."""
+    node = graph.call_function(target, args)
+    fakes = fx.node.map_arg(args, lambda n: n.meta.get("val"))
+    mode = detect_fake_mode([n.meta.get("val") for n in node.all_input_nodes])
+    if mode is None:
+        raise AssertionError(f"no fake value among the inputs of {target}")
+    with mode, torch.no_grad():
+        node.meta["val"] = target(*fakes)
+    return node
+
+
+def update_val(node: fx.Node) -> None:
+    """Work out a node's value again after its inputs changed shape."""
+    fakes = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
+    kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("val"))
+    mode = detect_fake_mode([n.meta.get("val") for n in node.all_input_nodes])
+    if mode is None:
+        raise AssertionError(f"no fake value among the inputs of {node}")
+    with mode, torch.no_grad():
+        node.meta["val"] = node.target(*fakes, **kwargs)  # type: ignore[operator]
+
+
+def val(node: Any) -> Tensor:
+    """The fake tensor that stands for a node's value."""
+    tensor: Tensor = node.meta["val"]
+    return tensor
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def calls(graph: fx.Graph, *targets: Any) -> list[fx.Node]:
+    """The calls of these ops, in execution order."""
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in targets]
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Send every user of `old` to `new` and erase `old`."""
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def same_shape(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two values have the same shape, symbols compared by name (no guard is made)."""
+    return [str(s) for s in val(a).shape] == [str(s) for s in val(b).shape]
+
+
+def through(node: Any, *targets: Any) -> Any:
+    """Skip calls of `targets`: their first argument, and so on up."""
+    while is_call(node, *targets):
+        node = node.args[0]
+    return node
+
+
+def operands(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    """Both orders of a commutative call's two arguments."""
+    a, b = node.args[:2]
+    yield a, b
+    yield b, a

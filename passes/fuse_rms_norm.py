@@ -1,0 +1,146 @@
+"""`fuse_rms_norm`: the six or so ops of an RMSNorm become one, with the residual sum before it."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from llmc.kernels.rms_norm import add_rms_norm, rms_norm
+from llmc.passes.base import Notes, graph_pass
+from llmc.passes.edit import aten, calls, emit, is_call, only_user, operands, replace, same_shape, val
+from llmc.passes.inputs import WeightInput, input_of
+
+_CAST = (aten.to.dtype, aten._to_copy.default)
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    x: fx.Node  # what is normalized, before any cast
+    weight: fx.Node | None
+    eps: float
+    offset: float
+    last: fx.Node  # the node that the fused op replaces
+
+
+@graph_pass()
+def fuse_rms_norm(gm: fx.GraphModule) -> Notes:
+    """Fuse RMSNorm, and the residual addition that feeds it.
+
+    Before:
+        h = aten.add(x, residual)
+        r = aten.rsqrt(aten.add(aten.mean(aten.pow(h, 2), [-1], True), eps))
+        y = aten.mul(weight, aten.mul(h, r))
+    After:
+        y, h = llmc.add_rms_norm(x, residual, weight, eps, 0.0)
+    """
+    graph = gm.graph
+    notes = []
+    for rsqrt in calls(graph, aten.rsqrt.default):
+        norm = _match(rsqrt)
+        if norm is None:
+            notes.append(f"{rsqrt.name}: not an RMSNorm over the last dimension")
+            continue
+        _fuse(graph, norm)
+    for node in calls(graph, aten.rms_norm.default):
+        _spell(graph, node)
+    return notes
+
+
+def _match(rsqrt: fx.Node) -> _Norm | None:
+    total = rsqrt.args[0]
+    if not is_call(total, aten.add.Tensor, aten.add.Scalar):
+        return None
+    mean, eps = total.args[:2]  # type: ignore[union-attr]
+    if not isinstance(eps, float) or not is_call(mean, aten.mean.dim):
+        return None
+    square, dims, keep = [*mean.args, False][:3]  # type: ignore[union-attr]
+    if list(dims) != [-1] or not keep or not is_call(square, aten.pow.Tensor_Scalar):  # type: ignore[arg-type]
+        return None
+    x32, exponent = square.args[:2]  # type: ignore[union-attr]
+    scaled = only_user(rsqrt)
+    if exponent != 2 or not is_call(scaled, aten.mul.Tensor):
+        return None
+    if {scaled.args[0], scaled.args[1]} != {x32, rsqrt}:  # type: ignore[union-attr]
+        return None
+    x = x32.args[0] if is_call(x32, *_CAST) and val(x32).dtype.itemsize == 4 else x32  # type: ignore[union-attr]
+    assert isinstance(x, fx.Node) and scaled is not None
+    last, weight, offset = _follow(scaled)
+    if val(last).dtype != val(x).dtype or not same_shape(last, x):
+        return None
+    return _Norm(x, weight, eps, offset, last)
+
+
+def _follow(scaled: fx.Node) -> tuple[fx.Node, fx.Node | None, float]:
+    """Down from the normalized value: past a cast, the weight, and another cast."""
+    node = scaled
+    weight, offset = None, 0.0
+    node = _past_cast(node)
+    user = only_user(node)
+    if is_call(user, aten.mul.Tensor):
+        for mine, other in operands(user):  # type: ignore[arg-type]
+            found = _weight(other)
+            if mine is node and found is not None:
+                weight, offset = found
+                node = _past_cast(user)  # type: ignore[arg-type]
+                break
+    return node, weight, offset
+
+
+def _past_cast(node: fx.Node) -> fx.Node:
+    user = only_user(node)
+    return user if is_call(user, *_CAST) else node  # type: ignore[return-value]
+
+
+def _weight(node: Any) -> tuple[fx.Node, float] | None:
+    """A 1-D parameter, possibly cast, possibly plus one."""
+    offset = 0.0
+    if is_call(node, *_CAST):
+        node = node.args[0]
+    if is_call(node, aten.add.Tensor, aten.add.Scalar):
+        for a, b in operands(node):
+            if isinstance(b, int | float) and isinstance(a, fx.Node):
+                node, offset = a, float(b)
+                break
+        if is_call(node, *_CAST):
+            node = node.args[0]
+    if isinstance(input_of(node), WeightInput) and val(node).dim() == 1:
+        return node, offset
+    return None
+
+
+def _fuse(graph: fx.Graph, norm: _Norm) -> None:
+    x = norm.x
+    residual = is_call(x, aten.add.Tensor) and len(x.args) == 2 and not x.kwargs
+    if residual and all(isinstance(a, fx.Node) for a in x.args):
+        a, b = x.args
+        assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+        if same_shape(a, x) and same_shape(b, x) and val(a).dtype == val(b).dtype == val(x).dtype:
+            with graph.inserting_before(x):
+                both = emit(graph, add_rms_norm.overload, a, b, norm.weight, norm.eps, norm.offset)
+                y, total = (_item(graph, both, i) for i in (0, 1))
+            norm.last.replace_all_uses_with(y)
+            x.replace_all_uses_with(total)
+            return
+    with graph.inserting_before(norm.last):
+        fused = emit(graph, rms_norm.overload, x, norm.weight, norm.eps, norm.offset)
+    replace(norm.last, fused)
+
+
+def _item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+    item = graph.call_function(operator.getitem, (node, index))
+    item.meta["val"] = node.meta["val"][index]
+    return item
+
+
+def _spell(graph: fx.Graph, node: fx.Node) -> None:
+    """aten.rms_norm over the last dimension is the same op."""
+    x, shape, weight, eps = [*node.args, None, None][:4]
+    assert isinstance(x, fx.Node)
+    if len(shape) != 1 or eps is None:  # type: ignore[arg-type]
+        return
+    with graph.inserting_before(node):
+        fused = emit(graph, rms_norm.overload, x, weight, eps, 0.0)
+    replace(node, fused)

@@ -1,0 +1,254 @@
+"""`fuse_rope_write`: query/key norm, rotary embedding and cache write as one op a layer."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from llmc.kernels.paged_attention import paged_attention
+from llmc.kernels.rms_norm import rms_norm
+from llmc.kernels.rope_write import rope_write
+from llmc.kernels.write_kv import write_kv
+from llmc.passes.base import Notes, graph_pass
+from llmc.passes.edit import aten, calls, emit, is_call, only_user, operands, through, val
+from llmc.passes.inputs import ConstantInput, StepInput, add_input, input_of
+
+_VIEWS = (aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rotary:
+    """x [1, H, T, D], of which the first channels are rotated by cos and sin."""
+
+    x: fx.Node
+    cos: fx.Node  # table placeholders [positions, Dr], or [positions, Dr / 2] when halved
+    sin: fx.Node
+    halved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The tensor [T, H, D] before norm and rotation, and the norm's parameters."""
+
+    node: fx.Node
+    weight: fx.Node | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+
+
+@graph_pass()
+def fuse_rope_write(gm: fx.GraphModule) -> Notes:
+    """Rotate queries and keys (normalized first where the model does) and write the cache at once.
+
+    Before:
+        q = rotary(llmc.rms_norm(q0), cos_table[positions], sin_table[positions])
+        k = rotary(llmc.rms_norm(k0), cos_table[positions], sin_table[positions])
+        llmc.write_kv(k, v, key_cache, value_cache, slot_mapping)
+        o = llmc.paged_attention(q, ...)
+    After:
+        q = llmc.rope_write(q0, k0, v, q_norm, k_norm, eps, offset, cos_table, sin_table, positions,
+                            False, key_cache, value_cache, slot_mapping)
+        o = llmc.paged_attention(q, ...)
+    """
+    graph = gm.graph
+    tables: dict[tuple[fx.Node, bool], fx.Node] = {}
+    notes = []
+    for write in calls(graph, write_kv.overload):
+        attend = next(u for u in write.args[2].users if is_call(u, paged_attention.overload))  # type: ignore[union-attr]
+        reason = _fuse(graph, write, attend, tables)
+        if reason:
+            notes.append(f"{write.name}: {reason}")
+    return notes
+
+
+def _fuse(
+    graph: fx.Graph,
+    write: fx.Node,
+    attend: fx.Node,
+    tables: dict[tuple[fx.Node, bool], fx.Node],
+) -> str | None:
+    """Rewrite one layer; the reason when it does not match."""
+    key, value, key_cache, value_cache, slots = write.args
+    query_rope, key_rope = _rotary(_heads_first(attend.args[0])), _rotary(_heads_first(key))
+    if query_rope is None or key_rope is None:
+        return "no rotary embedding that is known by its shape"
+    if (query_rope.cos, query_rope.sin) != (key_rope.cos, key_rope.sin):
+        return "query and key read different tables"
+    if query_rope.halved != key_rope.halved:
+        return "query and key rotate differently"
+    positions = next(n for n in graph.nodes if input_of(n) == StepInput(name="positions"))
+    with graph.inserting_before(write):
+        q, k = _source(graph, query_rope.x), _source(graph, key_rope.x)
+        if (q.weight is None) != (k.weight is None) or (q.eps, q.offset) != (k.eps, k.offset):
+            q, k = (_Source(_flatten(graph, r.x)) for r in (query_rope, key_rope))
+        cos, sin = (_table(graph, t, query_rope.halved, tables) for t in (key_rope.cos, key_rope.sin))
+        fused = emit(
+            graph,
+            rope_write.overload,
+            q.node,
+            k.node,
+            value,
+            q.weight,
+            k.weight,
+            q.eps,
+            q.offset,
+            cos,
+            sin,
+            positions,
+            False,
+            key_cache,
+            value_cache,
+            slots,
+        )
+    attend.update_arg(0, fused)
+    graph.erase_node(write)
+    return None
+
+
+def _heads_first(node: Any) -> Any:
+    """Undo page_attention's squeeze and transpose: back to [1, H, T, D]."""
+    node = through(node, aten.squeeze.dim)
+    return node.args[0] if is_call(node, aten.transpose.int) else node
+
+
+def _rotary(node: Any) -> _Rotary | None:
+    return _half_turn(node) or _partial(node) or _two_halves(node)
+
+
+def _half_turn(node: Any) -> _Rotary | None:
+    """x * cos + cat(-x[half:], x[:half]) * sin."""
+    if not is_call(node, aten.add.Tensor):
+        return None
+    for straight, turned in operands(node):
+        if not (is_call(straight, aten.mul.Tensor) and is_call(turned, aten.mul.Tensor)):
+            continue
+        for x, cos in operands(straight):
+            for cat, sin in operands(turned):
+                c, s = _table_of(cos), _table_of(sin)
+                if c is not None and s is not None and _is_rotated(cat, x):
+                    return _Rotary(x, c, s)
+    return None
+
+
+def _is_rotated(cat: Any, x: Any) -> bool:
+    if not is_call(cat, aten.cat.default) or len(cat.args[0]) != 2:
+        return False
+    width = val(x).shape[-1]
+    minus, first = cat.args[0]
+    if not is_call(minus, aten.neg.default):
+        return False
+    return _slice_is(minus.args[0], x, width // 2, None) and _slice_is(first, x, 0, width // 2)
+
+
+def _slice_is(node: Any, source: Any, start: int, end: int | None) -> bool:
+    """Whether node is source[..., start:end]."""
+    if not is_call(node, aten.slice.Tensor) or node.args[0] is not source:
+        return False
+    dim, low, high = [*node.args[1:4]]
+    if dim not in (-1, val(source).dim() - 1) or (low or 0) != start:
+        return False
+    return high >= val(source).shape[-1] if end is None else high == end or (end == sys.maxsize)
+
+
+def _partial(node: Any) -> _Rotary | None:
+    """cat(rotated first channels, the rest)."""
+    if not is_call(node, aten.cat.default) or len(node.args[0]) != 2:
+        return None
+    rotated, rest = node.args[0]
+    inner = _half_turn(rotated)
+    if inner is None or not is_call(inner.x, aten.slice.Tensor):
+        return None
+    x = inner.x.args[0]
+    width = int(val(inner.x).shape[-1])
+    if not (_slice_is(inner.x, x, 0, width) and _slice_is(rest, x, width, None)):
+        return None
+    return replace(inner, x=x)  # type: ignore[arg-type]
+
+
+def _two_halves(node: Any) -> _Rotary | None:
+    """cat(a cos - b sin, b cos + a sin) with a, b the two halves of x."""
+    if not is_call(node, aten.cat.default) or len(node.args[0]) != 2:
+        return None
+    minus, plus = node.args[0]
+    if not (is_call(minus, aten.sub.Tensor) and is_call(plus, aten.add.Tensor)):
+        return None
+    a_cos, b_sin = minus.args[:2]
+    if not (is_call(a_cos, aten.mul.Tensor) and is_call(b_sin, aten.mul.Tensor)):
+        return None
+    a, b = a_cos.args[0], b_sin.args[0]
+    cos, sin = _table_of(a_cos.args[1]), _table_of(b_sin.args[1])
+    x = _source_of_halves(a, b)
+    if cos is None or sin is None or x is None:
+        return None
+    for b_cos, a_sin in operands(plus):
+        if _is_product(b_cos, b, cos) and _is_product(a_sin, a, sin):
+            return _Rotary(x, cos, sin, halved=True)
+    return None
+
+
+def _is_product(node: Any, half: Any, table: fx.Node) -> bool:
+    return (
+        is_call(node, aten.mul.Tensor)
+        and node.args[0] is half
+        and _table_of(node.args[1]) is table
+    )
+
+
+def _source_of_halves(a: Any, b: Any) -> fx.Node | None:
+    if a.op != "call_function" or b.op != "call_function" or not a.args or a.args[0] is not b.args[0]:
+        return None
+    chunk = a.args[0]
+    if not is_call(chunk, aten.chunk.default) or chunk.args[1] != 2 or (a.args[1], b.args[1]) != (0, 1):
+        return None
+    source: fx.Node = chunk.args[0]
+    dim = chunk.args[2] if len(chunk.args) > 2 else 0
+    return source if dim in (-1, val(source).dim() - 1) else None
+
+
+def _table_of(node: Any) -> fx.Node | None:
+    """The table placeholder that a value is rows of, seen through views."""
+    node = through(node, *_VIEWS)
+    if not is_call(node, aten.index_select.default):
+        return None
+    table = node.args[0]
+    return table if isinstance(input_of(table), ConstantInput) else None
+
+
+def _flatten(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """[1, H, T, D] -> [T, H, D]."""
+    if is_call(x, aten.transpose.int) and tuple(x.args[1:3]) in ((1, 2), (2, 1)):
+        source = x.args[0]
+    else:
+        source = emit(graph, aten.transpose.int, x, 1, 2)
+    return emit(graph, aten.squeeze.dim, source, 0)
+
+
+def _source(graph: fx.Graph, x: fx.Node) -> _Source:
+    """Above the head-wise norm, when nothing else reads the normalized value."""
+    heads_last = x.args[0] if is_call(x, aten.transpose.int) else None
+    if is_call(heads_last, rms_norm.overload) and only_user(heads_last) is x:  # type: ignore[arg-type]
+        y, weight, eps, offset = heads_last.args  # type: ignore[union-attr]
+        if weight is not None and val(weight).shape[0] == val(x).shape[-1]:
+            flat = emit(graph, aten.squeeze.dim, y, 0)
+            return _Source(flat, weight, eps, offset)
+    return _Source(_flatten(graph, x))
+
+
+def _table(
+    graph: fx.Graph, table: fx.Node, halved: bool, made: dict[tuple[fx.Node, bool], fx.Node]
+) -> fx.Node:
+    """The same table in float32, and doubled where it holds one half; made once."""
+    if (table, halved) not in made:
+        role = input_of(table)
+        assert isinstance(role, ConstantInput)
+        rows = role.tensor.flatten(1).float()
+        rows = torch.cat((rows, rows), -1) if halved else rows
+        fake = val(table).new_empty(rows.shape, dtype=torch.float32)
+        made[table, halved] = add_input(
+            graph, f"{table.name}_f32", ConstantInput(tensor=rows.contiguous()), fake
+        )
+    return made[table, halved]

@@ -1,0 +1,67 @@
+"""`last_token_logits`: the output head runs over the tokens that will be sampled, not all T."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from llmc.errors import CompileError
+from llmc.passes.base import Notes, graph_pass
+from llmc.passes.edit import aten, emit, is_call, update_val, val
+from llmc.passes.inputs import step_input
+
+# Ops between the head and the output that work on each logit alone.
+_POINTWISE = (
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.neg.default,
+    aten.tanh.default,
+    aten.to.dtype,
+    aten._to_copy.default,
+    aten.clamp.default,
+)
+
+
+@graph_pass(required=True)
+def last_token_logits(gm: fx.GraphModule) -> Notes:
+    """Select the rows that are sampled before the output head.
+
+    Before:
+        logits [1, T, V] = pointwise(aten.linear(hidden [1, T, N], head))
+    After:
+        rows = aten.index_select(hidden, 1, logits_index [S])
+        logits [S, V] = pointwise(aten.linear(rows, head))
+    """
+    graph = gm.graph
+    output = graph.output_node()
+    logits = output.args[0]
+    chain = []
+    node = logits
+    while is_call(node, *_POINTWISE):
+        chain.append(node)
+        node = node.args[0]  # type: ignore[union-attr]
+    assert isinstance(logits, fx.Node) and isinstance(node, fx.Node)
+    tokens = next(
+        n
+        for n in graph.nodes
+        if n.op == "placeholder" and getattr(n.meta["input"], "name", "") == "token_ids"
+    )
+    index = step_input(graph, "logits_index", val(tokens).new_empty(2))
+    head = is_call(node, aten.linear.default)
+    source = node.args[0] if head else logits
+    if not isinstance(source, fx.Node) or val(source).dim() != 3:
+        raise CompileError("the model's logits are not made per token, so they can't be selected")
+    with graph.inserting_before(node if head else output):
+        rows = emit(graph, aten.index_select.default, source, 1, index)
+    if head:
+        node.update_arg(0, rows)
+        for changed in (node, *reversed(chain)):
+            update_val(changed)
+        rows = logits
+    with graph.inserting_before(output):
+        flat = emit(graph, aten.squeeze.dim, rows, 0)
+    output.args = (flat,)
+    return [] if head else ["no linear at the end: rows are selected from the logits"]

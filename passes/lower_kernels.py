@@ -1,0 +1,39 @@
+"""`lower_kernels`: each op is replaced by the fastest version that is there and fits. Last pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from llmc.kernels.registry import OPS
+from llmc.passes.base import Notes, graph_pass
+
+
+@graph_pass(required=True)
+def lower_kernels(gm: fx.GraphModule, *, prefer: Sequence[str]) -> Notes:
+    """Name the implementation of every llmc op in the graph.
+
+    Before:
+        o = llmc.paged_attention(q, ...)
+    After:
+        o = llmc_cpu.paged_attention(q, ...)
+    """
+    by_target = {op.overload: op for op in OPS.values()}
+    notes = []
+    slow: dict[str, int] = {}
+    for node in gm.graph.nodes:
+        op = by_target.get(node.target) if node.op == "call_function" else None
+        if op is None:
+            continue
+        args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
+        ranked = sorted(
+            (i for i in op.impls if i.name in prefer), key=lambda i: prefer.index(i.name)
+        )
+        impl = next((i for i in ranked if i.available() and i.supports(*args)), None)
+        if impl is None:
+            slow[op.name] = slow.get(op.name, 0) + 1
+        else:
+            node.target = impl.op()
+    notes += [f"{count} {name} stay on the reference" for name, count in slow.items()]
+    return notes

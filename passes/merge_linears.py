@@ -1,0 +1,91 @@
+"""`merge_linears`: linears that read the same input become one, over concatenated weights."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+
+from torch import fx
+
+from llmc.passes.base import Notes, graph_pass
+from llmc.passes.edit import aten, calls, emit, only_user, replace, val
+from llmc.passes.inputs import WeightInput, add_input, input_of
+
+
+@graph_pass()
+def merge_linears(gm: fx.GraphModule) -> Notes:
+    """One matrix product where a layer had several (query, key, value; gate, up).
+
+    Before:
+        a = aten.linear(x, wa, ba);  b = aten.linear(x, wb, bb)
+    After:
+        ab = aten.linear(x, cat(wa, wb), cat(ba, bb))
+        a, b = aten.split_with_sizes(ab, [na, nb], -1)
+    """
+    graph = gm.graph
+    groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in calls(graph, aten.linear.default):
+        groups[node.args[0]].append(node)  # type: ignore[index]
+    notes = []
+    for group in groups.values():
+        if len(group) < 2:
+            continue
+        reason = _why_not(group)
+        if reason:
+            notes.append(f"{', '.join(n.name for n in group)}: {reason}")
+        else:
+            _merge(graph, group)
+    return notes
+
+
+def _bias(node: fx.Node) -> fx.Node | None:
+    bias = node.args[2] if len(node.args) > 2 else None
+    return bias if isinstance(bias, fx.Node) else None
+
+
+def _why_not(group: list[fx.Node]) -> str | None:
+    biased = [_bias(n) is not None for n in group]
+    if any(biased) and not all(biased):
+        return "some have a bias and some have none"
+    for node in group:
+        for source in (node.args[1], _bias(node)):
+            if source is None:
+                continue
+            role = input_of(source)
+            if not isinstance(role, WeightInput) or role.packed:
+                return "a weight is computed"
+            assert isinstance(source, fx.Node)
+            if only_user(source) is None:
+                return "a weight is shared with another op"
+    if len({input_of(n.args[1]).transposed for n in group}) > 1:  # type: ignore[union-attr]
+        return "weights are stored in different orders"
+    return None
+
+
+def _cat_input(graph: fx.Graph, sources: list[fx.Node]) -> fx.Node:
+    roles = [input_of(s) for s in sources]
+    parts = tuple(p for r in roles if isinstance(r, WeightInput) for p in r.parts)
+    first = roles[0]
+    assert isinstance(first, WeightInput)
+    rows = sum(int(val(s).shape[0]) for s in sources)
+    fake = val(sources[0]).new_empty(rows, *val(sources[0]).shape[1:])
+    role = WeightInput(parts=parts, transposed=first.transposed)
+    return add_input(graph, f"{sources[0].name}_merged", role, fake)
+
+
+def _merge(graph: fx.Graph, group: list[fx.Node]) -> None:
+    first = group[0]
+    weight = _cat_input(graph, [n.args[1] for n in group])  # type: ignore[misc]
+    biases = [b for n in group if (b := _bias(n)) is not None]
+    bias = _cat_input(graph, biases) if biases else None
+    sizes = [int(val(n.args[1]).shape[0]) for n in group]
+    with graph.inserting_before(first):
+        merged = emit(graph, aten.linear.default, first.args[0], weight, bias)
+        split = emit(graph, aten.split_with_sizes.default, merged, sizes, -1)
+        parts = []
+        for i in range(len(group)):
+            part = graph.call_function(operator.getitem, (split, i))
+            part.meta["val"] = split.meta["val"][i]
+            parts.append(part)
+    for node, part in zip(group, parts, strict=True):
+        replace(node, part)

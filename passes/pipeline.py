@@ -1,0 +1,48 @@
+"""The whole list of passes, in order. This is the compiler on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmc.passes.append_sampler import append_sampler
+from llmc.passes.base import Pass
+from llmc.passes.canonicalize import canonicalize
+from llmc.passes.fuse_act_mul import fuse_act_mul
+from llmc.passes.fuse_rms_norm import fuse_rms_norm
+from llmc.passes.fuse_rope_write import fuse_rope_write
+from llmc.passes.last_token_logits import last_token_logits
+from llmc.passes.lower_kernels import lower_kernels
+from llmc.passes.merge_linears import merge_linears
+from llmc.passes.pack_linears import pack_linears, packed_linear_available
+from llmc.passes.page_attention import page_attention
+from llmc.passes.share_rotary import share_rotary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """What the passes need to know about the engine that the graph will run in."""
+
+    block_size: int
+    max_positions: int
+    device_type: str  # "cpu" or "cuda"
+    kernels: Sequence[str] = ("triton", "cpu")
+
+
+def pipeline(options: PipelineOptions) -> tuple[Pass, ...]:
+    """Rewrites first, then fusions of what they left, then the choice of kernels."""
+    passes = [
+        canonicalize(),  # first: the others match on one spelling
+        page_attention(block_size=options.block_size),
+        last_token_logits(),
+        append_sampler(),  # after last_token_logits: samples the selected rows
+        merge_linears(),
+        share_rotary(max_positions=options.max_positions),
+        fuse_rms_norm(),
+        fuse_act_mul(),  # after merge_linears: reads the two halves of its output
+        fuse_rope_write(),  # after share_rotary and fuse_rms_norm: reads the table, takes the norm
+    ]
+    if options.device_type == "cpu" and packed_linear_available():
+        passes.append(pack_linears())  # after merge_linears: packs merged weights
+    passes.append(lower_kernels(prefer=options.kernels))
+    return tuple(passes)

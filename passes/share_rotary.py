@@ -1,0 +1,176 @@
+"""`share_rotary`: what depends on a token's position alone is read from a table made at load.
+
+Cosines and sines of rotary embeddings, learned-position scalings and the like: whatever a model
+computes from the positions and its own constants, and nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from llmc.passes.base import Notes, graph_pass
+from llmc.passes.edit import aten, emit, is_call, val
+from llmc.passes.inputs import ConstantInput, StepInput, add_input, input_of
+
+# Ops that treat every position on its own; anything else could mix tokens.
+_PER_TOKEN = {
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.expand.default,
+    aten.transpose.int,
+    aten.to.dtype,
+    aten.to.device,
+    aten._to_copy.default,
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.cos.default,
+    aten.sin.default,
+    aten.cat.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.view.default,
+    aten.reshape.default,
+    aten.matmul.default,
+    aten.repeat_interleave.self_int,
+    aten.stack.default,
+    aten.flatten.using_ints,
+}
+
+
+@graph_pass()
+def share_rotary(gm: fx.GraphModule, *, max_positions: int) -> Notes:
+    """Replace values that depend on positions alone by rows of a table.
+
+    Before:
+        cos [1, T, D] = aten.cos(aten.mul(positions, inv_freq)) ...
+    After:
+        cos [1, T, D] = aten.unsqueeze(aten.index_select(cos_table [max_positions, D], 0,
+                                                         positions), 0)
+    """
+    graph = gm.graph
+    positions = next(
+        (n for n in graph.nodes if input_of(n) == StepInput(name="positions")), None
+    )
+    if positions is None:
+        return ["the model reads no positions"]
+    inside = _closure(graph, positions)
+    bases = {_base(n, inside) for n in inside if any(user not in inside for user in n.users)}
+    notes = []
+    for node in [n for n in graph.nodes if n in bases]:
+        if not _is_float_rows(node, positions):
+            notes.append(f"{node.name}: not one row of floats a token")
+            continue
+        table = _tabulate(graph, node, inside, max_positions)
+        if table is None:
+            notes.append(f"{node.name}: its rows are not functions of one position each")
+            continue
+        _read_from_table(graph, node, table, positions)
+    return notes
+
+
+def _closure(graph: fx.Graph, positions: fx.Node) -> set[fx.Node]:
+    """Calls that read positions (through per-token ops) and constants, and nothing else."""
+    inside: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _PER_TOKEN:
+            continue
+        sources = node.all_input_nodes
+        touches = any(s is positions or s in inside for s in sources)
+        if touches and all(_known(s, positions, inside) for s in sources):
+            inside.add(node)
+    return inside
+
+
+def _base(node: fx.Node, inside: set[fx.Node]) -> fx.Node:
+    """Above the views that only add a dimension, which every layer makes anew."""
+    while is_call(node, aten.unsqueeze.default) and node.args[0] in inside:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if not val(source).is_floating_point() or val(source).dim() < 3:
+            break
+        node = source
+    return node
+
+
+def _known(node: fx.Node, positions: fx.Node, inside: set[fx.Node]) -> bool:
+    return (
+        node is positions
+        or node in inside
+        or isinstance(input_of(node), ConstantInput)
+        or _from_constants(node)
+        or (node.op == "call_function" and node.target is aten.sym_size.int)
+    )
+
+
+def _from_constants(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target not in _PER_TOKEN:
+        return False
+    return all(
+        isinstance(input_of(s), ConstantInput) or _from_constants(s) for s in node.all_input_nodes
+    )
+
+
+def _is_float_rows(node: fx.Node, positions: fx.Node) -> bool:
+    value = node.meta["val"]
+    tokens = str(val(positions).shape[0])
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.dim() == 3
+        and [str(s) for s in value.shape[:2]] == ["1", tokens]
+    )
+
+
+def _evaluate(graph: fx.Graph, target: fx.Node, inside: set[fx.Node], positions: Tensor) -> Tensor:
+    """The value of `target` for real positions, on the device of the constants."""
+    env: dict[fx.Node, object] = {}
+
+    def value(node: fx.Node) -> object:
+        if node in env:
+            return env[node]
+        role = input_of(node)
+        if role == StepInput(name="positions"):
+            result: object = positions
+        elif isinstance(role, ConstantInput):
+            result = role.tensor.to(positions.device)
+        elif node.target is aten.sym_size.int:
+            result = positions.shape[0]
+        else:
+            args = fx.node.map_arg(node.args, value)
+            kwargs = fx.node.map_arg(node.kwargs, value)
+            args = fx.node.map_aggregate(
+                args, lambda a: positions.device if isinstance(a, torch.device) else a
+            )
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        env[node] = result
+        return result
+
+    with torch.no_grad():
+        out = value(target)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _tabulate(
+    graph: fx.Graph, node: fx.Node, inside: set[fx.Node], max_positions: int
+) -> Tensor | None:
+    """Rows for positions 0 to max_positions - 1, or None when a row depends on its neighbours."""
+    table = _evaluate(graph, node, inside, torch.arange(max_positions))[0]
+    probe = torch.randperm(max_positions, generator=torch.Generator().manual_seed(0))[:7]
+    again = _evaluate(graph, node, inside, probe)[0]
+    return table.contiguous() if torch.equal(table[probe], again) else None
+
+
+def _read_from_table(
+    graph: fx.Graph, node: fx.Node, table: Tensor, positions: fx.Node
+) -> None:
+    fake = val(node).new_empty(table.shape)
+    source = add_input(graph, f"{node.name}_table", ConstantInput(tensor=table), fake)
+    with graph.inserting_before(node):
+        rows = emit(graph, aten.index_select.default, source, 0, positions)
+        batched = emit(graph, aten.unsqueeze.default, rows, 0)
+    node.replace_all_uses_with(batched)
