@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from llmc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from llmc.start import ModelInfo
+    from llmc.text.tokenizer import Tokenizer
 
 LATENCY_PERCENTILES = (10, 25, 50, 75, 90, 99)
 MIB = 2**20
@@ -165,24 +167,34 @@ def _requests(config: EngineConfig, workload: Workload, info: ModelInfo) -> list
             prefix_len=workload.prefix_len,
             seed=workload.seed,
         )
-    if info.tokenizer_path is None:
-        raise ConfigError(f"{info.name} has no tokenizer, which a dataset of text needs")
-    from llmc.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(info.tokenizer_path, trust_remote_code=config.trust_remote_code)
+    encode = _lazy_encoder(config, info)
     requests = load_dataset(
         workload.dataset,
         num_prompts=workload.num_prompts,
-        count_tokens=lambda text: len(tokenizer.encode(text)),
+        count_tokens=lambda text: len(encode(text)),
         output_len=workload.output_len,
         seed=workload.seed,
     )
     return [
         r
         if r.token_ids is not None
-        else dataclasses.replace(r, token_ids=tuple(tokenizer.encode(r.text or "")))
+        else dataclasses.replace(r, token_ids=tuple(encode(r.text or "")))
         for r in requests
     ]
+
+
+def _lazy_encoder(config: EngineConfig, info: ModelInfo) -> Callable[[str], list[int]]:
+    """Text -> ids; the tokenizer is loaded at the first text, which a dataset may not have."""
+
+    @functools.cache
+    def tokenizer() -> Tokenizer:
+        if info.tokenizer_path is None:
+            raise ConfigError(f"{info.name} has no tokenizer, which a dataset of text needs")
+        from llmc.text.tokenizer import Tokenizer
+
+        return Tokenizer.load(info.tokenizer_path, trust_remote_code=config.trust_remote_code)
+
+    return lambda text: tokenizer().encode(text)
 
 
 def _warmups(

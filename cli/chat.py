@@ -75,7 +75,7 @@ def command(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODEL] [QUESTION]...",
+            metavar="[MODEL] QUESTION",
             help="A question to answer and leave. A first word that is a directory, a path or a "
             "hub id (owner/name) is the model.",
             show_default=False,

@@ -12,7 +12,8 @@ import sys
 import traceback
 from collections.abc import Mapping
 
-from llmc.errors import LlmcError
+from llmc.cli.options import say_flag
+from llmc.errors import ConfigError, LlmcError
 
 # Options of `vllm serve` that a ported command line may carry, and what to write instead.
 _VLLM_OPTIONS: Mapping[str, str] = {
@@ -63,6 +64,8 @@ def describe(error: BaseException) -> tuple[str, str | None, int]:
     if hasattr(error, "format_message"):  # typer's own, whose classes moved between versions
         return _describe_usage(error)
     hint = getattr(error, "hint", None)
+    if isinstance(error, ConfigError):
+        return say_flag(_one_line(str(error))), hint, 2
     if isinstance(error, LlmcError | ValueError):
         if hint is None and not isinstance(error, LlmcError):
             hint = "run again with --debug to see where this came from"

@@ -85,8 +85,11 @@ def _option_entry(param: Any, ctx: Any) -> list[str]:
     longs = [flag for flag in param.opts if flag.startswith("--")]
     default = param.default
     names = [*shorts, *longs[:1]]  # other spellings are accepted but not shown
-    if param.is_flag and param.secondary_opts and default is True:
-        names = [*param.secondary_opts]  # the flag that changes something
+    if param.is_flag and param.secondary_opts:
+        if default is True:
+            names = [*param.secondary_opts]  # the flag that changes something
+        elif default is None:
+            names += param.secondary_opts  # both do
     usage = ", ".join(names)
     if not param.is_flag:
         usage += " " + (param.metavar or _kind(param))

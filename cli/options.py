@@ -233,19 +233,21 @@ def _parameter(entry: EngineOption) -> inspect.Parameter:
 
 
 def build_config(given: Mapping[str, Any]) -> EngineConfig:
-    """The config from parsed flags. Messages speak of flags, since that is what the user wrote."""
+    """The config from parsed flags; ConfigError for a value outside its range."""
     values = {}
     for entry in ENGINE_OPTIONS:
         value = given[entry.field]
         values[entry.field] = entry.read(value) if entry.read and value is not None else value
-    try:
-        return EngineConfig(**values)
-    except ConfigError as error:
-        message = str(error)
-        name = _FIELD_NAME.match(message)  # only a leading name: a value may look like a field
-        if name is None:
-            raise
-        raise ConfigError(FLAG_OF_FIELD[name[1]] + message[name.end() :]) from error
+    return EngineConfig(**values)
+
+
+def say_flag(message: str) -> str:
+    """The message with the flag in place of a field that it begins with.
+
+    Only at the beginning: further on, a value of the user may look like a field.
+    """
+    name = _FIELD_NAME.match(message)
+    return message if name is None else FLAG_OF_FIELD[name[1]] + message[name.end() :]
 
 
 def engine_options(*, positional_model: bool = True) -> Callable[[Any], Any]:

@@ -1,4 +1,107 @@
-"""placeholder"""
+"""`llmc serve`: flags only; `serve_run` binds the port, loads the model and runs the server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from llmc.cli.options import engine_options, option
+from llmc.config import EngineConfig
+from llmc.errors import ConfigError
+
+SERVER_PANEL = "Server"
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def command() -> None: ...
+@engine_options()
+def command(
+    config: EngineConfig,
+    host: Annotated[
+        str,
+        option(
+            "--host",
+            help="Address to listen on; 0.0.0.0 lets other machines in (set an API key then).",
+            panel=SERVER_PANEL,
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        option("--port", help="Port to listen on; 0 takes a free one.", panel=SERVER_PANEL),
+    ] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        option(
+            "--served-model-name",
+            help="Name of the model in the API; may be repeated. The model's own when absent.",
+            metavar="NAME",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        option(
+            "--api-key",
+            help="Key that clients must send; may be repeated. Better given in LLMC_API_KEY, "
+            "since other users can see command lines.",
+            metavar="KEY",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        option(
+            "--allowed-host",
+            help="Further name under which clients may reach a server without keys; "
+            "may be repeated.",
+            metavar="NAME",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
+    shutdown_timeout: Annotated[
+        float,
+        option(
+            "--shutdown-timeout",
+            help="Seconds that running requests get to end after Ctrl-C.",
+            panel=SERVER_PANEL,
+        ),
+    ] = 30.0,
+    log_level: Annotated[
+        str,
+        option(
+            "--log-level",
+            help="What to log on stderr.",
+            metavar="[" + "|".join(LOG_LEVELS) + "]",
+            panel=SERVER_PANEL,
+        ),
+    ] = "info",
+    access_log: Annotated[
+        bool,
+        option(
+            "--access-log/--no-access-log",
+            help="One log line for each request.",
+            panel=SERVER_PANEL,
+        ),
+    ] = True,
+) -> None:
+    """Serve a model over HTTP with the OpenAI API.
+
+    Without MODEL it serves the built-in one.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port must be from 0 to 65535, got {port}")
+    if log_level not in LOG_LEVELS:
+        raise ConfigError(f"unknown log level {log_level!r}; choose one of {', '.join(LOG_LEVELS)}")
+    if not shutdown_timeout >= 0:
+        raise ConfigError(f"--shutdown-timeout must be at least 0, got {shutdown_timeout}")
+    from llmc.cli.serve_run import run_server
+
+    run_server(
+        config,
+        host=host,
+        port=port,
+        served_model_names=tuple(served_model_name or ()),
+        api_keys=tuple(api_key or ()),
+        allowed_hosts=tuple(allowed_host or ()),
+        shutdown_timeout_s=shutdown_timeout,
+        access_log=access_log,
+        log_level=log_level,
+    )

@@ -1,0 +1,128 @@
+"""The `llmc` command as a user meets it: instant help, one clear line for every mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmc import __version__
+from llmc.cli.main import main
+
+HEAVY = ("torch", "transformers", "fastapi", "httpx", "numpy", "prompt_toolkit", "uvicorn")
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_importing_the_command_line_loads_nothing_heavy(tmp_path: Path) -> None:
+    script = (
+        "import sys, llmc.cli.main\n"
+        "try: code = llmc.cli.main.main(['serve', '--help'])\n"
+        "finally: pass\n"
+        f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "assert code == 0 and not loaded, (code, loaded)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--max-model-len" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["-h"], ["serve", "--help"], ["chat", "--help"], ["bench", "--help"],
+     ["bench", "serve", "--help"], ["bench", "throughput", "-h"], ["bench", "latency", "--help"],
+     ["collect-env", "--help"]],
+)  # fmt: skip
+def test_help(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    code, out, err = run_main(capsys, *words)
+    assert (code, err) == (0, "")
+    assert out.startswith("Usage: llmc")
+
+
+@pytest.mark.parametrize("command", [["serve"], ["chat"], ["bench", "throughput"]])
+def test_help_shows_groups_and_whole_flags(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run_main(capsys, *command, "--help")
+    for heading in ("Model:", "Batching and memory:", "Compiler:"):
+        assert f"\n{heading}\n" in out
+    assert "--max-num-batched-tokens N" in out
+    assert "--no-enable-prefix-caching" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(capsys, "--version") == (0, f"llmc {__version__}\n", "")
+
+
+def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMC_API_KEY", "very secret")
+    monkeypatch.setenv("LLMC_DTYPE", "float32")
+    code, out, _ = run_main(capsys, "collect-env")
+    assert code == 0
+    assert "torch " in out and "transformers " in out and "LLMC_DTYPE" in out
+    assert "very secret" not in out
+
+
+MISTAKES = {
+    "unknown flag": (["serve", "--max-model-length", "9"], "did you mean --max-model-len?"),
+    "vllm flag": (["serve", "--tensor-parallel-size", "2"], "has no option --tensor-parallel-size"),
+    "eager": (["serve", "--enforce-eager"], "-O0 runs without compilation"),
+    "unknown command": (["server"], "Did you mean 'serve'?"),
+    "not a number": (["serve", "--max-model-len", "many"], "--max-model-len"),
+    "out of range": (["serve", "--max-num-seqs", "-1"], "--max-num-seqs must be a positive"),
+    "unknown dtype": (["chat", "--dtype", "int3", "hi"], "unknown dtype 'int3'"),
+    "temperature": (["chat", "--temperature", "-1", "hi"], "temperature must be"),
+    "no question": (["chat", "--quick", ""], "--quick needs a question"),
+    "chat url": (["chat", "--url", "localhost:1", "hi"], "--url must start with http"),
+    "chat no server": (["chat", "--url", "http://127.0.0.1:1", "hi"], "no server answers"),
+    "bench no server": (["bench", "serve", "--port", "1"], "no server answers"),
+    "bench backend": (["bench", "serve", "--backend", "grpc"], "unknown backend 'grpc'"),
+    "bench rate": (["bench", "serve", "--request-rate", "0"], "--request-rate must be above 0"),
+    "bench goodput": (["bench", "serve", "--goodput", "ttft"], "NAME:MILLISECONDS"),
+    "bench metrics": (["bench", "serve", "--percentile-metrics", "x"], "unknown metrics"),
+    "bench json": (["bench", "throughput", "--output-json", "/nowhere/x.json"], "/nowhere"),
+    "bench batch": (["bench", "latency", "--batch-size", "99"], "exceeds --max-num-seqs 64"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(MISTAKES))
+def test_mistakes_are_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    words, expected = MISTAKES[name]
+    code, out, err = run_main(capsys, *words)
+    assert code == 2
+    assert expected in err
+    lines = err.splitlines()
+    assert lines[0].startswith("error: ")
+    assert all(line.startswith("hint: ") for line in lines[1:]) and len(lines) <= 2
+    assert out == ""
+
+
+def test_debug_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run_main(capsys, "serve", "--max-num-seqs", "0", "--debug")
+    assert code == 2
+    assert "Traceback" in err and err.splitlines()[-1].startswith("error: ")
+
+
+def test_a_bug_is_called_a_bug(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr("llmc.cli.chat.find_question", broken)
+    code, _, err = run_main(capsys, "chat", "hi")
+    assert code == 1
+    assert err.startswith("error: RuntimeError: first line second line\nhint: ")
+    assert "Traceback" not in err

@@ -1,0 +1,134 @@
+"""The table of engine flags: complete against EngineConfig, and every flag reaches its field."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import typer
+
+from llmc.cli.help import HelpCommand
+from llmc.cli.options import ENGINE_OPTIONS, FLAG_OF_FIELD, engine_options, parse_size, say_flag
+from llmc.config import EngineConfig
+from llmc.errors import ConfigError
+
+# For each field: words of the command line, the value that must arrive.
+EXAMPLES: dict[str, tuple[list[str], Any]] = {
+    "model": (["--model", "some/dir"], "some/dir"),
+    "tokenizer": (["--tokenizer", "other"], "other"),
+    "revision": (["--revision", "v2"], "v2"),
+    "trust_remote_code": (["--trust-remote-code"], True),
+    "dtype": (["--dtype", "bfloat16"], "bfloat16"),
+    "device": (["--device", "cpu"], "cpu"),
+    "load_format": (["--load-format", "dummy"], "dummy"),
+    "max_model_len": (["--max-model-len", "77"], 77),
+    "max_num_seqs": (["--max-num-seqs", "3"], 3),
+    "max_num_batched_tokens": (["--max-num-batched-tokens", "99"], 99),
+    "max_num_queued": (["--max-queue", "5"], 5),
+    "block_size": (["--block-size", "32"], 32),
+    "kv_cache_memory": (["--kv-cache-memory", "512M"], 512 * 2**20),
+    "gpu_memory_utilization": (["--gpu-memory-utilization", "0.5"], 0.5),
+    "enable_prefix_caching": (["--no-enable-prefix-caching"], False),
+    "opt_level": (["-O1"], 1),
+    "passes": (["--disable-pass", "a", "--disable-pass", "b"], {"a": False, "b": False}),
+    "seed": (["--seed", "7"], 7),
+}
+
+
+def parse(*words: str, positional_model: bool = True) -> EngineConfig:
+    """The config that a command with the engine's flags gets from `words`."""
+    app = typer.Typer()
+    seen: list[EngineConfig] = []
+
+    @app.command(cls=HelpCommand)
+    @engine_options(positional_model=positional_model)
+    def command(config: EngineConfig) -> None:
+        seen.append(config)
+
+    app(list(words), standalone_mode=False)
+    return seen[0]
+
+
+def test_every_field_has_a_flag_and_an_example() -> None:
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert {entry.field for entry in ENGINE_OPTIONS} == fields
+    assert set(EXAMPLES) == fields
+    flags = [flag for entry in ENGINE_OPTIONS for flag in entry.all_flags]
+    assert len(flags) == len(set(flags))
+
+
+def test_no_flags_give_the_default_config() -> None:
+    assert parse() == EngineConfig()
+
+
+@pytest.mark.parametrize("field", sorted(EXAMPLES))
+def test_flag_sets_its_field_and_no_other(field: str) -> None:
+    words, value = EXAMPLES[field]
+    assert getattr(EngineConfig(), field) != value
+    assert parse(*words) == dataclasses.replace(EngineConfig(), **{field: value})
+
+
+@pytest.mark.parametrize("field", sorted(EXAMPLES))
+def test_environment_variable_sets_the_field(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words, value = EXAMPLES[field]
+    given = [word for word in words if not word.startswith("-")]
+    name = "LLMC_" + FLAG_OF_FIELD[field].removeprefix("--").replace("-", "_").upper()
+    text = " ".join(given) if given else "1" if field == "opt_level" else str(value)
+    monkeypatch.setenv(name, text)
+    assert getattr(parse(), field) == value
+
+
+def test_flag_beats_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMC_MAX_MODEL_LEN", "100")
+    assert parse("--max-model-len", "50").max_model_len == 50
+
+
+def test_model_can_be_positional() -> None:
+    assert parse("a/b").model == "a/b"
+    assert parse("a/b", "--model", "a/b").model == "a/b"
+    with pytest.raises(ConfigError, match="two models were given: 'a/b' and --model 'c/d'"):
+        parse("a/b", "--model", "c/d")
+
+
+@pytest.mark.parametrize("spelling", [["-O", "2"], ["-O2"], ["--opt-level", "2"],
+                                      ["--optimization-level=2"]])  # fmt: skip
+def test_optimization_level_spellings(spelling: list[str]) -> None:
+    assert parse(*spelling).opt_level == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-num-seqs", "0"], "--max-num-seqs must be a positive integer, got 0"),
+        (["--block-size", "24"], "--block-size must be a power of two"),
+        (["-O9"], "--opt-level must be 0, 1, 2 or 3, got 9"),
+        (["--dtype", "int3"], "unknown dtype 'int3'; choose one of auto"),
+        (["--kv-cache-memory", "0"], "--kv-cache-memory must be a positive integer, got 0"),
+    ],
+)
+def test_bad_values_are_reported_by_flag(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*words)
+    assert say_flag(str(caught.value)).startswith(message)
+
+
+def test_only_the_beginning_of_a_message_is_a_field() -> None:
+    assert say_flag("block_size must be even") == "--block-size must be even"
+    assert say_flag("no model in dtype/seed") == "no model in dtype/seed"
+    assert say_flag("models are many") == "models are many"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1048576", 2**20), ("512M", 2**29), ("2G", 2**31), ("1.5g", 3 * 2**29), ("2GiB", 2**31),
+     ("4kb", 4096)],
+)  # fmt: skip
+def test_parse_size(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "1e9", "2X", "G"])
+def test_parse_size_refuses(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be a number of bytes"):
+        parse_size(text)
