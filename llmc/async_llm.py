@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmc.config import EngineConfig
@@ -40,37 +40,47 @@ RENDER_TIMEOUT_S = 5.0
 WATCHDOG_S = 60.0  # no news for so long while requests wait: not ready
 
 
-@dataclass(slots=True)
 class Stream:
-    """A submitted request and its one reader. Made by `AsyncLLM.submit`."""
+    """Requests that were submitted together, and their one reader. Made by `AsyncLLM.submit`."""
 
-    request: ActiveRequest
-    _wake: asyncio.Event
-    _check_health: Callable[[], None]
-    _cursors: list[Cursor] = field(default_factory=list)
+    def __init__(
+        self,
+        requests: Sequence[ActiveRequest],
+        wake: asyncio.Event,
+        check_health: Callable[[], None],
+    ) -> None:
+        self.requests = requests
+        self._wake = wake
+        self._check_health = check_health
+        self._readers = [
+            (index, completion, Cursor())
+            for index, request in enumerate(requests)
+            for completion in request.completions
+        ]
 
-    async def deltas(self) -> list[CompletionDelta]:
-        """Waits for news; one delta for each completion that has some. Empty at the end.
+    @property
+    def error(self) -> str | None:
+        """Why a request failed alone. The others go on."""
+        return next((r.error for r in self.requests if r.error is not None), None)
 
-        A request that failed alone ends with finish_reason "error" and `request.error`; when the
-        whole engine is gone EngineDeadError is raised.
+    async def deltas(self) -> list[tuple[int, CompletionDelta]]:
+        """Waits for news: pairs of a request's place in `requests` and what it gained.
+
+        Empty at the end. A request that failed alone ends with finish_reason "error"; when the
+        whole engine is gone EngineDeadError is raised. May be cancelled and called again.
         """
         while True:
-            if self.request.error is not None:
+            if self.error is not None:
                 self._check_health()
             self._wake.clear()
-            found = self._take()
-            if found:
+            found = [
+                (index, delta)
+                for index, completion, cursor in self._readers
+                if (delta := completion.delta(cursor)) is not None
+            ]
+            if found or all(request.finished for request in self.requests):
                 return found
-            if self.request.finished:
-                return []
             await self._wake.wait()
-
-    def _take(self) -> list[CompletionDelta]:
-        if not self._cursors:
-            self._cursors = [Cursor() for _ in self.request.completions]
-        pairs = zip(self.request.completions, self._cursors, strict=True)
-        return [delta for one, cursor in pairs if (delta := one.delta(cursor)) is not None]
 
 
 class AsyncLLM:
@@ -128,12 +138,18 @@ class AsyncLLM:
         """
         sampling = sampling_params or self.get_default_sampling_params()
         source = await self.prepare(prompt, sampling)
-        async with self.submit(source, request_id, priority=priority) as stream:
+        async with self.submit(source, request_id=request_id, priority=priority) as stream:
             while await stream.deltas():
-                output = stream.request.output()
+                output = stream.requests[0].output()
                 yield output
                 if output.finished:
                     return
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`."""
+        tokenizer = self.inputs.need_tokenizer("prompt")
+        encode = functools.partial(tokenizer.encode, add_special_tokens=add_special_tokens)
+        return await self._work(len(text), encode, text)
 
     async def prepare(self, prompt: Prompt, sampling: SamplingParams) -> Input:
         """Check and tokenize; long texts in a worker thread, so that others go on."""
@@ -174,16 +190,30 @@ class AsyncLLM:
 
     @contextlib.asynccontextmanager
     async def submit(
-        self, source: Input, request_id: str | None = None, *, priority: int = 0
+        self, *sources: Input, request_id: str | None = None, priority: int = 0
     ) -> AsyncIterator[Stream]:
-        """Hands a prepared request to the engine. Leaving the block aborts what still runs."""
-        stream = self._submit(source, request_id or f"req-{uuid.uuid4().hex}", priority)
-        try:
-            yield stream
-        finally:
-            self.abort(stream.request.request_id)
+        """Hands prepared requests to the engine. Leaving the block aborts what still runs.
 
-    def _submit(self, source: Input, request_id: str, priority: int) -> Stream:
+        With several sources their ids are `request_id` with a number behind it.
+        """
+        base = request_id or f"req-{uuid.uuid4().hex}"
+        ids = [base] if len(sources) == 1 else [f"{base}-{i}" for i in range(len(sources))]
+        self._admit()
+        wake = asyncio.Event()
+        requests: list[ActiveRequest] = []
+        try:
+            for one, source in zip(ids, sources, strict=True):
+                requests.append(self._submit(one, source, wake, priority))
+            yield Stream(requests, wake, self.check_health)
+        finally:
+            for request in requests:
+                if not request.finished:  # else its id may be another's by now
+                    self.abort(request.request_id)
+                elif self._wakes.get(request.request_id) is wake:
+                    del self._wakes[request.request_id]
+
+    def _admit(self) -> None:
+        """Whether there is room. One call may overshoot the limit, the next is refused."""
         self.check_health()
         if self._draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
@@ -193,14 +223,18 @@ class AsyncLLM:
                 f"{waiting} requests are waiting and the limit is {self.max_queued}; "
                 "try again in a moment"
             )
+
+    def _submit(
+        self, request_id: str, source: Input, wake: asyncio.Event, priority: int
+    ) -> ActiveRequest:
         self._start_thread()
         if not self._outputs.active:
             self._last_news = time.monotonic()  # the watchdog counts from here
         request, messages = self._outputs.add(request_id, source, priority)
-        wake = self._wakes[request_id] = asyncio.Event()
+        self._wakes[request_id] = wake
         for message in messages:
             self._engine_thread.send(message)
-        return Stream(request, wake, self.check_health)
+        return request
 
     def abort(self, request_id: str) -> None:
         """End a request; its reader sees finish_reason "abort". Unknown or finished: nothing."""

@@ -7,6 +7,7 @@ request is handed over, so that a caller hears of a mistake at once and from its
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from llmc.engine import admission
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
 from llmc.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -51,6 +54,7 @@ class InputProcessor:
     def __init__(self, model: ModelLimits, tokenizer: Tokenizer | None) -> None:
         self.model = model
         self.tokenizer = tokenizer
+        self._defaults = _usable_defaults(model.generation_defaults)
         self._limits = admission.Limits(
             vocab_size=model.vocab_size,
             max_model_len=model.max_model_len,
@@ -64,9 +68,8 @@ class InputProcessor:
         return SamplingParams(**self.generation_defaults())
 
     def generation_defaults(self) -> dict[str, Any]:
-        """The model's recommendations that are sampling options."""
-        known = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
-        return {k: v for k, v in self.model.generation_defaults.items() if k in known}
+        """The model's recommendations, as keyword arguments of SamplingParams."""
+        return dict(self._defaults)
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -126,3 +129,19 @@ class InputProcessor:
             f"`prompt_token_ids`; got {prompt!r:.80}",
             param="prompt",
         )
+
+
+def _usable_defaults(recommended: Mapping[str, float | int]) -> dict[str, Any]:
+    """A model that recommends nonsense is still served, without that recommendation."""
+    known = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
+    usable: dict[str, Any] = {}
+    for name, value in recommended.items():
+        if name not in known:
+            continue
+        try:
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+        except InvalidRequestError as exc:
+            log.warning("the model's generation_config is ignored here: %s", exc)
+        else:
+            usable[name] = value
+    return usable

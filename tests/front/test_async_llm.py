@@ -71,7 +71,7 @@ def test_deltas_add_up_for_each_completion() -> None:
         texts, tokens, logprobs, ends = ["", ""], [0, 0], [0, 0], []
         async with llm.submit(source) as stream:
             while deltas := await stream.deltas():
-                for delta in deltas:
+                for _, delta in deltas:
                     texts[delta.index] += delta.text
                     tokens[delta.index] += len(delta.token_ids)
                     logprobs[delta.index] += len(delta.logprobs)
@@ -142,13 +142,13 @@ def test_full_queue_refuses_and_recovers() -> None:
 def test_duplicate_request_id() -> None:
     async def body(llm: AsyncLLM, scripted: Scripted) -> None:
         source = await llm.prepare("x", LONG)
-        async with llm.submit(source, "same") as stream:
+        async with llm.submit(source, request_id="same") as stream:
             with pytest.raises(InvalidRequestError, match="'same' is in use"):
-                async with llm.submit(source, "same"):
+                async with llm.submit(source, request_id="same"):
                     raise AssertionError("not reached")
             while await stream.deltas():
                 pass
-            assert stream.request.output().outputs[0].text == REPLY
+            assert stream.requests[0].output().outputs[0].text == REPLY
 
     run(body)
 

@@ -1,0 +1,66 @@
+"""Parts of an answer that chat and plain completions share: head, usage, token spelling."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from llmc.async_llm import Stream
+from llmc.front.outputs import PositionLogprobs
+from llmc.outputs import Logprob
+from llmc.text.tokenizer import Tokenizer
+
+LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
+
+
+class Head:
+    """id, creation time and model: the same in every chunk of an answer."""
+
+    def __init__(self, prefix: str, kind: str, model: str) -> None:
+        self._fields = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def __call__(self, **rest: Any) -> dict[str, Any]:
+        return {**self._fields, **rest}
+
+
+def usage(stream: Stream) -> dict[str, Any]:
+    """Token counts so far. A prompt with n > 1 is counted once."""
+    prompt = sum(len(request.source.prompt_token_ids) for request in stream.requests)
+    completion = sum(request.num_output_tokens for request in stream.requests)
+    cached = sum(request.num_cached_tokens for request in stream.requests)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def spelling(tokenizer: Tokenizer | None, token: int) -> str:
+    """A token as text; as `bytes:\\xe2\\x80` where it is only part of a character."""
+    if tokenizer is None:
+        return f"token_id:{token}"
+    text = tokenizer.token_text(token)
+    raw = tokenizer.token_bytes(token) if "\ufffd" in text else None
+    return text if raw is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def token_bytes(tokenizer: Tokenizer | None, token: int) -> list[int] | None:
+    raw = tokenizer.token_bytes(token) if tokenizer is not None else None
+    return None if raw is None else list(raw)
+
+
+def top(position: PositionLogprobs, count: int) -> list[tuple[int, Logprob]]:
+    """The `count` most likely tokens of a position."""
+    ranked = sorted(position.items(), key=lambda item: (item[1].rank or 0, -item[1].logprob))
+    return ranked[:count]

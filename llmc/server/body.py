@@ -1,0 +1,76 @@
+"""Reads a request's JSON body and checks it against a pydantic model.
+
+The order matters: media type and encoding first, then bytes up to the limit and the deadline,
+then JSON (depth, UTF-8 and number syntax are the parser's limits), then the fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+
+from llmc.server.errors import ApiError
+from llmc.server.settings import ServerSettings
+
+M = TypeVar("M", bound=BaseModel)
+
+
+async def read_body(request: Request, model: type[M]) -> M:
+    """The body as `model`; ApiError 400, 408, 413 or 415, or pydantic's ValidationError."""
+    settings: ServerSettings = request.app.state.settings
+    _check_headers(request)
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            raw = await _read(request, settings.max_body_bytes)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {settings.body_timeout_s:g} s"
+        ) from None
+    return model.model_validate(parse_object(raw), strict=True)
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    try:
+        value = from_json(raw, allow_inf_nan=False)
+    except ValueError as exc:
+        raise ApiError(400, f"the body is not valid JSON: {exc}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise ApiError(400, f"the body must be a JSON object, got {kind}", code="invalid_json")
+    return value
+
+
+def _check_headers(request: Request) -> None:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise ApiError(
+            415,
+            f"content-type must be application/json, got {media_type[:80] or 'none'}",
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(415, f"content-encoding {encoding[:80]!r} is not supported; send it plain")
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    """Counts bytes as they come: Content-Length may be absent or a lie."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared[:20]) > limit:
+        raise _too_large(limit)
+    raw = bytearray()
+    try:
+        async for chunk in request.stream():
+            raw += chunk
+            if len(raw) > limit:
+                raise _too_large(limit)
+    except ClientDisconnect:
+        raise ApiError(400, "the connection closed inside the body") from None
+    return bytes(raw)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes; send less in one call")

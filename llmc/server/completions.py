@@ -1,0 +1,182 @@
+"""POST /v1/completions: text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from llmc.async_llm import AsyncLLM, Stream
+from llmc.errors import InvalidRequestError
+from llmc.front.inputs import Input
+from llmc.front.outputs import PositionLogprobs
+from llmc.server import answer
+from llmc.server.body import read_body
+from llmc.server.errors import ApiError
+from llmc.server.models import model_name
+from llmc.server.protocol import CompletionBody
+from llmc.server.respond import Deltas, GenerationResponse
+from llmc.server.sampling import sampling_params
+from llmc.server.settings import MAX_PROMPTS, MAX_SEQUENCES
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def create_completion(request: Request) -> GenerationResponse:
+    state = request.app.state
+    body = await read_body(request, CompletionBody)
+    model = model_name(request, body.model)
+    prompts = split_prompts(body.prompt)
+    if len(prompts) * body.n > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts with n={body.n} make {len(prompts) * body.n} sequences; "
+            f"the limit is {MAX_SEQUENCES}",
+            param="n",
+        )
+    if body.echo and body.logprobs is not None:
+        raise ApiError(
+            400,
+            "echo with logprobs is not supported: log-probabilities of prompt tokens are not kept",
+            param="echo",
+            code="unsupported_parameter",
+        )
+    llm: AsyncLLM = state.llm
+    sampling = sampling_params(
+        body,
+        llm.inputs,
+        max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
+        logprobs=body.logprobs,
+    )
+    sources = []
+    for index, prompt in enumerate(prompts):
+        try:
+            sources.append(await llm.prepare(prompt, sampling))
+        except InvalidRequestError as exc:
+            if len(prompts) > 1 and exc.param == "prompt":
+                exc.param = f"prompt[{index}]"
+            raise
+    call = CompletionCall(llm, body, model, sources)
+    return GenerationResponse(llm, call, state.settings, state.metrics)
+
+
+def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """str, [str], [int] or [[int]] -> a list of prompts."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequestError("prompt must not be an empty list", param="prompt")
+    if isinstance(prompt[0], list | str):
+        if len(prompt) > MAX_PROMPTS:
+            raise InvalidRequestError(
+                f"{len(prompt)} prompts in one call; the limit is {MAX_PROMPTS}", param="prompt"
+            )
+        for index, one in enumerate(prompt):
+            if not isinstance(one, list | str):
+                raise InvalidRequestError(
+                    f"prompt[{index}] must be text or a list of token ids, got {one!r:.80}",
+                    param=f"prompt[{index}]",
+                )
+        return list(prompt)
+    return [prompt]  # token ids, each of which is checked later
+
+
+class CompletionCall:
+    """Writes down the answer of one call; choices of all prompts are numbered through."""
+
+    def __init__(
+        self, llm: AsyncLLM, body: CompletionBody, model: str, sources: Sequence[Input]
+    ) -> None:
+        self.sources = sources
+        self.stream = body.stream
+        self._tokenizer = llm.tokenizer
+        self._n = body.n
+        self._echo = body.echo
+        self._top = body.logprobs
+        self._token_ids = body.return_token_ids
+        self._options = body.stream_options
+        self._head = answer.Head("cmpl", "text_completion", model)
+        self._started: set[int] = set()
+        self._offsets: dict[int, int] = {}
+
+    def chunks(self, stream: Stream, deltas: Deltas) -> Iterable[dict[str, Any]]:
+        for prompt, delta in deltas:
+            index = prompt * self._n + delta.index
+            text = delta.text
+            if index not in self._started:
+                self._started.add(index)
+                text = self._prefix(prompt) + text
+            choice = self._choice(index, text, delta.token_ids, delta.logprobs, delta)
+            chunk = self._head(choices=[choice])
+            if self._options is not None and self._options.continuous_usage_stats:
+                chunk["usage"] = answer.usage(stream)
+            yield chunk
+
+    def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
+        if self._options is not None and self._options.include_usage:
+            yield self._head(choices=[], usage=answer.usage(stream))
+
+    def body(self, stream: Stream) -> dict[str, Any]:
+        choices = []
+        for prompt, request in enumerate(stream.requests):
+            for one in request.output().outputs:
+                index = prompt * self._n + one.index
+                text = self._prefix(prompt) + one.text
+                choice = self._choice(index, text, one.token_ids, one.logprobs or (), one)
+                if self._token_ids:
+                    choice["prompt_token_ids"] = request.source.prompt_token_ids
+                choices.append(choice)
+        return self._head(choices=choices, usage=answer.usage(stream))
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[PositionLogprobs],
+        end: Any,
+    ) -> dict[str, Any]:
+        """`end` has finish_reason and stop_reason, as outputs and deltas do."""
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(index, token_ids, logprobs),
+            "finish_reason": end.finish_reason,
+            "stop_reason": end.stop_reason,
+        }
+        if self._token_ids:
+            choice["token_ids"] = list(token_ids)
+        return choice
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]
+    ) -> dict[str, Any] | None:
+        if self._top is None:
+            return None
+        offset = self._offsets.get(index, 0)
+        tokens, values, tops, offsets = [], [], [], []
+        for token, position in zip(token_ids, logprobs, strict=True):
+            word = answer.spelling(self._tokenizer, token)
+            shown = [(token, position[token]), *answer.top(position, self._top)]
+            tokens.append(word)
+            values.append(answer.finite(position[token].logprob))
+            tops.append(
+                {answer.spelling(self._tokenizer, i): answer.finite(p.logprob) for i, p in shown}
+            )
+            offsets.append(offset)
+            offset += len(word)
+        self._offsets[index] = offset
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _prefix(self, prompt: int) -> str:
+        if not self._echo:
+            return ""
+        source = self.sources[prompt]
+        if source.prompt is not None:
+            return source.prompt
+        return self._tokenizer.decode(source.prompt_token_ids) if self._tokenizer else ""

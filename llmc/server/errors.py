@@ -1,0 +1,147 @@
+"""Every error leaves the server in OpenAI's shape, whoever raised it.
+
+{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE = 1000  # an error repeats no more than this of what it complains about
+RETRY_AFTER_S = "1"
+
+# status -> (type, code), where nothing better is known
+STATUS_NAMES: dict[int, tuple[str, str]] = {
+    400: ("invalid_request_error", "invalid_value"),
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", "host_not_allowed"),
+    404: ("invalid_request_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    408: ("invalid_request_error", "request_timeout"),
+    413: ("invalid_request_error", "body_too_large"),
+    415: ("invalid_request_error", "unsupported_media_type"),
+    429: ("rate_limit_error", "queue_full"),
+    500: ("server_error", "internal_error"),
+    503: ("server_error", "unavailable"),
+}
+
+
+class ApiError(Exception):
+    """An answer other than success, raised by a route and turned into JSON here."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    kind, code = STATUS_NAMES.get(error.status, STATUS_NAMES[500])
+    message = error.message
+    if len(message) > MAX_MESSAGE:
+        message = message[: MAX_MESSAGE - 3] + "..."
+    return {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": error.param,
+            "code": error.code or code,
+        }
+    }
+
+
+def dump_json(value: Any) -> bytes:
+    """Compact UTF-8 JSON. NaN would not be JSON, so it is an error here and not at the client."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # A lone surrogate has no UTF-8 form; in an error message that repeats input it must not fail.
+    return text.encode("utf-8", errors="replace")
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(dump_json(value), status, headers, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    headers = {}
+    if error.status in (429, 503):
+        headers["retry-after"] = RETRY_AFTER_S
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.status in (408, 413, 415):
+        headers["connection"] = "close"  # the rest of the body is not read
+    return json_response(error_body(error), error.status, headers)
+
+
+def as_api_error(exc: Exception) -> ApiError:
+    """What a client is told of `exc`. Only unexpected ones are logged, and told nothing of."""
+    match exc:
+        case ApiError():
+            return exc
+        case InvalidRequestError():
+            return ApiError(400, str(exc), param=exc.param, code=exc.code)
+        case QueueFullError():
+            return ApiError(429, str(exc))
+        case EngineDeadError():
+            return ApiError(503, str(exc), code="engine_dead")
+        case ValidationError():
+            return _of_validation(exc)
+    log.error("unexpected error", exc_info=exc)
+    return ApiError(500, "the server failed on this request; its log has the details")
+
+
+async def unknown_route(request: Request, exc: Exception) -> Response:
+    """404 and 405, which the router raises itself."""
+    assert isinstance(exc, HTTPException), "registered for nothing else"
+    what = {404: "no such path", 405: "this path takes another method"}
+    message = what.get(exc.status_code, str(exc.detail))
+    asked = f"{request.method} {request.scope['path']!r:.200}"
+    response = error_response(ApiError(exc.status_code, f"{message}: {asked}"))
+    if exc.headers and "Allow" in exc.headers:
+        response.headers["allow"] = exc.headers["Allow"]
+    return response
+
+
+def _of_validation(exc: ValidationError) -> ApiError:
+    """The first of pydantic's complaints, with the path of the field as OpenAI writes it."""
+    errors = exc.errors(include_url=False, include_context=False)
+    first = errors[0]
+    param = _path(first["loc"])
+    if first["type"] == "extra_forbidden":
+        return ApiError(
+            400, f"unknown parameter {param!r}", param=param, code="unsupported_parameter"
+        )
+    more = f" (and {len(errors) - 1} more problems)" if len(errors) > 1 else ""
+    message = f"{param or 'body'}: {first['msg']}, got {_brief(first.get('input'))}{more}"
+    code = "missing_field" if first["type"] == "missing" else "invalid_value"
+    return ApiError(400, message, param=param or None, code=code)
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """("messages", 0, "content") -> messages[0].content; names of union members are left out."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+            path += f".{part}" if path else part
+    return path
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -1,0 +1,166 @@
+"""ASGI middleware around every route: request ids, host check, API keys, draining, access log.
+
+Written on ASGI itself, so that streams pass through untouched, and on scope["path"], which no
+Host header can change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llmc.server.errors import ApiError, as_api_error, error_response
+from llmc.server.settings import ServerSettings
+
+access = logging.getLogger("llmc.access")
+
+PUBLIC_PATHS = frozenset({"/health", "/ready", "/ping"})
+LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
+CLIENT_CLOSED = 499  # in the log only, as other servers write it
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+class Guard:
+    """Decides who may pass, and stamps every response with its request id."""
+
+    def __init__(
+        self, app: ASGIApp, *, settings: ServerSettings, is_draining: Callable[[], bool]
+    ) -> None:
+        self._app = app
+        self._settings = settings
+        self._is_draining = is_draining
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+        self._hosts = LOOPBACK_HOSTS | {
+            settings.host.lower(),
+            *map(str.lower, settings.allowed_hosts),
+        }
+        # Without keys a loopback server is open to what runs here, and a web page that a browser
+        # here has open must not count as such (DNS rebinding, cross-site requests).
+        self._check_host = not self._keys and is_loopback(settings.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        outcome = _Outcome()
+
+        async def stamped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                outcome.status = message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if self._is_draining():
+                    headers.append((b"connection", b"close"))
+                message = {**message, "headers": headers}
+            await send(message)
+
+        started = time.monotonic()
+        try:
+            await self._pass(scope, receive, stamped, outcome)
+        finally:
+            if self._settings.access_log and scope["path"] not in PUBLIC_PATHS:
+                seconds = time.monotonic() - started
+                _log(scope, scope["state"].get("log_status", outcome.status), seconds, request_id)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send, outcome: _Outcome) -> None:
+        try:
+            self._admit(scope)
+            await self._app(scope, receive, send)
+        except Exception as exc:
+            if outcome.status:  # too late for a status: the connection breaks off
+                raise
+            await error_response(as_api_error(exc))(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> None:
+        path = scope["path"]
+        if self._check_host:
+            self._check_names(scope)
+        if path in PUBLIC_PATHS:
+            return
+        if self._keys and not self._has_key(scope):
+            raise ApiError(
+                401, "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+            )
+        if self._is_draining():
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+
+    def _has_key(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        for value in _values(scope, b"authorization"):
+            kind, _, key = value.partition(b" ")
+            if kind.lower() == b"bearer":
+                given.append(key.strip())
+        # Hashes of equal length, all compared, so that time tells nothing of the keys.
+        found = False
+        for key in given:
+            digest = hashlib.sha256(key).digest()
+            for known in self._keys:
+                found |= hmac.compare_digest(digest, known)
+        return found
+
+    def _check_names(self, scope: Scope) -> None:
+        for value in _values(scope, b"host"):
+            if _hostname(value) not in self._hosts:
+                raise ApiError(
+                    403,
+                    f"Host {_shown(value)} is not served here; this server listens on "
+                    f"{self._settings.host} without API keys (see --allowed-hosts and --api-key)",
+                )
+        for value in _values(scope, b"origin"):
+            _, _, host = value.partition(b"://")
+            if _hostname(host) not in self._hosts:
+                raise ApiError(403, f"requests from the web page {_shown(value)} are not allowed")
+
+
+class _Outcome:
+    """The status that was sent; 0 as long as none was."""
+
+    status = 0
+
+
+def is_loopback(host: str) -> bool:
+    return host.lower() in ("localhost", "::1") or host.startswith("127.")
+
+
+def _values(scope: Scope, wanted: bytes) -> Iterable[bytes]:
+    return (value for name, value in scope["headers"] if name == wanted)
+
+
+def _hostname(value: bytes) -> str:
+    """Host without its port: `localhost:8000` -> localhost, `[::1]:8000` -> [::1]."""
+    name = value.decode("latin-1").strip().lower()
+    if name.startswith("["):
+        return name.partition("]")[0] + "]"
+    return name.partition(":")[0]
+
+
+def _shown(value: bytes) -> str:
+    return repr(value.decode("latin-1")[:80])
+
+
+def _request_id(scope: Scope) -> bytes:
+    """The client's own id if it is short and plain, else a new one."""
+    for value in _values(scope, b"x-request-id"):
+        if _REQUEST_ID.fullmatch(value):
+            return bytes(value)
+    return uuid.uuid4().hex.encode()
+
+
+def _log(scope: Scope, status: int, seconds: float, request_id: bytes) -> None:
+    access.info(
+        "%s %s %d %.3fs id=%s",
+        scope["method"],
+        # repr: a path may hold control characters, and a log line must stay one line
+        repr(scope["path"][:200])[1:-1],
+        status or CLIENT_CLOSED,
+        seconds,
+        request_id.decode(),
+    )

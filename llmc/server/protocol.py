@@ -1,0 +1,179 @@
+"""Bodies of requests: the fields that are served, those that change nothing, and all others.
+
+A field that is not listed is refused by name, and so is a known one that llmc can't honour: a
+silent 200 would be a wrong answer. Nulls count as absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from llmc.sampling_params import MAX_LOGPROBS, MAX_N
+from llmc.server.errors import ApiError
+
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+# Known fields that llmc does not do, with the values that ask for nothing.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_decoding_backend": (None,),
+    "suffix": (None, ""),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "best_of": (None, 1),
+    "use_beam_search": (None, False),
+    "prompt_logprobs": (None,),
+    "prompt_embeds": (None,),
+    "bad_words": (None, []),
+    "cache_salt": (None,),
+    "chat_template": (None,),
+    "documents": (None,),
+    "truncate_prompt_tokens": (None,),
+    "priority": (None, 0),
+    "thinking_token_budget": (None,),
+    "logprob_token_ids": (None,),
+    "return_tokens_as_token_ids": (None, False),
+}
+
+
+class Body(BaseModel):
+    """What all bodies share: strict types, finite numbers, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        """Nulls and unsupported fields that ask for nothing go; those that ask are refused."""
+        kept = {}
+        for name, value in data.items():
+            if name in UNSUPPORTED and name not in cls.model_fields:
+                if not any(
+                    type(value) is type(neutral) and value == neutral
+                    for neutral in UNSUPPORTED[name]
+                ):
+                    raise ApiError(
+                        400,
+                        f"{name} is not supported by this server; leave it out",
+                        param=name,
+                        code="unsupported_parameter",
+                    )
+            elif value is not None:
+                kept[name] = value
+        return kept
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # padding of another service's stream; nothing to do
+
+
+class GenerationBody(Body):
+    """Fields of chat and plain completions alike. Unset ones take the model's own defaults."""
+
+    SAMPLING_FIELDS: ClassVar[tuple[str, ...]] = (
+        *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
+        *("frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids"),
+        *("ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens"),
+        *("include_stop_str_in_output", "allowed_token_ids"),
+    )
+
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=65536)] | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+    # These change nothing in what is generated, so they are taken and forgotten.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    service_tier: Any = None
+    parallel_tool_calls: Any = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[Any]
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    verbosity: Any = None
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a prompt, or messages."""
+
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: list[TokenId]

@@ -1,0 +1,180 @@
+"""From settings to a listening server and back to a clean exit.
+
+`bind_socket` comes before the model is loaded, so that a taken port is known in a second. The
+first SIGTERM or SIGINT drains: the port stays open and answers 503, running requests end, and
+the exit code is 0. A second signal drops what still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from llmc.async_llm import AsyncLLM
+from llmc.errors import ConfigError
+from llmc.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+HEAD_TIMEOUT_S = 30.0  # from opening, or from the last answer, to the end of a request's head
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A socket on host:port (0: any free port), or ConfigError saying who is in the way."""
+    try:
+        found = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG
+        )
+    except (OSError, UnicodeError, OverflowError) as exc:
+        raise ConfigError(f"can't listen on {host}:{port}: {exc}; check --host") from None
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        # A port whose old connections are still dying may be taken again; one that listens, not.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except (OSError, OverflowError) as exc:
+        sock.close()
+        raise _cannot_bind(host, port, exc) from None
+    sock.setblocking(False)
+    return sock
+
+
+def serve(
+    app: Starlette,
+    settings: ServerSettings,
+    sock: socket.socket | None = None,
+    *,
+    on_ready: Callable[[], None] | None = None,
+) -> None:
+    """Serve until a signal ends it. `on_ready` is called once requests are accepted."""
+    server = Server(app, settings, on_ready=on_ready)
+    server.run(sockets=[sock or bind_socket(settings.host, settings.port)])
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with draining, and with our limits."""
+
+    def __init__(
+        self,
+        app: Starlette,
+        settings: ServerSettings,
+        *,
+        on_ready: Callable[[], None] | None = None,
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,  # the Guard writes it
+            server_header=False,
+            h11_max_incomplete_event_size=settings.max_header_bytes,
+            timeout_keep_alive=settings.idle_connection_s,
+            timeout_graceful_shutdown=2,  # after draining there is nothing left to wait for
+        )
+        super().__init__(config)
+        self._llm: AsyncLLM = app.state.llm
+        self._settings = settings
+        self._on_ready = on_ready
+        self._num_signals = 0
+        self._drained: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        except OSError as exc:  # another server took the port while the model was loading
+            raise _cannot_bind(self._settings.host, self._settings.port, exc) from None
+        if self._on_ready is not None:
+            self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Unlike uvicorn, keep answering while draining, and exit 0 afterwards."""
+        self._num_signals += 1
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._num_signals and self._drained is None:
+            log.info("shutting down: %d requests are running", self._llm.num_active)
+            self._drained = asyncio.create_task(self._drain())
+        if self._num_signals > 1:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._drained is not None:
+            self._drained.cancel()
+        await self._llm.shutdown(drain_timeout=0)
+        await super().shutdown(sockets)
+
+    async def _drain(self) -> None:
+        ended = await self._llm.drain(self._settings.shutdown_timeout_s)
+        if not ended:
+            log.warning("%d requests did not end in time", self._llm.num_active)
+        self.should_exit = True
+
+
+class Connection(H11Protocol):
+    """One connection. h11 limits how large the head of a request is; this adds how late."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_head()
+
+    def _await_head(self) -> None:
+        self._head_deadline = self.loop.time() + HEAD_TIMEOUT_S
+        self.loop.call_later(HEAD_TIMEOUT_S, self._check_head)
+
+    def _check_head(self) -> None:
+        waiting = self.cycle is None or self.cycle.response_complete
+        if waiting and self.loop.time() >= self._head_deadline and not self.transport.is_closing():
+            self.transport.close()
+
+
+def _cannot_bind(host: str, port: int, exc: Exception) -> ConfigError:
+    code = getattr(exc, "errno", None)
+    if code == errno.EADDRINUSE:
+        return ConfigError(
+            f"port {port} on {host} is in use{_listener(port) or ''}; "
+            "stop that program, or choose another port with --port (0 takes any free one)"
+        )
+    if code == errno.EACCES:
+        return ConfigError(
+            f"port {port} on {host} needs more rights than this user has; use one above 1023"
+        )
+    if code == errno.EADDRNOTAVAIL:
+        return ConfigError(f"{host} is no address of this machine; check --host")
+    return ConfigError(f"can't listen on {host}:{port}: {exc}")
+
+
+def _listener(port: int) -> str | None:
+    """Who listens on the port, as far as this user may know."""
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        connections: list[Any] = psutil.net_connections("tcp")
+    except (psutil.Error, OSError):
+        return None
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+            if connection.pid is None:
+                return " by a process of another user"
+            try:
+                name = psutil.Process(connection.pid).name()
+            except psutil.Error:
+                return f" by process {connection.pid}"
+            return f" by process {connection.pid} ({name})"
+    return None

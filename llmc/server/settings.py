@@ -1,0 +1,28 @@
+"""Options of the HTTP server, with the limits that keep one client from hurting the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_PROMPTS = 256  # prompts in one completions call
+MAX_SEQUENCES = 512  # prompts times n in one call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How the server listens, whom it lets in, and how long it waits. Times in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: Sequence[str] = ()  # the first is shown; empty: the model's own name
+    api_keys: Sequence[str] = ()  # empty: anyone who reaches the port
+    allowed_hosts: Sequence[str] = ()  # further Host names to accept on loopback without keys
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_header_bytes: int = 64 * 1024
+    body_timeout_s: float = 30.0
+    keep_alive_s: float = 15.0  # a comment on a quiet stream
+    stalled_reader_s: float = 30.0  # then the reader is cut and its request aborted
+    idle_connection_s: int = 30
+    shutdown_timeout_s: float = 30.0
+    access_log: bool = True

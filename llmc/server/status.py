@@ -1,0 +1,38 @@
+"""/health, /ready, /ping, /version, /metrics: for load balancers, dashboards and people."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import llmc
+from llmc.async_llm import AsyncLLM
+from llmc.errors import EngineDeadError
+from llmc.server.errors import ApiError, json_response
+
+
+async def health(request: Request) -> Response:
+    """200 as long as the engine lives."""
+    llm: AsyncLLM = request.app.state.llm
+    llm.check_health()
+    return json_response({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    """200 when a request sent now can expect an answer."""
+    llm: AsyncLLM = request.app.state.llm
+    llm.check_health()
+    if llm.is_draining:
+        raise ApiError(503, "the server is shutting down", code="shutting_down")
+    if llm.is_stalled:
+        raise EngineDeadError("requests are waiting and the engine makes no progress")
+    return json_response({"status": "ready"})
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": llmc.__version__})
+
+
+async def metrics(request: Request) -> Response:
+    text = request.app.state.metrics.render()
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

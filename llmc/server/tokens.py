@@ -1,0 +1,79 @@
+"""/tokenize, /detokenize, /tokenizer_info: the model's tokenizer over HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmc.async_llm import AsyncLLM
+from llmc.engine.admission import check_prompt
+from llmc.errors import InvalidRequestError
+from llmc.sampling_params import SamplingParams
+from llmc.server.body import read_body
+from llmc.server.chat import prepare_messages
+from llmc.server.errors import json_response
+from llmc.server.models import model_name
+from llmc.server.protocol import DetokenizeBody, TokenizeBody
+
+ONE_TOKEN = SamplingParams(max_tokens=1)
+
+
+async def tokenize(request: Request) -> Response:
+    body = await read_body(request, TokenizeBody)
+    model_name(request, body.model)
+    llm: AsyncLLM = request.app.state.llm
+    tokenizer = llm.inputs.need_tokenizer("prompt")
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("send either prompt or messages", param="prompt")
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        tokens = await llm.encode(body.prompt, add_special_tokens=special)
+    else:
+        assert body.messages is not None, "one of the two is there"
+        extra = body.chat_template_kwargs or {}
+        source = await prepare_messages(llm, body, body.messages, ONE_TOKEN, extra)
+        tokens = source.prompt_token_ids
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": llm.info.max_model_len,
+        "tokens": tokens,
+        "token_strs": tokenizer.tokens(tokens) if body.return_token_strs else None,
+    }
+    return json_response(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    body = await read_body(request, DetokenizeBody)
+    model_name(request, body.model)
+    llm: AsyncLLM = request.app.state.llm
+    tokenizer = llm.inputs.need_tokenizer("tokens")
+    if body.tokens:
+        try:
+            check_prompt(body.tokens, llm.info.vocab_size)
+        except InvalidRequestError as exc:
+            exc.param = "tokens"
+            raise
+    return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """What an evaluation harness needs to use this tokenizer from afar."""
+    llm: AsyncLLM = request.app.state.llm
+    tokenizer = llm.inputs.need_tokenizer("tokenizer_info")
+    hf = tokenizer.hf
+    return json_response(
+        {
+            "tokenizer_class": type(hf).__name__,
+            "vocab_size": tokenizer.size,
+            "model_max_length": llm.info.max_model_len,
+            "bos_token": hf.bos_token,
+            "eos_token": hf.eos_token,
+            "pad_token": hf.pad_token,
+            "unk_token": hf.unk_token,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "chat_template": tokenizer.chat_template,
+        }
+    )
