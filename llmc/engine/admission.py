@@ -38,6 +38,8 @@ def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
     check_prompt(message.prompt_token_ids, limits.vocab_size)
     check_sampling_ids(sampling, limits.vocab_size)
     eos = frozenset() if sampling.ignore_eos else limits.eos_token_ids
+    stop = eos.union(sampling.stop_token_ids or ())
+    check_something_allowed(sampling, stop)
     return Request(
         request_id=message.request_id,
         token_ids=list(message.prompt_token_ids),
@@ -46,7 +48,7 @@ def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
         seed=default_seed if sampling.seed is None else sampling.seed,
         max_total_tokens=total_tokens(len(message.prompt_token_ids), sampling.max_tokens, limits),
         eos_token_ids=eos,
-        stop_token_ids=eos.union(sampling.stop_token_ids or ()),
+        stop_token_ids=stop,
     )
 
 
@@ -57,7 +59,7 @@ def derive_seed(engine_seed: int, count: int) -> int:
 
 
 def check_prompt(token_ids: Sequence[int], vocab_size: int) -> None:
-    if not token_ids:
+    if len(token_ids) == 0:
         raise InvalidRequestError(
             "the prompt is empty; it must have at least one token", param="prompt"
         )
@@ -80,6 +82,17 @@ def check_sampling_ids(sampling: SamplingParams, vocab_size: int) -> None:
     _check_ids("stop_token_ids", sampling.stop_token_ids or (), vocab_size)
     _check_ids("logit_bias", sampling.logit_bias or (), vocab_size)
     _check_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+
+
+def check_something_allowed(sampling: SamplingParams, stop: frozenset[int]) -> None:
+    """Before `min_tokens` the stop tokens are banned; something else must be allowed then."""
+    allowed = sampling.allowed_token_ids
+    if sampling.min_tokens > 0 and allowed is not None and stop.issuperset(allowed):
+        raise InvalidRequestError(
+            f"allowed_token_ids has only tokens that end the text, but min_tokens="
+            f"{sampling.min_tokens} bans those at first; allow another token",
+            param="allowed_token_ids",
+        )
 
 
 def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:

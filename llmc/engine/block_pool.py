@@ -70,9 +70,10 @@ class BlockPool:
 
     def publish(self, block: int, digest: bytes) -> None:
         """Let others find this full, computed block. A second copy of a content stays private."""
-        if self.enable_prefix_caching and self._digest_of[block] is None:
-            if self._block_of.setdefault(digest, block) == block:
-                self._digest_of[block] = digest
+        if not self.enable_prefix_caching or self._digest_of[block] is not None:
+            return
+        if self._block_of.setdefault(digest, block) == block:
+            self._digest_of[block] = digest
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Never share these blocks again: what they hold is not to be trusted."""

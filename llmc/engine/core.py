@@ -56,7 +56,9 @@ class EngineCore:
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             block_size=block_size,
-            eos_token_ids=frozenset(eos_token_ids),
+            # A checkpoint may name an end token beyond its logits; it can't be drawn, and must
+            # not become an index in the runner.
+            eos_token_ids=frozenset(token for token in eos_token_ids if 0 <= token < vocab_size),
         )
         self._scheduler = Scheduler(
             num_blocks=num_blocks,
@@ -87,7 +89,7 @@ class EngineCore:
         self._scheduler.add(request)
 
     def abort(self, request_id: str) -> RequestUpdate | None:
-        """End a request; None when it is unknown or over, which is no error: it may just be done."""
+        """End a request. None when it is unknown or over: no error, it may just have ended."""
         return self._scheduler.abort(request_id)
 
     def step(self) -> list[RequestUpdate]:

@@ -63,7 +63,6 @@ class RowTable:
         assert request.row is not None and request.num_in_flight == 0
         self.pool.give_back(request.blocks)
         request.blocks = []
-        request.capacity = request.num_published = 0
         self.owners[request.row] = None
         self._released.add(request.row)
         heapq.heappush(self._free, request.row)
@@ -83,13 +82,13 @@ class RowTable:
     # Prefix cache
 
     def publish(self, request: Request, num_computed: int) -> None:
-        """Let others share the blocks that are now computed to the end."""
+        """Let others share the blocks that are now computed to the end; the count only grows."""
         num_full = num_computed // self.pool.block_size
-        if num_full > request.num_published and self.pool.enable_prefix_caching:
+        if self.pool.enable_prefix_caching:
             self._extend_digests(request, num_full)
             for index in range(request.num_published, num_full):
                 self.pool.publish(request.blocks[index], request.digests[index])
-            request.num_published = num_full
+        request.num_published = num_full
 
     def _find_prefix(self, request: Request) -> list[int]:
         if not self.pool.enable_prefix_caching:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from llmc.engine.block_pool import BlockPool
 from llmc.engine.messages import RequestUpdate
@@ -38,7 +39,6 @@ class _Draft:
     requests: list[Request] = field(default_factory=list)  # aligned with `work`
     new_rows: list[NewRow] = field(default_factory=list)
     num_samples: int = 0
-    short_of_blocks: bool = False
     plan: StepPlan | None = None
 
 
@@ -119,8 +119,7 @@ class Scheduler:
             if draft.budget == 0:
                 break
             self._put(draft, request, request.num_tokens - request.num_computed, ())
-        if not draft.short_of_blocks:
-            self._plan_waiting(draft)
+        self._plan_waiting(draft)
         if not draft.work:
             return None
         draft.plan = StepPlan(
@@ -151,7 +150,7 @@ class Scheduler:
                 pass  # its last token is in flight
             elif request.num_tokens <= request.capacity:
                 self._put(draft, request, 1, ())
-            elif self._make_room(request, draft):
+            elif self._make_room(request):
                 self._put(draft, request, 1, (self.rows.grow(request),))
         return prefills
 
@@ -202,10 +201,13 @@ class Scheduler:
 
     # Room
 
-    def _make_room(self, request: Request, draft: _Draft) -> bool:
-        """See that a block is free, preempting if need be. False: not in this step."""
+    def _make_room(self, request: Request) -> bool:
+        """See that a block is free, preempting if need be. False: not in this step.
+
+        A victim goes to the head of the queue, where it needs more than it just gave up, so this
+        step can't let it in again.
+        """
         while self.pool.num_free == 0:
-            draft.short_of_blocks = True
             if self._num_leaving:  # blocks come back with the step in flight; wait for them
                 return False
             victim = self.running[-1]
@@ -220,7 +222,6 @@ class Scheduler:
         self.waiting[request.request_id] = request
         self.waiting.move_to_end(request.request_id, last=False)
         request.state = RequestState.PREEMPTED
-        request.num_computed = 0
         self.num_preemptions += 1
         self._leave(request)
 
@@ -236,27 +237,29 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Apply the result of the oldest plan in flight."""
         draft = self._oldest(plan)
-        tokens, logprobs = result.token_ids, result.logprobs or [None] * draft.num_samples
-        if not len(tokens) == len(logprobs) == draft.num_samples:
+        tokens, logprobs = result.token_ids, result.logprobs or repeat(None, draft.num_samples)
+        if len(tokens) != draft.num_samples or len(result.logprobs) not in (0, len(tokens)):
             raise ValueError(
                 f"step {plan.step} samples {draft.num_samples} rows, but its result has "
-                f"{len(tokens)} tokens and {len(logprobs)} logprobs"
+                f"{len(tokens)} tokens and {len(result.logprobs)} logprobs"
             )
         self._in_flight.popleft()
-        caching = self.pool.enable_prefix_caching
+        block_size = self.pool.block_size
         updates: list[RequestUpdate] = []
-        drawn = iter(zip(tokens, logprobs, strict=True))
+        drawn = zip(tokens, logprobs, strict=True)
         for request, work in zip(draft.requests, plan.work, strict=True):
             request.num_in_flight -= 1
-            token, logprob = next(drawn) if work.sample else (None, None)
-            if request.state is not FINISHED:
-                if not work.sample or token is not None:
-                    if caching:
-                        self.rows.publish(request, work.start + work.num_tokens)
+            token, logprob = next(drawn) if work.sample else _NOTHING_DRAWN
+            if request.state is FINISHED:
+                pass  # ended while this step was in flight: its work is dropped
+            elif work.sample and token is None:
+                updates.append(self._fail_request(request, _NOT_FINITE))
+            else:
+                num_computed = work.start + work.num_tokens
+                if num_computed // block_size > request.num_published:
+                    self.rows.publish(request, num_computed)
                 if token is not None:
                     updates.append(self._take_token(request, token, logprob))
-                elif work.sample:
-                    updates.append(self._fail_request(request, _NOT_FINITE))
             if request.state is not RUNNING and not request.num_in_flight:
                 self._settle(request)
         return updates
@@ -355,6 +358,7 @@ class Scheduler:
             raise AssertionError("scheduler: not true that " + "; nor that ".join(broken))
 
 
+_NOTHING_DRAWN: tuple[None, None] = (None, None)
 _NOT_FINITE = (
     "the model's logits for this request were not finite (NaN or infinity), so no token could be "
     "drawn; the weights or the number format may be at fault"
