@@ -31,6 +31,7 @@ STATUS_NAMES: dict[int, tuple[str, str]] = {
     408: ("invalid_request_error", "request_timeout"),
     413: ("invalid_request_error", "body_too_large"),
     415: ("invalid_request_error", "unsupported_media_type"),
+    431: ("invalid_request_error", "headers_too_large"),
     429: ("rate_limit_error", "queue_full"),
     500: ("server_error", "internal_error"),
     503: ("server_error", "unavailable"),
@@ -82,7 +83,7 @@ def error_response(error: ApiError) -> Response:
         headers["retry-after"] = RETRY_AFTER_S
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 413, 415):
+    if error.status in (408, 413, 415, 431):
         headers["connection"] = "close"  # the rest of the body is not read
     return json_response(error_body(error), error.status, headers)
 

@@ -81,6 +81,7 @@ class Guard:
 
     def _admit(self, scope: Scope) -> None:
         path = scope["path"]
+        self._check_size(scope)
         if self._check_host:
             self._check_names(scope)
         if path in PUBLIC_PATHS:
@@ -91,6 +92,17 @@ class Guard:
             )
         if self._is_draining():
             raise ApiError(503, "the server is shutting down", code="shutting_down")
+
+    def _check_size(self, scope: Scope) -> None:
+        """h11 looks at the size only of a head that has not come to its end."""
+        settings = self._settings
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        if len(scope["headers"]) > settings.max_headers or size > settings.max_header_bytes:
+            raise ApiError(
+                431,
+                f"{len(scope['headers'])} headers of {size} bytes; the limits are "
+                f"{settings.max_headers} and {settings.max_header_bytes}",
+            )
 
     def _has_key(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"x-api-key"]

@@ -30,6 +30,8 @@ HEAD_TIMEOUT_S = 30.0  # from opening, or from the last answer, to the end of a 
 
 def bind_socket(host: str, port: int) -> socket.socket:
     """A socket on host:port (0: any free port), or ConfigError saying who is in the way."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"can't listen on port {port}; ports are 0 to 65535 (0: any free one)")
     try:
         found = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG

@@ -20,6 +20,7 @@ class ServerSettings:
     allowed_hosts: Sequence[str] = ()  # further Host names to accept on loopback without keys
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
+    max_headers: int = 100
     body_timeout_s: float = 30.0
     keep_alive_s: float = 15.0  # a comment on a quiet stream
     stalled_reader_s: float = 30.0  # then the reader is cut and its request aborted

@@ -1,0 +1,252 @@
+"""What each endpoint answers to a good request, streamed and not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from live_server import Live, live_server
+from scripted_engine import REPLY, SCRIPTS
+
+from llmc.server.settings import ServerSettings
+
+COUNT = SCRIPTS["count"]
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "count"}]
+
+
+def test_completion(live: Live) -> None:
+    answer = live.complete().json()
+    [choice] = answer["choices"]
+    assert (answer["object"], answer["model"]) == ("text_completion", "scripted")
+    assert answer["id"].startswith("cmpl-")
+    assert (choice["text"], choice["finish_reason"], choice["index"]) == (COUNT, "stop", 0)
+    usage = answer["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens"] == len(live.scripted.tokenizer.encode("count"))
+
+
+def test_completion_defaults_to_16_tokens(live: Live) -> None:
+    answer = live.post("/v1/completions", {"prompt": "x"}).json()
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_every_form_of_prompt(live: Live) -> None:
+    ids = live.scripted.tokenizer.encode("count")
+    for prompt in ("count", ["count"], ids, [ids]):
+        assert live.complete(prompt=prompt).json()["choices"][0]["text"] == COUNT
+
+
+def test_many_prompts_number_their_choices_through(live: Live) -> None:
+    answer = live.complete(prompt=["x", "count"], n=2, max_tokens=100).json()
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+    assert [c["text"] for c in answer["choices"]] == [REPLY, REPLY, COUNT, COUNT]
+    events = live.events("/v1/completions", {"prompt": ["x", "count"], "n": 2, "max_tokens": 100})
+    texts = ["", "", "", ""]
+    for event in events:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [REPLY, REPLY, COUNT, COUNT]
+
+
+def test_echo(live: Live) -> None:
+    assert live.complete(echo=True).json()["choices"][0]["text"] == "count" + COUNT
+    events = live.events("/v1/completions", {"prompt": "count", "echo": True, "max_tokens": 100})
+    assert "".join(e["choices"][0]["text"] for e in events) == "count" + COUNT
+
+
+def test_completion_logprobs(live: Live) -> None:
+    answer = live.complete(max_tokens=3, logprobs=2).json()
+    logprobs = answer["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == 3 and len(logprobs["token_logprobs"]) == 3
+    assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"])
+    assert logprobs["text_offset"] == [0, 3, 7]
+
+
+def test_chat(live: Live) -> None:
+    answer = live.chat().json()
+    [choice] = answer["choices"]
+    assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
+    assert choice["message"] == {"role": "assistant", "content": COUNT, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+def test_chat_may_fill_the_context(live: Live) -> None:
+    usage = live.chat("x", ignore_eos=True).json()["usage"]
+    assert usage["total_tokens"] == live.scripted.info.max_model_len
+
+
+def test_chat_logprobs_with_bytes(live: Live) -> None:
+    answer = live.chat("emoji", logprobs=True, top_logprobs=2, max_tokens=4).json()
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert bytes(b for entry in content for b in entry["bytes"]).decode() == "\U0001f642"
+    assert content[0]["token"] == "bytes:\\xf0"
+    assert [len(entry["top_logprobs"]) for entry in content] == [2] * 4
+
+
+def test_text_parts_and_kwargs(live: Live) -> None:
+    parts = [{"type": "text", "text": "co"}, {"type": "text", "text": "unt"}]
+    answer = live.chat(parts, chat_template_kwargs={"enable_thinking": False}).json()
+    assert answer["choices"][0]["message"]["content"] == REPLY  # "co\nunt" is another word
+
+
+def test_return_token_ids(live: Live) -> None:
+    answer = live.chat(return_token_ids=True).json()
+    ids = answer["choices"][0]["token_ids"]
+    assert live.scripted.tokenizer.decode(ids) == COUNT
+    assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+
+
+def test_chat_stream_contract(live: Live) -> None:
+    events = live.events(CHAT, {"messages": MESSAGES})
+    assert len({(e["id"], e["created"], e["model"], e["object"]) for e in events}) == 1
+    assert events[0]["object"] == "chat.completion.chunk"
+    first, *rest = [e["choices"][0] for e in events]
+    assert first["delta"] == {"role": "assistant", "content": ""}
+    assert all("role" not in choice["delta"] for choice in rest)
+    assert "".join(choice["delta"].get("content", "") for choice in rest) == COUNT
+    assert [c["finish_reason"] for c in rest if c["finish_reason"]] == ["stop"]
+    assert rest[-1]["finish_reason"] == "stop"
+    assert all("usage" not in event for event in events)
+
+
+def test_stream_usage_is_the_last_chunk(live: Live) -> None:
+    events = live.events(CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}})
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"] == live.chat().json()["usage"]
+    assert all("usage" not in event for event in events[:-1])
+
+
+def test_stream_of_several_choices(live: Live) -> None:
+    events = live.events(CHAT, {"messages": MESSAGES, "n": 3})
+    texts, ends = ["", "", ""], []
+    for event in events:
+        [choice] = event["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+        ends += [choice["index"]] if choice["finish_reason"] else []
+    assert texts == [COUNT] * 3 and sorted(ends) == [0, 1, 2]
+
+
+def test_stream_never_splits_a_character(live: Live) -> None:
+    events = live.events(CHAT, {"messages": [{"role": "user", "content": "emoji"}]})
+    texts = [e["choices"][0]["delta"].get("content", "") for e in events]
+    assert "".join(texts) == SCRIPTS["emoji"]
+    assert not any("\ufffd" in text for text in texts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string(live: Live, stream: bool) -> None:
+    body = {"prompt": "count", "max_tokens": 100, "stop": ["e fo", "never"]}
+    if stream:
+        choices = [e["choices"][0] for e in live.events("/v1/completions", body)]
+        text = "".join(choice["text"] for choice in choices)
+        last = choices[-1]
+    else:
+        last = live.post("/v1/completions", body).json()["choices"][0]
+        text = last["text"]
+    assert text == "one two thre"
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", "e fo")
+
+
+def test_stop_string_may_stay(live: Live) -> None:
+    answer = live.complete(stop="two", include_stop_str_in_output=True).json()
+    assert answer["choices"][0]["text"] == "one two"
+
+
+def test_stop_as_text_and_as_list_agree(live: Live) -> None:
+    one, many = live.complete(stop="six").json(), live.complete(stop=["six"]).json()
+    assert one["choices"] == many["choices"]
+
+
+def test_control_characters_pass(live: Live) -> None:
+    answer = live.complete(prompt="a\x00b\x1b[31m control").json()
+    assert answer["choices"][0]["text"] == SCRIPTS["control"]
+
+
+def test_models(live: Live) -> None:
+    [card] = live.client.get("/v1/models").json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("scripted", "model", 256)
+    assert live.client.get("/v1/models/scripted").json() == card
+    missing = live.client.get("/v1/models/other/name")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "model_not_found"
+
+
+def test_status_endpoints(live: Live) -> None:
+    for path in ("/health", "/ready", "/ping"):
+        assert live.client.get(path).status_code == 200
+    assert live.client.post("/ping").status_code == 200
+    assert live.client.get("/version").json()["version"]
+
+
+def test_tokenize_and_back(live: Live) -> None:
+    text = "h\u00e9llo <s> world"
+    answer = live.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == 256
+    assert live.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": text}
+    chat = live.post("/tokenize", {"messages": MESSAGES}).json()
+    assert chat["count"] == live.chat(max_tokens=1).json()["usage"]["prompt_tokens"]
+
+
+def test_tokenizer_info(live: Live) -> None:
+    info = live.client.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["bos_token"]) == ("</s>", "<s>")
+    assert "<|turn|>" in info["chat_template"]
+
+
+def test_metrics(live: Live) -> None:
+    live.complete()
+    live.wait_idle()
+    response = live.client.get("/metrics")
+    values = dict(
+        line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#")
+    )
+    label = '{model_name="scripted"}'
+    assert float(values[f"llmc:generation_tokens_total{label}"]) > 0
+    assert float(values[f"llmc:kv_cache_usage_perc{label}"]) == 0
+    assert float(values[f"llmc:time_to_first_token_seconds_count{label}"]) > 0
+    assert float(values[f"llmc:e2e_request_latency_seconds_count{label}"]) > 0
+    ended = 'llmc:request_success_total{finished_reason="stop",model_name="scripted"}'
+    assert float(values[ended]) > 0
+    assert response.headers["content-type"].startswith("text/plain")
+
+
+def test_request_id_is_kept_if_it_is_plain(live: Live) -> None:
+    given = live.client.get("/health", headers={"x-request-id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    for odd in ("a b", "x" * 1000, "<script>"):
+        made = live.client.get("/health", headers={"x-request-id": odd}).headers["x-request-id"]
+        assert made != odd and len(made) == 32
+
+
+def test_null_and_no_op_fields_are_accepted(live: Live) -> None:
+    extra: dict[str, Any] = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "temperature": None,
+        "tools": None,
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "logit_bias": None,
+        "stop": None,
+        "seed": None,
+        "best_of": 1,
+        "suffix": None,
+    }
+    assert live.complete(**extra).json()["choices"][0]["text"] == COUNT
+
+
+def test_served_names_and_model_defaults() -> None:
+    settings = ServerSettings(served_model_names=("first", "second"))
+    with live_server(settings, generation_defaults={"top_k": 5, "top_p": 7.0}) as live:
+        assert [m["id"] for m in live.client.get("/v1/models").json()["data"]] == [
+            "first",
+            "second",
+        ]
+        assert live.complete(model="second").json()["model"] == "second"
+        assert live.complete().json()["model"] == "first"
+        assert live.complete(model="scripted").status_code == 404
+        assert live.llm.get_default_sampling_params().top_k == 5  # and top_p=7 is left out
