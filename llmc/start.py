@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from llmc.compiler.program import Program
+    from llmc.compiler.upgrade import Upgrade
     from llmc.runner.model_runner import ModelRunner
 
 _PROFILE_TOKENS_CPU = 256  # activations grow with tokens, so a short step tells and starts faster
@@ -63,6 +65,7 @@ class Started:
     runner: ModelRunner
     info: ModelInfo
     phases: list[Phase]
+    upgrade: Upgrade | None = None  # a compilation under way, whose result will be exchanged in
 
 
 OnPhase = Callable[[Phase], None]
@@ -157,12 +160,16 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         pass_reports=tuple(str(r) for r in program.reports),
         generation_defaults=_sampling_defaults(files),
     )
-    return Started(engine=engine, runner=sized.runner, info=info, phases=clock.phases)
+    upgrade = _start_upgrade(program, sized, level) if level >= 1 else None
+    return Started(
+        engine=engine, runner=sized.runner, info=info, phases=clock.phases, upgrade=upgrade
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sized:
     runner: ModelRunner
+    bound: dict[str, Any]  # the tensors of the step: weights, caches, constants
     num_blocks: int
     max_model_len: int
     cache_bytes: int
@@ -259,6 +266,7 @@ def _size_and_bind(
     device: torch.device,
 ) -> _Sized:
     """Profile a step on a cache just large enough, size the pool from what is left, and bind."""
+    from llmc.compiler.lower import lower
     from llmc.compiler.program import bind
     from llmc.runner.kv_cache import allocate, bytes_per_token
     from llmc.runner.model_runner import ModelRunner
@@ -267,7 +275,9 @@ def _size_and_bind(
 
     per_token = bytes_per_token(program.caches, program.dtype)
 
-    def make(num_blocks: int, length: int, num_rows: int) -> ModelRunner:
+    def make(
+        num_blocks: int, length: int, num_rows: int
+    ) -> tuple[ModelRunner, dict[str, Any]]:
         caches = allocate(
             program.caches,
             num_blocks=num_blocks,
@@ -282,11 +292,12 @@ def _size_and_bind(
             vocab_size=program.vocab_size,
             device=device,
         )
-        return ModelRunner(bind(program, weights, caches), rows)
+        bound = bind(program, weights, caches)
+        return ModelRunner(lower(program.graph, bound), rows), bound
 
     tokens = min(config.max_num_batched_tokens, model_len)
     probed = min(tokens, _PROFILE_TOKENS_CPU) if device.type == "cpu" else tokens
-    probe = make(-(-probed // config.block_size), probed, 1)
+    probe, _ = make(-(-probed // config.block_size), probed, 1)
     peak = PeakMemory(device)
     peak.start()
     probe.execute(_profile_plan(probed, config.block_size))
@@ -296,13 +307,41 @@ def _size_and_bind(
     pool = size_pool(
         config, bytes_per_token=per_token, model_len=model_len, available=available
     )
+    runner, bound = make(pool.num_blocks, pool.max_model_len, config.max_num_seqs)
     return _Sized(
-        runner=make(pool.num_blocks, pool.max_model_len, config.max_num_seqs),
+        runner=runner,
+        bound=bound,
         num_blocks=pool.num_blocks,
         max_model_len=pool.max_model_len,
         cache_bytes=pool.cache_bytes,
         bytes_per_token=per_token,
     )
+
+
+def cache_dir() -> Path:
+    """Where compiled artifacts are kept: $LLMC_CACHE_DIR, else ~/.cache/llmc."""
+    return Path(os.environ.get("LLMC_CACHE_DIR") or Path.home() / ".cache" / "llmc")
+
+
+def _start_upgrade(program: Program, sized: _Sized, level: int) -> Upgrade:
+    """Compile the step in the background; it replaces the uncompiled one when it is ready."""
+    from llmc.compiler.inductor import compile_step
+    from llmc.compiler.lower import StepFunction
+    from llmc.compiler.upgrade import Upgrade
+
+    runner = sized.runner
+
+    def compile_now() -> StepFunction:
+        return compile_step(
+            program.graph, sized.bound, runner.rows.tables, level=level, cache_dir=cache_dir()
+        )
+
+    def install(step: StepFunction) -> None:
+        runner.step = step
+
+    upgrade = Upgrade(compile_now, install)
+    upgrade.start()
+    return upgrade
 
 
 def _profile_plan(tokens: int, block_size: int) -> Any:

@@ -19,12 +19,16 @@ from llmc.passes.inputs import StepInput, input_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFunction:
-    """call(**step inputs) -> (next_token [S] int64, logits [S, V]); inputs by contract name."""
+    """call(**step inputs) -> (next_token [S] int64, logits [S, V]); inputs by contract name.
+
+    Tokens, rows, samples and the block table's width must be at least `min_size`.
+    """
 
     call: Callable[..., tuple[Tensor, Tensor]]
     inputs: tuple[str, ...]
     source: str
     level: int = 0
+    min_size: int = 1
 
 
 def lower(gm: fx.GraphModule, bound: Mapping[str, Tensor]) -> StepFunction:

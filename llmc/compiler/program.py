@@ -1,4 +1,4 @@
-"""Config -> Program: build, capture and rewrite; then Program + weights + caches -> StepFunction.
+"""Config -> Program: build, capture and rewrite; then its weights, and every tensor bound.
 
 The one module that knows the order of the compiler's stages.
 """
@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 
 from llmc.compiler.build import build as build_module
 from llmc.compiler.capture import capture
-from llmc.compiler.lower import StepFunction, lower
 from llmc.compiler.weights import CheckpointWeights, WeightSource, make_weight
 from llmc.errors import CompileError
 from llmc.passes.base import PassReport, run_passes
@@ -135,8 +134,8 @@ def bind(
     program: Program,
     weights: Mapping[str, Tensor],
     caches: Sequence[tuple[Tensor, Tensor]],
-) -> StepFunction:
-    """The program as a callable. `caches[layer]` is (key cache, value cache)."""
+) -> dict[str, Tensor]:
+    """The tensor of every placeholder that is no step input; `caches[layer]` is (key, value)."""
     bound: dict[str, Tensor] = dict(weights)
     for node in program.graph.graph.nodes:
         role = input_of(node)
@@ -144,4 +143,4 @@ def bind(
             bound[node.name] = caches[role.layer][0 if role.part == "key" else 1]
         elif isinstance(role, ConstantInput):
             bound[node.name] = role.tensor.to(program.device)
-    return lower(program.graph, bound)
+    return bound

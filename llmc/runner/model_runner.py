@@ -21,7 +21,10 @@ def default_buckets(max_rows: int) -> tuple[int, ...]:
 
 
 class ModelRunner:
-    """Executes plans one after the other; implements the engine's Runner protocol."""
+    """Executes plans one after the other; implements the engine's Runner protocol.
+
+    `step` may be replaced by one of another level at any time: all levels share rows and caches.
+    """
 
     def __init__(
         self, step: StepFunction, rows: RowTables, buckets: Sequence[int] | None = None
@@ -44,20 +47,25 @@ class ModelRunner:
         if not plan.work:
             return StepResult(token_ids=())
         with torch.inference_mode():
-            packed = prepare(self.rows, plan, self._padded(plan))
-            tokens, logits = self._run(packed)
+            step = self.step  # may be exchanged by another thread between two steps
+            packed = prepare(self.rows, plan, self._padding(plan, step), step.min_size)
+            tokens, logits = self._run(step, packed)
             # the next step reads its input here; the host is told below
             self.rows.tables["history"][packed.row, packed.length.long()] = tokens.int()
             return self._result(plan, packed, tokens, logits)
 
-    def _padded(self, plan: StepPlan) -> int:
-        if not plan.is_decode:
-            return len(plan.work)
-        return next((b for b in self.buckets if b >= len(plan.work)), len(plan.work))
+    def _padding(self, plan: StepPlan, step: StepFunction) -> int:
+        """Dummy rows: up to the bucket in a decode step, up to the step's least size in any."""
+        rows = len(plan.work)
+        if plan.is_decode:
+            bucket = next((b for b in self.buckets if b >= rows), rows)
+            return max(bucket, step.min_size) - rows
+        sampled = sum(1 for work in plan.work if work.sample)
+        return max(0, step.min_size - min(rows, sampled))
 
-    def _run(self, packed: PackedStep) -> tuple[Tensor, Tensor]:
+    def _run(self, step: StepFunction, packed: PackedStep) -> tuple[Tensor, Tensor]:
         inputs = {name: getattr(packed, name) for name in self._packed_inputs}
-        return self.step.call(**inputs, **self._tables)
+        return step.call(**inputs, **self._tables)
 
     def _result(
         self, plan: StepPlan, packed: PackedStep, tokens: Tensor, logits: Tensor

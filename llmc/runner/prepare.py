@@ -30,10 +30,15 @@ class PackedStep:
     num_sampled: int
 
 
-def prepare(rows: RowTables, plan: StepPlan, padded_rows: int) -> PackedStep:
-    """`padded_rows` at least the plan's rows: the surplus computes one dummy token a row."""
+def prepare(
+    rows: RowTables, plan: StepPlan, padding: int = 0, min_blocks: int = 1
+) -> PackedStep:
+    """`padding` rows are added that compute and sample one dummy token each.
+
+    `min_blocks` is the least width of the block table (compiled steps take no width of 1).
+    """
     work, device = plan.work, rows.device
-    padding = padded_rows - len(work)
+    padded_rows = len(work) + padding
     delta = torch.tensor(
         [
             [w.row for w in work] + [rows.padding_row] * padding,
@@ -58,6 +63,7 @@ def prepare(rows: RowTables, plan: StepPlan, padded_rows: int) -> PackedStep:
         first = torch.repeat_interleave(start - query_start[:-1], count, output_size=total)
         positions = first + torch.arange(total, device=device)
         which = [i for i, w in enumerate(work) if w.sample]
+        which += range(len(work), padded_rows)
         sampled = torch.tensor(which, dtype=torch.int64, device=device)
     size = rows.block_size
     widest = max((w.start + w.num_tokens + size - 1) // size for w in work)
@@ -71,9 +77,9 @@ def prepare(rows: RowTables, plan: StepPlan, padded_rows: int) -> PackedStep:
         slot_mapping=slots,
         query_start=query_start,
         context_len=context.int(),
-        block_table=rows.block_table[row, :widest],
+        block_table=rows.block_table[row, : max(widest, min_blocks)],
         logits_index=(query_start[1:].long() - 1)[sampled],
         row=row[sampled],
         length=context[sampled].int(),
-        num_sampled=len(sampled) - (padding if plan.is_decode else 0),
+        num_sampled=len(sampled) - padding,
     )

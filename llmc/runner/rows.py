@@ -51,7 +51,7 @@ class RowTables:
             self.tables[name] = torch.zeros(shape, dtype=dtype, device=device)
         for name, dtype in PER_ROW.items():
             self.tables[name] = torch.zeros(rows, dtype=dtype, device=device)
-        max_blocks = (max_model_len + block_size - 1) // block_size
+        max_blocks = max(2, -(-max_model_len // block_size))  # compiled steps take no width of 1
         self.block_table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
         self.num_blocks = [0] * rows
         self.logprobs: list[int | None] = [None] * rows

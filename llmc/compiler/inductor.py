@@ -1,0 +1,116 @@
+"""The rewritten graph -> Inductor's code for it (level -O1 and up), compiled once for all sizes.
+
+The number of tokens, rows and samples stay symbolic. Inductor takes sizes 0 and 1 for constants,
+so a compiled step is called with at least MIN_SIZE of each (the runner pads), and one graph serves
+every step. Results are kept in the compile cache on disk for the next start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+from llmc.compiler.lower import StepFunction
+from llmc.passes.inputs import StepInput, input_of
+
+MIN_SIZE = 2
+
+# Example sizes, all different: equal sizes share a symbol, others do not.
+_TOKENS, _ROWS, _BLOCKS, _SAMPLES = 23, 11, 5, 7
+_SHAPES: dict[str, tuple[int, ...]] = {
+    "token_ids": (_TOKENS,),
+    "positions": (_TOKENS,),
+    "slot_mapping": (_TOKENS,),
+    "query_start": (_ROWS + 1,),
+    "context_len": (_ROWS,),
+    "block_table": (_ROWS, _BLOCKS),
+    "logits_index": (_SAMPLES,),
+    "row": (_SAMPLES,),
+    "length": (_SAMPLES,),
+}
+
+
+def compile_step(
+    gm: fx.GraphModule,
+    bound: Mapping[str, Tensor],
+    tables: Mapping[str, Tensor],
+    *,
+    level: int,
+    cache_dir: Path,
+) -> StepFunction:
+    """`bound` as in `lower.lower`; `tables` are the step inputs of a fixed shape, by name.
+
+    Takes seconds to minutes. Raises whatever Inductor raises; the caller keeps what it had.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir / "inductor"))
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
+    copy = fx.GraphModule(gm, fx.Graph())
+    env: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        env[node] = copy.graph.node_copy(node, lambda n: env[n])
+    names: list[str] = []
+    fixed: list[Tensor | None] = []
+    fakes: list[Any] = []
+    for node in copy.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        role = input_of(node)
+        if isinstance(role, StepInput):
+            names.append(role.name)
+            fixed.append(None)
+            fakes.append(_fake_step_input(mode, role.name, node.meta["val"], tables))
+        else:
+            names.append(node.name)
+            fixed.append(bound[node.name])
+            fakes.append(mode.from_tensor(bound[node.name], static_shapes=True))
+        node.meta = {"val": fakes[-1]}
+    _only_calls(copy.graph)
+    copy.recompile()
+    artifact = torch._inductor.standalone_compile(
+        copy,
+        fakes,
+        dynamic_shapes="from_graph",
+        options={"config_patches": {"max_autotune": level >= 3}},
+    )
+    return _bind(artifact, names, fixed, level)
+
+
+def _fake_step_input(
+    mode: FakeTensorMode, name: str, val: Tensor, tables: Mapping[str, Tensor]
+) -> Tensor:
+    if name in tables:
+        return mode.from_tensor(tables[name], static_shapes=True)
+    example = torch.empty(_SHAPES[name], dtype=val.dtype, device=val.device)
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK] * example.dim())
+    return mode.from_tensor(example, symbolic_context=context)
+
+
+def _only_calls(graph: fx.Graph) -> None:
+    """Inductor makes its own values of every call; ours are in another fake mode."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta = {}
+
+
+def _bind(
+    artifact: Any, names: list[str], fixed: list[Tensor | None], level: int
+) -> StepFunction:
+    inputs = tuple(name for name, tensor in zip(names, fixed, strict=True) if tensor is None)
+
+    def call(**step: Tensor) -> tuple[Tensor, Tensor]:
+        args = [step[n] if t is None else t for n, t in zip(names, fixed, strict=True)]
+        token, logits = artifact(*args)
+        return token, logits
+
+    return StepFunction(call=call, inputs=inputs, source="", level=level, min_size=MIN_SIZE)
