@@ -155,6 +155,24 @@ class AsyncLLM:
         """Check and tokenize; long texts in a worker thread, so that others go on."""
         return await self._work(_size(prompt), self.inputs.process, prompt, sampling)
 
+    async def prepare_many(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> list[Input]:
+        """`prepare` of each; an error names its prompt by its place."""
+
+        def process() -> list[Input]:
+            return [self._process_at(i, prompt, sampling) for i, prompt in enumerate(prompts)]
+
+        return await self._work(sum(map(_size, prompts)), process)
+
+    def _process_at(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Input:
+        try:
+            return self.inputs.process(prompt, sampling)
+        except InvalidRequestError as exc:
+            if exc.param == "prompt":
+                exc.param = f"prompt[{index}]"
+            raise
+
     async def prepare_chat(
         self,
         messages: Sequence[Message],

@@ -39,10 +39,14 @@ def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
 
 
 def start(config: EngineConfig, on_phase: Callable[[Phase], None] | None = None) -> Started:
-    """Load the model and build its engine. Imported late: this is where torch comes in."""
+    """Load the model and build its engine. Imported late: this is where torch comes in.
+
+    The engine's own queue is left without a limit: AsyncLLM refuses what is too much before it
+    gets there, and offline nothing is too much.
+    """
     from llmc.start import start_engine
 
-    return start_engine(config, on_phase)
+    return start_engine(dataclasses.replace(config, max_num_queued=None), on_phase)
 
 
 def load_tokenizer(config: EngineConfig, info: ModelInfo) -> Tokenizer | None:

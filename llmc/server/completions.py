@@ -48,14 +48,10 @@ async def create_completion(request: Request) -> GenerationResponse:
         max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
     )
-    sources = []
-    for index, prompt in enumerate(prompts):
-        try:
-            sources.append(await llm.prepare(prompt, sampling))
-        except InvalidRequestError as exc:
-            if len(prompts) > 1 and exc.param == "prompt":
-                exc.param = f"prompt[{index}]"
-            raise
+    if len(prompts) == 1:
+        sources = [await llm.prepare(prompts[0], sampling)]
+    else:
+        sources = await llm.prepare_many(prompts, sampling)
     call = CompletionCall(llm, body, model, sources)
     return GenerationResponse(llm, call, state.settings, state.metrics)
 

@@ -60,27 +60,19 @@ def render_chat(
         raise InvalidRequestError(
             f"chat_template_kwargs must not set {', '.join(taken)}", param="chat_template_kwargs"
         )
+    extra["add_generation_prompt"] = add_generation_prompt
+    extra["continue_final_message"] = continue_final_message
     if _spells_control_token(tokenizer, conversation) and _can_sanitize(tokenizer.hf):
-        extra["sanitize_control_tokens"] = True
-    return _apply(tokenizer, conversation, add_generation_prompt, continue_final_message, extra)
+        # Transformers marks the text while rendering, so it must tokenize too.
+        ids = _apply(tokenizer, conversation, tokenize=True, sanitize_control_tokens=True, **extra)
+        return [int(i) for i in ids]
+    text = _apply(tokenizer, conversation, tokenize=False, **extra)
+    return tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
 
 
-def _apply(
-    tokenizer: Tokenizer,
-    conversation: list[dict[str, Any]],
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    extra: dict[str, Any],
-) -> list[int]:
+def _apply(tokenizer: Tokenizer, conversation: list[dict[str, Any]], **options: Any) -> Any:
     try:
-        ids = tokenizer.hf.apply_chat_template(
-            conversation,
-            tokenize=True,
-            return_dict=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **extra,
-        )
+        return tokenizer.hf.apply_chat_template(conversation, return_dict=False, **options)
     # What a template refuses (its own raise_exception, an undefined name, a bad type, a range
     # beyond the sandbox's limit) is about these messages, not about the server.
     except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as exc:
@@ -89,7 +81,6 @@ def _apply(
             param="messages",
             code="chat_template_error",
         ) from exc
-    return [int(i) for i in ids]
 
 
 def _flat(index: int, message: Message) -> dict[str, Any]:

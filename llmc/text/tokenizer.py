@@ -8,12 +8,17 @@ use it. A tokenizer written in Python is used under a lock instead.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llmc.errors import CheckpointError, InvalidRequestError
+
+# Texts are encoded one at a time, so a thread pool in the tokenizer gains nothing, and it would
+# warn at every fork afterwards (torch.compile forks workers).
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Any of these makes a directory a plausible tokenizer; without them transformers' error is long.
 TOKENIZER_FILES = (
@@ -70,7 +75,11 @@ class Tokenizer:
         """Token ids of `text`, with the tokenizer's own BOS or EOS unless told otherwise."""
         check_text(text, "prompt")
         if self._backend is not None:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            # Of the encode methods the one that lets other threads run, and that skips offsets.
+            [encoding] = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return list(encoding.ids)
         with self._lock:
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
