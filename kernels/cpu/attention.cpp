@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kTileRows = 256;    // rows of an item in the tile kernel
 constexpr int64_t kMinSplit = 256;    // keys: a shorter part costs more to join than it saves
+constexpr int64_t kMinStream = 512;   // keys below which a decode splits heads instead
 constexpr int64_t kItemsPerThread = 4;
 
 struct Joined {  // rows whose keys were split in `parts` parts from `part` on
@@ -23,6 +24,10 @@ void zero_rows(const AttentionArgs& a, int64_t first, int64_t last) {
   if (last > first) std::memset(static_cast<T*>(a.out) + first * width, 0, (last - first) * width * sizeof(T));
 }
 
+bool is_stream(const AttentionArgs& a, const Item& item) {
+  return item.num_tokens == 1 && a.heads / a.kv_heads <= kMaxStreamRows;
+}
+
 void add_items(const AttentionArgs& a, int64_t group, std::vector<Item>& items) {
   const int64_t step = std::max<int64_t>(1, kTileRows / group);
   for (int64_t r = 0; r < a.requests; ++r) {
@@ -34,32 +39,59 @@ void add_items(const AttentionArgs& a, int64_t group, std::vector<Item>& items) 
       const int64_t first = first_visible(a, position), last = position + n;
       // a row of the tile kernel costs about as much as reading its share of the keys
       const int64_t cost = (last - first) * (8 + n * group) * (a.head_dim + a.v_dim) / 16;
-      for (int64_t h = 0; h < a.kv_heads; ++h)
-        items.push_back({r, h, start + t, n, position, first, last, -1, cost});
+      Item item{r, 0, 1, start + t, n, position, first, last, -1, cost};
+      if (is_stream(a, item)) {  // blocks hold all heads side by side: read them in that order
+        item.num_heads = a.kv_heads;
+        item.cost = cost * a.kv_heads;
+        items.push_back(item);
+        continue;
+      }
+      for (; item.kv_head < a.kv_heads; ++item.kv_head) items.push_back(item);
     }
   }
 }
 
-// Splits the keys of items that would leave other threads idle.
+// Splits an item in about `n` by heads, where it has several and its keys are few.
+int64_t split_heads(Item item, int64_t n, std::vector<Item>& out) {
+  const int64_t keys = item.last_key - item.first_key, heads = item.num_heads, first = item.kv_head;
+  const int64_t by_keys = std::max<int64_t>(1, keys / kMinStream);
+  const int64_t pieces = std::max<int64_t>(1, std::min(heads, (n + by_keys - 1) / by_keys));
+  const int64_t cost = item.cost;
+  for (int64_t i = 0; i < pieces; ++i) {
+    item.kv_head = first + heads * i / pieces;
+    item.num_heads = first + heads * (i + 1) / pieces - item.kv_head;
+    item.cost = cost * item.num_heads / heads;
+    out.push_back(item);
+  }
+  return pieces;
+}
+
+// Splits the items that would leave other threads idle, by heads and by keys.
 std::vector<Item> split_items(const std::vector<Item>& items, int64_t target, int64_t& parts,
                               std::vector<Joined>& joined) {
-  std::vector<Item> out;
+  std::vector<Item> out, pieces;
   out.reserve(items.size());
-  for (const Item& item : items) {
-    const int64_t keys = item.last_key - item.first_key;
-    const int64_t n = std::min((item.cost + target - 1) / target, keys / kMinSplit);
-    if (n <= 1) {
-      out.push_back(item);
-      continue;
-    }
-    joined.push_back({item, parts, n});
-    for (int64_t i = 0; i < n; ++i) {
-      Item part = item;
-      part.first_key = item.first_key + keys * i / n;
-      part.last_key = item.first_key + keys * (i + 1) / n;
-      part.cost = item.cost / n;
-      part.part = parts++;
-      out.push_back(part);
+  for (const Item& whole : items) {
+    const int64_t wanted = (whole.cost + target - 1) / target;
+    pieces.clear();
+    split_heads(whole, wanted, pieces);
+    const int64_t keys = whole.last_key - whole.first_key;
+    const int64_t n = std::min((wanted + int64_t(pieces.size()) - 1) / int64_t(pieces.size()),
+                               keys / kMinSplit);
+    for (const Item& piece : pieces) {
+      if (n <= 1) {
+        out.push_back(piece);
+        continue;
+      }
+      joined.push_back({piece, parts, n});
+      for (int64_t i = 0; i < n; ++i) {
+        Item part = piece;
+        part.first_key = piece.first_key + keys * i / n;
+        part.last_key = piece.first_key + keys * (i + 1) / n;
+        part.cost = piece.cost / n;
+        part.part = parts++;
+        out.push_back(part);
+      }
     }
   }
   return out;
@@ -69,7 +101,7 @@ template <class T>
 void join(const Plan& plan, const Joined& j) {
   const int64_t width = 2 + plan.a.v_dim;
   std::vector<float> acc(plan.a.v_dim);
-  for (int64_t row = 0; row < j.item.num_tokens * plan.group; ++row) {
+  for (int64_t row = 0; row < j.item.num_tokens * j.item.num_heads * plan.group; ++row) {
     const float* first = plan.partials + j.part * plan.partial_stride + row * width;
     float m = -kInf, l = 0;
     for (int64_t p = 0; p < j.parts; ++p) m = std::max(m, first[p * plan.partial_stride]);
@@ -106,17 +138,15 @@ void attend(const AttentionArgs& a) {
     std::stable_sort(items.begin(), items.end(),
                      [](const Item& x, const Item& y) { return x.cost > y.cost; });
   }
-  const int64_t stride = std::max(kTileRows, group) * (2 + a.v_dim);
+  const int64_t stride = std::max(kTileRows, a.heads) * (2 + a.v_dim);
   if (int64_t(partials.size()) < parts * stride) partials.resize(parts * stride);
   const Plan plan{a, group, partials.data(), stride};
-  const int64_t limit = stream_limit(a.dtype);
+  const bool amx = amx_streams(a);
   const Item* work = items.data();  // thread_local: the other threads must not name it
   parallel_items(int64_t(items.size()), threads, [&](int64_t i) {
     const Item& item = work[i];
-    if (item.num_tokens == 1 && group <= limit)
-      run_stream(plan, item);
-    else
-      run_tiles(plan, item);
+    if (!is_stream(a, item)) return run_tiles(plan, item);
+    amx ? run_stream_amx(plan, item) : run_stream(plan, item);
   });
   for (const Joined& j : joined) join<T>(plan, j);
 }

@@ -14,8 +14,8 @@
 
 namespace llmc {
 
-struct Item {  // some queries of one request and one KV head against a range of keys
-  int64_t request, kv_head;
+struct Item {  // some queries of one request, and KV heads, against a range of keys
+  int64_t request, kv_head, num_heads;  // more than one KV head only in the stream kernel
   int64_t token, num_tokens;  // index of the first query among the packed ones
   int64_t position;           // of the first query in its request
   int64_t first_key, last_key;
@@ -38,14 +38,7 @@ LLMC_INLINE int64_t first_visible(const AttentionArgs& a, int64_t position) {
   return first;
 }
 
-template <class T>
-LLMC_INLINE const T* key_row(const AttentionArgs& a, const Item& item, int64_t key) {
-  const int64_t block = a.block_table[item.request * a.table_stride + key / a.block_size];
-  return static_cast<const T*>(a.key_cache) + block * a.key_stride[0] +
-         item.kv_head * a.key_stride[1] + key % a.block_size * a.key_stride[2];
-}
-
-// Pointers to the key and value rows of [first, first + n).
+// Pointers to the key and value rows of [first, first + n), for the item's first KV head.
 template <class T>
 void find_rows(const AttentionArgs& a, const Item& item, int64_t first, int64_t n, const T** keys,
                const T** values) {
@@ -82,13 +75,15 @@ void write_output(const AttentionArgs& a, int64_t token, int64_t head, float m, 
   if (i < a.v_dim) store_n(out + i, load_n(acc + i, a.v_dim - i) * factor, a.v_dim - i);
 }
 
+// `row` counts the item's rows: KV heads slowest, then tokens, then heads of the group.
 template <class T>
 void finish_row(const Plan& plan, const Item& item, int64_t row, float m, float l,
                 const float* acc) {
   const AttentionArgs& a = plan.a;
   if (item.part < 0) {
-    write_output<T>(a, item.token + row / plan.group,
-                    item.kv_head * plan.group + row % plan.group, m, l, acc);
+    const int64_t of_head = item.num_tokens * plan.group, in_head = row % of_head;
+    write_output<T>(a, item.token + in_head / plan.group,
+                    (item.kv_head + row / of_head) * plan.group + in_head % plan.group, m, l, acc);
     return;
   }
   float* to = plan.partials + item.part * plan.partial_stride + row * (2 + a.v_dim);
@@ -125,9 +120,10 @@ class Arena {
 
 bool amx_ready();  // the CPU has bf16 tiles and the kernel lets this process use them
 
-void run_stream(const Plan&, const Item&);  // one token, few heads: bound by memory
-void run_tiles(const Plan&, const Item&);   // many rows: bound by arithmetic
-int64_t stream_limit(Dtype);                // most rows that run_stream takes
-constexpr int64_t kMaxStreamRows = 8;
+void run_stream(const Plan&, const Item&);      // one token, few heads: bound by memory
+void run_stream_amx(const Plan&, const Item&);  // the same with scores by AMX
+void run_tiles(const Plan&, const Item&);       // many rows: bound by arithmetic
+bool amx_streams(const AttentionArgs&);         // whether run_stream_amx will take its tokens
+constexpr int64_t kMaxStreamRows = 8;           // heads of a group in either
 
 }  // namespace llmc

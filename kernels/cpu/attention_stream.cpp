@@ -2,13 +2,10 @@
 //
 // Tiles of 64 keys: scores by dot products, softmax along the keys, then weights times values. The
 // next tile is prefetched meanwhile, since block tables defeat the hardware's prefetcher.
-#include "attention.h"
+#include "stream_values.h"
 
 namespace llmc {
 namespace {
-
-constexpr int64_t kTile = 64;
-constexpr int64_t kMaxDim = 1024;
 
 // Sums of sixteen vectors, as one vector.
 LLMC_INLINE v16f sum_each(const v16f acc[kLanes]) {
@@ -68,11 +65,6 @@ struct DotOf<bf16> {
 };
 #endif
 
-template <class T>
-LLMC_INLINE void prefetch_row(const T* row, int64_t width) {
-  for (int64_t i = 0; i < width; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i, 0, 2);
-}
-
 // scores[g][key] for the keys of a tile (a multiple of 16 of them; spare rows repeat the last).
 template <class T, int G>
 void tile_scores(const T* const* keys, const T* const* next, int64_t dim, int64_t padded,
@@ -103,76 +95,6 @@ void tile_scores(const T* const* keys, const T* const* next, int64_t dim, int64_
     store(sums, sum_each(acc));
     for (int j = 0; j < n; ++j)
       for (int g = 0; g < G; ++g) scores[g][k + j] = sums[j * G + g];
-  }
-}
-
-// Values are read as float lanes. A bf16 line is split in even and odd elements, which needs no
-// shuffle; `unpermute` puts the accumulator back in order at the end.
-template <int N>
-LLMC_INLINE void load_values(const float* p, v16f out[N]) {
-  for (int i = 0; i < N; ++i) out[i] = load(p + i * kLanes);
-}
-
-template <int N>
-LLMC_INLINE void load_values(const bf16* p, v16f out[N]) {
-  static_assert(N % 2 == 0, "a line of bf16 fills two vectors");
-  for (int i = 0; i < N / 2; ++i) {
-    v16u line;
-    std::memcpy(&line, p + 2 * i * kLanes, sizeof line);
-    out[2 * i] = (v16f)(line << 16);
-    out[2 * i + 1] = (v16f)(line & 0xffff0000u);
-  }
-}
-
-void unpermute(float* acc, int64_t dim) {
-  for (int64_t d = 0; d + 2 * kLanes <= dim; d += 2 * kLanes) {
-    float line[2 * kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      line[2 * i] = acc[d + i];
-      line[2 * i + 1] = acc[d + kLanes + i];
-    }
-    std::memcpy(acc + d, line, sizeof line);
-  }
-}
-
-template <class T, int G, int N>
-LLMC_INLINE void add_columns(const T* const* values, const T* const* next, int64_t n, int64_t d,
-                             const float (*weights)[kTile], float* acc, int64_t padded) {
-  v16f sum[G][N];
-  for (int g = 0; g < G; ++g)
-    for (int i = 0; i < N; ++i) sum[g][i] = load(acc + g * padded + d + i * kLanes);
-  for (int64_t k = 0; k < n; ++k) {
-    v16f value[N];
-    load_values<N>(values[k] + d, value);
-    if (next) {
-      constexpr int kLine = 64 / sizeof(T);
-      for (int i = 0; i < N * kLanes; i += kLine) __builtin_prefetch(next[k] + d + i, 0, 2);
-    }
-    for (int g = 0; g < G; ++g)
-      for (int i = 0; i < N; ++i) sum[g][i] += weights[g][k] * value[i];
-  }
-  for (int g = 0; g < G; ++g)
-    for (int i = 0; i < N; ++i) store(acc + g * padded + d + i * kLanes, sum[g][i]);
-}
-
-template <class T, int G>
-void add_values(const T* const* values, const T* const* next, int64_t n, int64_t dim,
-                const float (*weights)[kTile], float* acc, int64_t padded) {
-  constexpr int kWide = G <= 2 ? 8 : G <= 5 ? 4 : 2;
-  int64_t d = 0;
-  for (; d + kWide * kLanes <= dim; d += kWide * kLanes)
-    add_columns<T, G, kWide>(values, next, n, d, weights, acc, padded);
-  for (; d + 2 * kLanes <= dim; d += 2 * kLanes)
-    add_columns<T, G, 2>(values, next, n, d, weights, acc, padded);
-  for (; d < dim; d += kLanes) {
-    const int64_t left = std::min<int64_t>(kLanes, dim - d);
-    for (int64_t k = 0; k < n; ++k) {
-      const v16f value = load_n(values[k] + d, left);
-      for (int g = 0; g < G; ++g) {
-        float* to = acc + g * padded + d;
-        store(to, load(to) + weights[g][k] * value);
-      }
-    }
   }
 }
 
@@ -222,50 +144,35 @@ void stream(const Plan& plan, const Item& item) {
   using Query = typename DotOf<T>::type::Query;
   const AttentionArgs& a = plan.a;
   const int64_t dim = (a.head_dim + 31) / 32 * 32, v_dim = (a.v_dim + 31) / 32 * 32;
+  const int64_t rows = item.num_heads * G;
   static thread_local Arena arena;
-  arena.reset(G * (dim + v_dim) * sizeof(float) + 4096);
-  Query* query = arena.take<Query>(G * dim);
-  float* acc = arena.take<float>(G * v_dim);
-  std::fill(acc, acc + G * v_dim, 0.0f);
-  float m[G], l[G] = {};
-  for (int g = 0; g < G; ++g) {
-    m[g] = -kInf;
+  arena.reset(rows * (dim + v_dim + 2) * sizeof(float) + 4096);
+  Query* query = arena.take<Query>(rows * dim);
+  float* acc = arena.take<float>(rows * v_dim);
+  float *m = arena.take<float>(rows), *l = arena.take<float>(rows);
+  std::fill(acc, acc + rows * v_dim, 0.0f);
+  std::fill(m, m + rows, -kInf);
+  std::fill(l, l + rows, 0.0f);
+  for (int64_t row = 0; row < rows; ++row)
     pack_query(static_cast<const T*>(a.query) + item.token * a.query_stride[0] +
-                   (item.kv_head * G + g) * a.query_stride[1],
-               a.head_dim, dim, query + g * dim);
-  }
-  const T* rows[2][2][kTile];  // [tile parity][keys, values]
+                   (item.kv_head * G + row) * a.query_stride[1],
+               a.head_dim, dim, query + row * dim);
   alignas(64) float scores[G][kTile];
-  auto find = [&](int64_t first, const T** keys, const T** values) {
-    const int64_t n = std::min(kTile, item.last_key - first);
-    find_rows(a, item, first, n, keys, values);
-    for (int64_t i = n; i < kTile; ++i) keys[i] = keys[n - 1], values[i] = values[n - 1];
-  };
-  find(item.first_key, rows[0][0], rows[0][1]);
-  int parity = 0;
-  for (int64_t first = item.first_key; first < item.last_key; first += kTile, parity ^= 1) {
-    const bool more = first + kTile < item.last_key;
-    const int64_t n = std::min(kTile, item.last_key - first);
-    const T* const* next_keys = nullptr;
-    const T* const* next_values = nullptr;
-    if (more) {
-      find(first + kTile, rows[parity ^ 1][0], rows[parity ^ 1][1]);
-      next_keys = rows[parity ^ 1][0], next_values = rows[parity ^ 1][1];
-    }
-    tile_scores<T, G>(rows[parity][0], next_keys, a.head_dim, dim, query, scores);
+  walk_tiles<T>(a, item, item.first_key, [&](const Tile<T>& tile) {
+    const int64_t row = tile.head * G;
+    tile_scores<T, G>(tile.keys, tile.next_keys, a.head_dim, dim, query + row * dim, scores);
     for (int g = 0; g < G; ++g) {
-      const float slope = a.slopes ? a.slopes[item.kv_head * G + g] : 0.0f;
-      finish_scores(scores[g], first, n, {a.scale, a.softcap, slope, item.position});
-      const float factor = softmax(scores[g], m[g], l[g]);
-      if (factor != 1)
-        for (int64_t i = 0; i < v_dim; i += kLanes)
-          store(acc + g * v_dim + i, load(acc + g * v_dim + i) * factor);
+      const float slope = a.slopes ? a.slopes[item.kv_head * G + row + g] : 0.0f;
+      finish_scores(scores[g], tile.first, tile.end, {a.scale, a.softcap, slope, item.position});
+      const float factor = softmax(scores[g], m[row + g], l[row + g]);
+      if (factor != 1) scale_row(acc + (row + g) * v_dim, v_dim, factor);
     }
-    add_values<T, G>(rows[parity][1], next_values, n, a.v_dim, scores, acc, v_dim);
-  }
-  for (int g = 0; g < G; ++g) {
-    if (sizeof(T) == 2) unpermute(acc + g * v_dim, a.v_dim);
-    finish_row<T>(plan, item, g, m[g], l[g], acc + g * v_dim);
+    add_values<T, G>(tile.values, tile.next_values, 0, tile.end, a.v_dim, {scores[0], kTile, 1},
+                     acc + row * v_dim, v_dim);
+  });
+  for (int64_t row = 0; row < rows; ++row) {
+    if (sizeof(T) == 2) unpermute(acc + row * v_dim, a.v_dim);
+    finish_row<T>(plan, item, row, m[row], l[row], acc + row * v_dim);
   }
 }
 
@@ -284,10 +191,6 @@ void stream_group(const Plan& plan, const Item& item) {
 }
 
 }  // namespace
-
-int64_t stream_limit(Dtype) {
-  return kMaxStreamRows;
-}
 
 void run_stream(const Plan& plan, const Item& item) {
   plan.a.dtype == Dtype::f32 ? stream_group<float>(plan, item) : stream_group<bf16>(plan, item);

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -137,13 +138,14 @@ def is_loaded() -> bool:
 def _load_library() -> None:
     from llmc.kernels.cpu.fakes import register_fakes
 
+    load_library: Callable[[str], None] = torch.ops.load_library  # untyped in torch
     path = start_build().wait()
     try:
-        torch.ops.load_library(str(path))
+        load_library(str(path))
     except OSError as error:  # whole, yet unfit: such as for a libc that was replaced since
         _log.warning("can't load %s (%s); building it again", path, error)
         shutil.rmtree(path.parent, ignore_errors=True)
-        torch.ops.load_library(str(start_build().wait()))
+        load_library(str(start_build().wait()))
     register_fakes()
 
 

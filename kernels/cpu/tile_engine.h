@@ -5,12 +5,10 @@
 // store_weights, scores and add_values. Keys past `n` are packed as zeros, whatever memory holds.
 #pragma once
 
+#include "amx.h"
 #include "attention.h"
 #include "tile_gemm.h"
 
-#if defined(LLMC_AVX512_BF16) && defined(__AMX_BF16__) && defined(__linux__)
-#define LLMC_AMX 1
-#endif
 
 namespace llmc {
 
@@ -150,14 +148,7 @@ struct PairEngine : PairPacking<2> {
 struct AmxEngine : PairPacking<32> {
   static constexpr int64_t kPanels = 2, kKeyStep = 32;
 
-  static void enter() {
-    struct alignas(64) Config {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    _tile_loadconfig(&config);
-  }
+  static void enter() { enter_amx(); }
   static void leave() { _tile_release(); }
 
   // 16 x 16 words: row i of the result is column i of the rows.

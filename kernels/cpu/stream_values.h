@@ -1,0 +1,131 @@
+// The half of decode that both stream kernels share: weights times values, and the walk over tiles.
+#pragma once
+
+#include "attention.h"
+
+namespace llmc {
+
+constexpr int64_t kTile = 64;  // keys
+
+struct Weights {  // of head g and key k of a tile, whichever of the two lies densely
+  const float* data;
+  int64_t of_head, of_key;
+  float operator()(int64_t g, int64_t k) const {
+    return data[g * of_head + k * of_key];
+  }
+};
+
+template <class T>
+LLMC_INLINE void prefetch_row(const T* row, int64_t width) {
+  for (int64_t i = 0; i < width; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i, 0, 2);
+}
+
+// Values are read as float lanes. A bf16 line is split in even and odd elements, which needs no
+// shuffle; `unpermute` puts the accumulator back in order at the end.
+template <int N>
+LLMC_INLINE void load_values(const float* p, v16f out[N]) {
+  for (int i = 0; i < N; ++i) out[i] = load(p + i * kLanes);
+}
+
+template <int N>
+LLMC_INLINE void load_values(const bf16* p, v16f out[N]) {
+  static_assert(N % 2 == 0, "a line of bf16 fills two vectors");
+  for (int i = 0; i < N / 2; ++i) {
+    v16u line;
+    std::memcpy(&line, p + 2 * i * kLanes, sizeof line);
+    out[2 * i] = (v16f)(line << 16);
+    out[2 * i + 1] = (v16f)(line & 0xffff0000u);
+  }
+}
+
+inline void unpermute(float* acc, int64_t dim) {
+  for (int64_t d = 0; d + 2 * kLanes <= dim; d += 2 * kLanes) {
+    float line[2 * kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      line[2 * i] = acc[d + i];
+      line[2 * i + 1] = acc[d + kLanes + i];
+    }
+    std::memcpy(acc + d, line, sizeof line);
+  }
+}
+
+template <class T, int G, int N>
+LLMC_INLINE void add_columns(const T* const* values, const T* const* next, int64_t begin, int64_t end, int64_t d,
+                             const Weights& weights, float* acc, int64_t padded) {
+  v16f sum[G][N];
+  for (int g = 0; g < G; ++g)
+    for (int i = 0; i < N; ++i) sum[g][i] = load(acc + g * padded + d + i * kLanes);
+  for (int64_t k = begin; k < end; ++k) {
+    v16f value[N];
+    load_values<N>(values[k] + d, value);
+    if (next) {
+      constexpr int kLine = 64 / sizeof(T);
+      for (int i = 0; i < N * kLanes; i += kLine) __builtin_prefetch(next[k] + d + i, 0, 2);
+    }
+    for (int g = 0; g < G; ++g)
+      for (int i = 0; i < N; ++i) sum[g][i] += weights(g, k) * value[i];
+  }
+  for (int g = 0; g < G; ++g)
+    for (int i = 0; i < N; ++i) store(acc + g * padded + d + i * kLanes, sum[g][i]);
+}
+
+template <class T, int G>
+void add_values(const T* const* values, const T* const* next, int64_t begin, int64_t end, int64_t dim,
+                const Weights& weights, float* acc, int64_t padded) {
+  constexpr int kWide = G <= 2 ? 8 : G <= 5 ? 4 : 2;
+  int64_t d = 0;
+  for (; d + kWide * kLanes <= dim; d += kWide * kLanes)
+    add_columns<T, G, kWide>(values, next, begin, end, d, weights, acc, padded);
+  for (; d + 2 * kLanes <= dim; d += 2 * kLanes)
+    add_columns<T, G, 2>(values, next, begin, end, d, weights, acc, padded);
+  for (; d < dim; d += kLanes) {
+    const int64_t left = std::min<int64_t>(kLanes, dim - d);
+    for (int64_t k = begin; k < end; ++k) {
+      const v16f value = load_n(values[k] + d, left);
+      for (int g = 0; g < G; ++g) {
+        float* to = acc + g * padded + d;
+        store(to, load(to) + weights(g, k) * value);
+      }
+    }
+  }
+}
+
+LLMC_INLINE void scale_row(float* row, int64_t n, float factor) {
+  for (int64_t i = 0; i < n; i += kLanes) store(row + i, load(row + i) * factor);
+}
+
+template <class T>
+struct Tile {  // the keys [first, first + end) of one KV head; row pointers past `end` repeat the last
+  int64_t head, first, end;
+  const T* const *keys, *const *values;
+  const T* const *next_keys, *const *next_values;  // of the tile to come, or null
+};
+
+// Calls body(tile) for every tile from `start` on, for each of the item's heads in turn.
+template <class T, class Body>
+void walk_tiles(const AttentionArgs& a, const Item& item, int64_t start, const Body& body) {
+  const T* rows[2][2][kTile];  // [this, next][keys, values]
+  auto count = [&](int64_t first) { return std::min(kTile, item.last_key - first); };
+  auto find = [&](int64_t first, int64_t head, const T** keys, const T** values) {
+    const int64_t n = count(first);
+    find_rows(a, item, first, n, keys, values);
+    for (int64_t i = 0; i < kTile; ++i) {
+      keys[i] = i < n ? keys[i] + head * a.key_stride[1] : keys[n - 1];
+      values[i] = i < n ? values[i] + head * a.value_stride[1] : values[n - 1];
+    }
+  };
+  int now = 0;
+  find(start, 0, rows[0][0], rows[0][1]);
+  for (int64_t first = start; first < item.last_key; first += kTile)
+    for (int64_t head = 0; head < item.num_heads; ++head, now ^= 1) {
+      const bool same = head + 1 < item.num_heads;
+      const bool more = same || first + kTile < item.last_key;
+      if (more)
+        find(same ? first : first + kTile, same ? head + 1 : 0, rows[now ^ 1][0],
+             rows[now ^ 1][1]);
+      body(Tile<T>{head, first, count(first), rows[now][0], rows[now][1],
+                   more ? rows[now ^ 1][0] : nullptr, more ? rows[now ^ 1][1] : nullptr});
+    }
+}
+
+}  // namespace llmc

@@ -1,0 +1,213 @@
+"""Every C++ op against its reference: all cases, random shapes, strides, unwritten memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import op_cases
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from llmc.kernels.paged_attention import make_case, paged_attention
+from llmc.kernels.registry import OPS, Impl
+from llmc.kernels.sample import sample
+
+CPU = torch.device("cpu")
+NAMES = sorted(set(OPS) - {"attention"})
+
+
+def cpu_impl(name: str) -> Impl:
+    (impl,) = [impl for impl in OPS[name].impls if impl.name == "cpu"]
+    return impl
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    op_cases.require_cpu_ops()
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fresh memory holds NaN (and the largest integer), so an unwritten output shows."""
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(was)
+
+
+@pytest.fixture(params=[1, 2], ids=["1thread", "2threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    was = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(was)
+
+
+def test_every_op_has_a_cpu_version() -> None:
+    assert [name for name in NAMES if not OPS[name].impls] == []
+    for name in NAMES:
+        schema = str(cpu_impl(name).op()._schema).replace("llmc_cpu::", "llmc::")
+        arguments = [(a.name, str(a.type)) for a in cpu_impl(name).op()._schema.arguments]
+        assert arguments == [(a.name, str(a.type)) for a in OPS[name].overload._schema.arguments]
+        assert schema.startswith(f"llmc::{name}(")
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name,dtype,index", op_cases.case_params(NAMES))
+def test_equals_the_reference(name: str, dtype: torch.dtype, index: int) -> None:
+    case, impl = list(op_cases.cases(name, dtype))[index], cpu_impl(name)
+    assert impl.available() and impl.supports(*case)
+    op_cases.assert_same_effect(OPS[name].reference, impl.op(), case, dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name: str) -> None:
+    case = op_cases.copy_case(list(op_cases.cases(name, torch.float32))[-1])
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    assert set(torch.library.opcheck(cpu_impl(name).op(), case, test_utils=checks).values()) == {
+        "SUCCESS"
+    }
+
+
+ATTENTION_TOLERANCE = {  # a bf16 weight and a bf16 output each round once
+    torch.float32: {"rtol": 2e-5, "atol": 2e-5},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
+
+
+def assert_attention(case: tuple[Any, ...]) -> None:
+    got = torch.ops.llmc_cpu.paged_attention(*case)
+    want = paged_attention.reference(*case)
+    torch.testing.assert_close(got, want, **ATTENTION_TOLERANCE[case[0].dtype])
+
+
+requests = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 90)).map(lambda x: (x[0], x[0] + x[1])),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    lengths=requests,
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (7, 1), (12, 1), (3, 3)]),
+    dims=st.sampled_from([(16, 16), (32, 32), (64, 64), (80, 48), (64, 96), (20, 36)]),
+    block_size=st.sampled_from([1, 8, 16, 32]),
+    limits=st.sampled_from([(0, 0), (9, 0), (0, 16), (33, 24)]),
+    extras=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    dtype=st.sampled_from(op_cases.DTYPES),
+    seed=st.integers(0, 100),
+)
+def test_attention_of_random_shapes(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    block_size: int,
+    limits: tuple[int, int],
+    extras: tuple[bool, bool, bool],
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    case = make_case(
+        lengths, *heads, *dims, block_size, CPU, dtype, window=limits[0], chunk=limits[1],
+        softcap=3.0 if extras[0] else 0.0, sinks=extras[1], alibi=extras[2], seed=seed,
+    )  # fmt: skip
+    assert_attention(case)
+
+
+@pytest.mark.parametrize("dtype", op_cases.DTYPES)
+@pytest.mark.parametrize("heads,dim", [((2, 1), 64), ((8, 1), 64), ((16, 1), 64), ((2, 1), 576)])
+def test_attention_splits_long_contexts(
+    threads: int, dtype: torch.dtype, heads: tuple[int, int], dim: int
+) -> None:
+    lengths = [(1, 4100), (300, 700), (1, 5), (2, 1500)]
+    case = make_case(lengths, *heads, dim, dim, 32, CPU, dtype, sinks=True, seed=threads)
+    assert_attention(case)
+
+
+def test_attention_reads_strided_queries_and_caches() -> None:
+    query, key_cache, value_cache, *rest = make_case(
+        [(1, 40), (9, 9)], 4, 2, 32, 32, 16, CPU, torch.bfloat16
+    )
+    packed = torch.cat([query, torch.full_like(query, float("nan"))], dim=-1)[..., :32]
+    both = torch.stack([key_cache, value_cache], dim=1)  # one allocation, keys beside values
+    got = torch.ops.llmc_cpu.paged_attention(packed, both[:, 0], both[:, 1], *rest)
+    want = paged_attention.reference(query, key_cache, value_cache, *rest)
+    torch.testing.assert_close(got, want, **ATTENTION_TOLERANCE[torch.bfloat16])
+
+
+def test_large_scores_do_not_overflow() -> None:
+    for dtype in op_cases.DTYPES:
+        for lengths in ([(1, 200)], [(64, 200)]):
+            case = list(make_case(lengths, 4, 2, 64, 64, 16, CPU, dtype))
+            case[6] = 40.0
+            got = torch.ops.llmc_cpu.paged_attention(*case)
+            assert bool(got.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", op_cases.DTYPES)
+def test_norm_and_activation_take_strided_rows(dtype: torch.dtype) -> None:
+    packed = torch.randn(5, 3, 200).to(dtype)
+    x, residual = packed[:, 1:, 8:108], packed[:, :2, 100:]
+    weight = torch.randn(100).to(dtype)
+    for name, case in (
+        ("rms_norm", (x, weight, 1e-6, 0.0)),
+        ("rms_norm", (x.transpose(0, 1), weight, 1e-6, 1.0)),
+        ("rms_norm", (x[:0], weight, 1e-6, 0.0)),
+        ("add_rms_norm", (x, residual.contiguous(), weight, 1e-6, 0.0)),
+        ("act_mul", (x, "silu")),
+    ):
+        got = op_cases.outputs(cpu_impl(name).op()(*case))
+        want = op_cases.outputs(OPS[name].reference(*case))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, **op_cases.TOLERANCE[dtype])
+
+
+def sample_rows(rows: int, vocab: int, seed: int) -> list[Tensor]:
+    """Rows with every mix of filters, ties (rounded logits) and masked tokens."""
+    gen = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(rows, vocab, generator=gen) * 4).mul(4).round().div(4)
+    logits[:, ::3] = float("-inf") if seed % 2 else logits[:, ::3]
+    pick = torch.arange(rows)
+    return [
+        logits,
+        torch.tensor([1.0, 0.6, 2.0, 0.0])[pick % 4],
+        torch.tensor([0, 7, 50, 1, -1], dtype=torch.int32)[pick % 5],
+        torch.tensor([1.0, 0.9, 0.3])[pick % 3],
+        torch.tensor([0.0, 0.1])[pick % 2],
+        torch.randint(-(2**62), 2**62, (rows,), generator=gen),
+        torch.randint(0, 2**20, (rows,), generator=gen),
+    ]
+
+
+@pytest.mark.parametrize("vocab", [3, 64, 1000, 50_021])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sample_draws_the_reference_tokens(vocab: int, seed: int, threads: int) -> None:
+    case = sample_rows(60, vocab, seed)
+    assert torch.equal(torch.ops.llmc_cpu.sample(*case), sample.reference(*case))
+    low = [case[0].bfloat16(), *case[1:]]
+    assert torch.equal(torch.ops.llmc_cpu.sample(*low), sample.reference(*low))
+
+
+def test_sample_refuses_bad_rows() -> None:
+    case = sample_rows(4, 70, 0)
+    case[0][0, 69] = float("nan")
+    case[0][1, 3] = float("inf")
+    case[0][2] = float("-inf")
+    got = torch.ops.llmc_cpu.sample(*case)
+    assert got.tolist()[:3] == [-1, -1, -1] and int(got[3]) >= 0
+
+
+def test_wrong_arguments_are_named() -> None:
+    case = list(next(op_cases.cases("paged_attention", torch.float32)))
+    case[4] = case[4].long()
+    with pytest.raises(RuntimeError, match="context_len must be Int, got Long"):
+        torch.ops.llmc_cpu.paged_attention(*case)
+    with pytest.raises(RuntimeError, match="act must be silu, gelu or gelu_tanh, got relu"):
+        torch.ops.llmc_cpu.act_mul(torch.ones(2, 4), "relu")

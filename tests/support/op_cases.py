@@ -1,0 +1,81 @@
+"""Shared by the op tests: cases under readable names, copies that keep strides, tolerances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmc.kernels import (  # noqa: F401
+    act_mul,
+    attention,
+    paged_attention,
+    process_logits,
+    rms_norm,
+    rope_write,
+    sample,
+    write_kv,
+)
+from llmc.kernels.cpu.build import load
+from llmc.kernels.registry import OPS, Case
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {  # of results that are rounded once from float32
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2},
+}
+
+
+def cases(name: str, dtype: torch.dtype) -> Iterator[Case]:
+    for maker in OPS[name].case_makers:
+        yield from maker(CPU, dtype)
+
+
+def case_params(names: list[str]) -> list[Any]:
+    """pytest parameters (name, dtype, index) for every case of the ops."""
+    return [
+        pytest.param(name, dtype, i, id=f"{name}-{str(dtype)[6:]}-{i}")
+        for name in names
+        for dtype in DTYPES
+        for i, _ in enumerate(cases(name, dtype))
+    ]
+
+
+def copy_case(case: Case) -> Case:
+    """Its own tensors, with the same strides (views into a packed tensor stay strided)."""
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return out.copy_(x)
+
+    return tuple(copy(x) for x in case)
+
+
+def outputs(result: Any) -> list[Tensor]:
+    """The tensors that an op returned."""
+    if result is None:
+        return []
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def assert_same_effect(reference: Any, implementation: Any, case: Case, dtype: torch.dtype) -> None:
+    """Both give the same outputs, and leave the same in every argument."""
+    expected_case, actual_case = copy_case(case), copy_case(case)
+    expected = outputs(reference(*expected_case))
+    actual = outputs(implementation(*actual_case))
+    expected += [x for x in expected_case if isinstance(x, Tensor)]
+    actual += [x for x in actual_case if isinstance(x, Tensor)]
+    for want, got in zip(expected, actual, strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True, **TOLERANCE[dtype])
+
+
+def require_cpu_ops() -> None:
+    """Skip, saying why, where the C++ ops can't be built."""
+    if not load():
+        pytest.skip("no C++ compiler builds the CPU ops here (see the warning of kernels.cpu)")
