@@ -19,6 +19,7 @@ import typer
 from llmc.cli.options import engine_options, option
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
+from llmc.guide import MODEL_NAME
 
 CHAT_PANEL = "Chat"
 SAMPLING_PANEL = "Sampling"
@@ -36,8 +37,8 @@ class Ask:
 
 
 def is_model_word(word: str) -> bool:
-    """Whether a bare word is a model: a directory, something spelled as a path, or a hub id."""
-    if word.startswith(("./", "../", "/", "~")) or os.path.isdir(word):
+    """Whether a bare word is a model: a directory, spelled as a path, a hub id, the built-in."""
+    if word == MODEL_NAME or word.startswith(("./", "../", "/", "~")) or os.path.isdir(word):
         return True
     return _HUB_ID.fullmatch(word) is not None
 

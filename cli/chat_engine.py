@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from llmc.cli.chat_backends import Chunk, Messages
@@ -18,7 +19,8 @@ class EngineBackend:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self.model = llm.info.name
-        self.context_limit: int | None = llm.inputs.capacity
+        info = llm.info
+        self.context_limit: int | None = min(info.max_model_len, info.num_blocks * info.block_size)
         self._llm = llm
 
     @property
@@ -39,17 +41,21 @@ class EngineBackend:
         self, messages: Messages, settings: Mapping[str, Any]
     ) -> AsyncGenerator[Chunk, None]:
         source = await self._prepare(messages, settings)
-        async with self._llm.submit(source) as stream:
-            while deltas := await stream.deltas():
-                for delta in deltas:
-                    yield Chunk(
-                        text=delta.text,
-                        prompt_tokens=len(source.prompt_token_ids),
-                        cached_tokens=stream.request.num_cached_tokens,
-                        completion_tokens=stream.request.num_output_tokens,
-                        finish_reason=delta.finish_reason,
-                        error=stream.request.error,
-                    )
+        said = 0  # outputs hold the whole text so far
+        async with aclosing(
+            self._llm.generate(source.prompt_token_ids, source.sampling)
+        ) as outputs:
+            async for output in outputs:
+                [completion] = output.outputs
+                yield Chunk(
+                    text=completion.text[said:],
+                    prompt_tokens=len(output.prompt_token_ids),
+                    cached_tokens=output.num_cached_tokens,
+                    completion_tokens=len(completion.token_ids),
+                    finish_reason=completion.finish_reason,
+                    error=output.error,
+                )
+                said = len(completion.text)
 
     async def close(self) -> None:
         await self._llm.shutdown()

@@ -92,10 +92,9 @@ def command(
         raise ConfigError(f"unknown log level {log_level!r}; choose one of {', '.join(LOG_LEVELS)}")
     if not shutdown_timeout >= 0:
         raise ConfigError(f"--shutdown-timeout must be at least 0, got {shutdown_timeout}")
-    from llmc.cli.serve_run import run_server
+    from llmc.server.settings import ServerSettings
 
-    run_server(
-        config,
+    settings = ServerSettings(
         host=host,
         port=port,
         served_model_names=tuple(served_model_name or ()),
@@ -103,5 +102,7 @@ def command(
         allowed_hosts=tuple(allowed_host or ()),
         shutdown_timeout_s=shutdown_timeout,
         access_log=access_log,
-        log_level=log_level,
     )
+    from llmc.cli.serve_run import run_server
+
+    run_server(config, settings, log_level=log_level)

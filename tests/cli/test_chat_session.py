@@ -73,7 +73,7 @@ def test_stopping_keeps_what_was_said_and_frees_the_engine() -> None:
 
     async def run() -> None:
         task = asyncio.create_task(stream_answer(backend, chat, pieces.append))
-        while not pieces:
+        while not pieces and not task.done():
             await asyncio.sleep(0.002)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
