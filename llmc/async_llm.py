@@ -70,7 +70,7 @@ class Stream:
         whole engine is gone EngineDeadError is raised. May be cancelled and called again.
         """
         while True:
-            if self.error is not None:
+            if any(request.error is not None for request in self.requests):
                 self._check_health()
             self._wake.clear()
             found = [

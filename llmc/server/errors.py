@@ -18,6 +18,7 @@ from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 
 log = logging.getLogger(__name__)
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 MAX_MESSAGE = 1000  # an error repeats no more than this of what it complains about
 RETRY_AFTER_S = "1"
 
@@ -68,9 +69,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 def dump_json(value: Any) -> bytes:
     """Compact UTF-8 JSON. NaN would not be JSON, so it is an error here and not at the client."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # A lone surrogate has no UTF-8 form; in an error message that repeats input it must not fail.
-    return text.encode("utf-8", errors="replace")
+    return _ENCODER.encode(value).encode("utf-8", errors="replace")
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -8,7 +8,9 @@ error before the first token -> its own HTTP status;  after it -> an error event
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
@@ -19,7 +21,7 @@ from llmc.front.inputs import Input
 from llmc.front.outputs import CompletionDelta
 from llmc.server.errors import ApiError, as_api_error, dump_json, error_body, json_response
 from llmc.server.guard import CLIENT_CLOSED
-from llmc.server.metrics import Metrics
+from llmc.server.metrics import Metrics, Watch
 from llmc.server.settings import ServerSettings
 
 SSE_HEADERS = [
@@ -61,16 +63,22 @@ class GenerationResponse:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._answer(scope, receive, send))
-        gone = asyncio.create_task(_disconnected(receive))
+        events = EventSender(send)
+        if self._call.stream:
+            work = asyncio.create_task(self._stream(events))
+        else:
+            work = asyncio.create_task(self._answer(scope, receive, send))
+        ends = {work, asyncio.create_task(_disconnected(receive))}
+        if self._call.stream:
+            ends.add(asyncio.create_task(events.tend(self._settings)))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():  # nobody reads any more
                 scope["state"]["log_status"] = CLIENT_CLOSED
         finally:
-            work.cancel()
-            gone.cancel()
-            await asyncio.wait({work, gone})
+            for task in ends:
+                task.cancel()
+            await asyncio.wait(ends)
         if not work.cancelled():
             self._note(work.exception())
             work.result()
@@ -79,67 +87,80 @@ class GenerationResponse:
         if isinstance(error, QueueFullError):
             self._metrics.rejected("queue_full")
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    @contextlib.asynccontextmanager
+    async def _submitted(self) -> AsyncIterator[tuple[Stream, Watch]]:
         async with self._llm.submit(*self._call.sources) as stream:
             watch = self._metrics.watch(stream)
             try:
-                if self._call.stream:
-                    await self._stream(stream, watch.saw, send, scope)
-                else:
-                    while deltas := await stream.deltas():
-                        watch.saw(deltas)
-                        _check(stream)
-                    response = json_response(self._call.body(stream))
-                    await response(scope, receive, send)
+                yield stream, watch
             finally:
                 watch.close()
 
-    async def _stream(self, stream: Stream, saw: Any, send: Send, scope: Scope) -> None:
-        deltas = await self._next(stream)
-        _check(stream)  # nothing is sent yet, so this still becomes a status
-        if not await self._send(
-            send, {"type": "http.response.start", "status": 200, "headers": SSE_HEADERS}
-        ):
-            return
-        try:
-            while deltas is None or deltas:
-                if deltas is None:
-                    text = KEEP_ALIVE
-                else:
-                    saw(deltas)
-                    text = b"".join(map(_event, self._call.chunks(stream, deltas)))
-                if text and not await self._send_body(send, text, more=True):
-                    scope["state"]["log_status"] = CLIENT_CLOSED
-                    return
-                deltas = await self._next(stream)
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._submitted() as (stream, watch):
+            while deltas := await stream.deltas():
+                watch.saw(deltas)
                 _check(stream)
-            tail = b"".join(map(_event, self._call.last_chunks(stream)))
-        except Exception as exc:
-            # The status is out; a client learns of the failure from the stream itself.
-            tail = _event(error_body(as_api_error(exc)))
-        await self._send_body(send, tail + DONE, more=False)
+            response = json_response(self._call.body(stream))
+        await response(scope, receive, send)
 
-    async def _next(self, stream: Stream) -> Deltas | None:
-        """The next deltas; None when it has been quiet for so long that a comment is due."""
-        try:
-            async with asyncio.timeout(self._settings.keep_alive_s):
-                return await stream.deltas()
-        except TimeoutError:
-            return None
+    async def _stream(self, events: EventSender) -> None:
+        async with self._submitted() as (stream, watch):
+            try:
+                while deltas := await stream.deltas():
+                    watch.saw(deltas)
+                    _check(stream)
+                    await events.send(self._call.chunks(stream, deltas))
+                await events.send(self._call.last_chunks(stream))
+            except Exception as exc:
+                if not events.started:
+                    raise  # nothing is sent yet, so this still becomes a status
+                await events.send([error_body(as_api_error(exc))])
+        await events.done()
 
-    async def _send_body(self, send: Send, body: bytes, *, more: bool) -> bool:
-        return await self._send(
-            send, {"type": "http.response.body", "body": body, "more_body": more}
-        )
 
-    async def _send(self, send: Send, message: Any) -> bool:
-        """False when the reader has taken nothing for too long; the request is then given up."""
-        try:
-            async with asyncio.timeout(self._settings.stalled_reader_s):
-                await send(message)
-        except TimeoutError:
-            return False
-        return True
+class EventSender:
+    """Server-sent events to one reader, who may be slow, and whom long silence would lose.
+
+    A timer of its own looks after both (`tend`): a timeout around every event would cost more than
+    the event.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._last = time.monotonic()
+        self._pending = 0  # sends that the reader has not taken
+        self.started = False
+
+    async def send(self, events: Iterable[dict[str, Any]]) -> None:
+        await self._write(b"".join(map(_event, events)))
+
+    async def done(self) -> None:
+        await self._write(DONE, more=False)
+
+    async def tend(self, settings: ServerSettings) -> None:
+        """Sends a comment when it has long been quiet; returns when the reader has stalled."""
+        pause = min(settings.keep_alive_s, settings.stalled_reader_s) / 4
+        while True:
+            await asyncio.sleep(pause)
+            quiet = time.monotonic() - self._last
+            if self._pending:
+                if quiet >= settings.stalled_reader_s:
+                    return
+            elif quiet >= settings.keep_alive_s:
+                await self._write(KEEP_ALIVE)
+
+    async def _write(self, body: bytes, *, more: bool = True) -> None:
+        if not body:
+            return
+        self._last = time.monotonic()
+        self._pending += 1
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self._pending -= 1
+        self._last = time.monotonic()
 
 
 def _event(value: dict[str, Any]) -> bytes:
