@@ -1,4 +1,4 @@
-"""Times every CPU op at serving sizes: `python -m bench.kernels [--only NAME] [--output-json FILE]`.
+"""Times every CPU op at serving sizes: `python -m bench.kernels [--only NAME]`.
 
 Each row names its physical limit, measured in the same run: the read bandwidth for ops that stream
 memory, the best matrix product for prefill. Beside it stands the best that torch itself offers.
