@@ -7,7 +7,7 @@ from torch import fx
 from llmc.errors import CompileError
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import aten, emit, is_call, update_val, val
-from llmc.passes.inputs import step_input
+from llmc.passes.inputs import ConstantInput, WeightInput, input_of, step_input
 
 # Ops between the head and the output that work on each logit alone.
 _POINTWISE = (
@@ -40,9 +40,9 @@ def last_token_logits(gm: fx.GraphModule) -> Notes:
     logits = output.args[0]
     chain = []
     node = logits
-    while is_call(node, *_POINTWISE):
+    while (source := _only_logits(node)) is not None:
         chain.append(node)
-        node = node.args[0]  # type: ignore[union-attr]
+        node = source
     assert isinstance(logits, fx.Node) and isinstance(node, fx.Node)
     tokens = next(
         n
@@ -65,3 +65,16 @@ def last_token_logits(gm: fx.GraphModule) -> Notes:
         flat = emit(graph, aten.squeeze.dim, rows, 0)
     output.args = (flat,)
     return [] if head else ["no linear at the end: rows are selected from the logits"]
+
+
+def _only_logits(node: object) -> fx.Node | None:
+    """What a pointwise op works on, when all else that it reads is weights and constants.
+
+    Another operand that is made from the tokens has T rows and could not meet the selected ones.
+    """
+    if not isinstance(node, fx.Node) or not is_call(node, *_POINTWISE):
+        return None
+    sources = [
+        n for n in node.all_input_nodes if not isinstance(input_of(n), WeightInput | ConstantInput)
+    ]
+    return sources[0] if len(sources) == 1 else None

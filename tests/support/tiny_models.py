@@ -35,7 +35,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen3": lambda **k: tf.Qwen3Config(**{**_BASE, "head_dim": 8, **k}),
     "mistral": lambda **k: tf.MistralConfig(**{**_BASE, "sliding_window": WINDOW, **k}),
     "gemma2": lambda **k: tf.Gemma2Config(**{**_WINDOWED, "attn_logit_softcapping": 5.0, **k}),
-    "gemma3": lambda **k: tf.Gemma3TextConfig(**{**_WINDOWED, **k}),
+    "gemma3": lambda **k: tf.Gemma3TextConfig(**{**_WINDOWED, "tie_word_embeddings": False, **k}),
     "phi3": lambda **k: tf.Phi3Config(
         **{**_BASE, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, **k}
     ),
@@ -94,10 +94,11 @@ def load_reference(path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """Greedy tokens of transformers, and how far apart its top two logits were at each."""
+    """Greedy tokens of transformers, their log-probabilities, and the lead of each over the next."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
     margins: tuple[float, ...]
 
 
@@ -123,10 +124,13 @@ def continue_greedily(model: Any, prompt: tuple[int, ...], num_tokens: int) -> C
             output_logits=True,
             return_dict_in_generate=True,
         )
-    top = torch.stack(out.logits).float()[:, 0].topk(2).values
+    logits = torch.stack(out.logits).float()[:, 0]
+    tokens = out.sequences[0, len(prompt) :]
+    top = logits.topk(2).values
     return Continuation(
         prompt=prompt,
-        tokens=tuple(out.sequences[0, len(prompt) :].tolist()),
+        tokens=tuple(tokens.tolist()),
+        logprobs=tuple(logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist()),
         margins=tuple((top[:, 0] - top[:, 1]).tolist()),
     )
 

@@ -1,0 +1,108 @@
+"""Greedy tokens equal transformers' `generate`, however the scheduler cuts the work into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiny_engine import Generated, generate
+from tiny_models import Continuation
+
+TIE = 1e-4  # closer top logits than this may fall either way
+LOGPROB_TOLERANCE = 2e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Limits of the engine that decide how the same requests are cut into steps."""
+
+    max_num_batched_tokens: int = 256
+    max_num_seqs: int = 8
+    num_blocks: int | None = None
+    enable_prefix_caching: bool = True
+
+    def options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+WHOLE = Scenario()
+TINY_CHUNKS = Scenario(max_num_batched_tokens=5)
+FEW_ROWS = Scenario(max_num_seqs=2, max_num_batched_tokens=16)
+FEW_BLOCKS = Scenario(num_blocks=14, max_num_batched_tokens=9)
+NO_PREFIX_CACHE = Scenario(num_blocks=14, enable_prefix_caching=False)
+
+
+def differences(expected: Sequence[Any], got: Sequence[Generated]) -> tuple[int, list[str]]:
+    """Positions skipped after a tie in transformers' own logits, and what else differs."""
+    skipped, wrong = 0, []
+    for reference, mine in zip(expected, got, strict=True):
+        assert len(mine.tokens) == len(reference.tokens)
+        name = f"prompt of {len(reference.prompt)}"
+        for i, (want, have) in enumerate(zip(reference.tokens, mine.tokens, strict=True)):
+            if want != have and reference.margins[i] < TIE:
+                skipped += len(mine.tokens) - i  # from here on the texts differ
+                break
+            if want != have:
+                wrong.append(f"{name}, token {i}: {have}, transformers {want}")
+                break
+            if abs(mine.logprobs[i] - reference.logprobs[i]) > LOGPROB_TOLERANCE:
+                wrong.append(
+                    f"{name}, token {i}: logprob {mine.logprobs[i]}, "
+                    f"transformers {reference.logprobs[i]}"
+                )
+    return skipped, wrong
+
+
+def check(subject: Any, scenario: Scenario) -> Any:
+    """Run the scenario and compare; gives the engine's counters."""
+    engine = subject.running.engine(**scenario.options())
+    got = generate(engine, [r.prompt for r in subject.expected], len(subject.expected[0].tokens))
+    skipped, wrong = differences(subject.expected, got)
+    assert not wrong, f"{subject.family}: " + "; ".join(wrong)
+    total = sum(len(r.tokens) for r in subject.expected)
+    assert skipped <= total // 20, f"{skipped} of {total} positions were skipped as ties"
+    return engine.stats()
+
+
+def test_whole_prompts_in_one_batch(subject: Any) -> None:
+    stats = check(subject, WHOLE)
+    assert stats.num_preemptions == 0
+    # All prompts fit in the first step, so the rest of the steps are decodes of the whole batch.
+    assert stats.num_steps == len(subject.expected[0].tokens)
+
+
+def test_prefill_in_tiny_chunks(subject: Any) -> None:
+    stats = check(subject, TINY_CHUNKS)
+    num_prompt_tokens = sum(len(r.prompt) for r in subject.expected)
+    assert stats.num_steps >= num_prompt_tokens / TINY_CHUNKS.max_num_batched_tokens
+
+
+def test_more_requests_than_rows(subject: Any) -> None:
+    check(subject, FEW_ROWS)
+    assert len(subject.expected) > FEW_ROWS.max_num_seqs
+
+
+def test_preemption_and_prefix_cache(subject: Any) -> None:
+    assert check(subject, FEW_BLOCKS).num_preemptions > 0
+
+
+def test_preemption_without_prefix_cache(subject: Any) -> None:
+    stats = check(subject, NO_PREFIX_CACHE)
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_hits == 0
+
+
+def test_the_comparison_sees_a_wrong_token() -> None:
+    """A comparison that can't fail would prove nothing."""
+    reference = Continuation(
+        prompt=(1, 2), tokens=(5, 6, 7), logprobs=(-1.0, -1.0, -1.0), margins=(0.5, 5e-5, 0.5)
+    )
+    fine = Generated(tokens=[5, 6, 7], logprobs=[-1.0, -1.0, -1.0])
+    assert differences([reference], [fine]) == (0, [])
+    tie = Generated(tokens=[5, 9, 9], logprobs=[-1.0, -1.0, -1.0])
+    assert differences([reference], [tie]) == (2, [])
+    wrong = Generated(tokens=[4, 6, 7], logprobs=[-1.0, -1.0, -1.0])
+    assert differences([reference], [wrong])[1] == ["prompt of 2, token 0: 4, transformers 5"]
+    off = Generated(tokens=[5, 6, 7], logprobs=[-1.0, -1.1, -1.0])
+    assert len(differences([reference], [off])[1]) == 1

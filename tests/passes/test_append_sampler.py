@@ -1,0 +1,85 @@
+"""append_sampler: the graph ends with the drawn tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_graphs import Arg, Values, apply, roles, run, step, trace
+from torch import Tensor
+
+from llmc.passes.append_sampler import PER_ROW, TABLES, append_sampler
+from llmc.passes.inputs import StepInput
+
+ROWS, VOCAB = 3, 40
+GEN = torch.Generator().manual_seed(0)
+X = step(torch.randn(2, VOCAB, generator=GEN) * 3, dynamic=0)
+
+
+def tables(**changes: Tensor) -> dict[str, Arg]:
+    """Neutral sampling tables of three rows, greedy."""
+    made: dict[str, Tensor] = {}
+    for name, (columns, dtype) in TABLES.items():
+        made[name] = torch.zeros((ROWS, 2) if columns else (ROWS,), dtype=dtype)
+    for name, dtype in PER_ROW.items():
+        made[name] = torch.zeros(ROWS, dtype=dtype)
+    made["bias_token"].fill_(-1)
+    made["repetition_penalty"].fill_(1.0)
+    made["top_p"].fill_(1.0)
+    return {name: step(t) for name, t in (made | changes).items()}
+
+
+def inputs(**changes: Tensor) -> dict[str, Arg]:
+    """Logits row 0 belongs to table row 2, logits row 1 to table row 0."""
+    return {
+        "x": X,
+        "row": step(torch.tensor([2, 0])),
+        "length": step(torch.tensor([1, 2], dtype=torch.int32)),
+        **tables(**changes),
+    }
+
+
+def graph() -> torch.fx.GraphModule:
+    return trace(lambda x: x * 2, x=X)
+
+
+def test_appends_two_ops_and_keeps_the_logits() -> None:
+    sampled, (report,) = apply(graph(), append_sampler())
+    assert report.added["llmc.process_logits.default"] == 1
+    assert report.added["llmc.sample.default"] == 1
+    assert not report.removed
+    token, logits = run(sampled, Values.of(**inputs()))
+    assert torch.equal(logits, X.tensor * 2)
+    assert token.tolist() == logits.argmax(-1).tolist()
+
+
+def test_names_the_inputs_that_the_runner_has_tables_for() -> None:
+    sampled, _ = apply(graph(), append_sampler())
+    names = {role.name for role in roles(sampled, StepInput)}
+    assert names == {"x", "row", "length", *TABLES, *PER_ROW}
+
+
+def test_each_logits_row_takes_the_parameters_of_its_own_table_row() -> None:
+    """Row 2 of the tables forbids the best token of logits row 0; row 0 forbids nothing."""
+    best = int(X.tensor[0].argmax())
+    bias_token = torch.full((ROWS, 2), -1, dtype=torch.int32)
+    bias_value = torch.zeros(ROWS, 2)
+    bias_until = torch.zeros(ROWS, 2, dtype=torch.int32)
+    bias_token[2, 0], bias_value[2, 0], bias_until[2, 0] = best, -100.0, 2**31 - 1
+    sampled, _ = apply(graph(), append_sampler())
+    changed = inputs(bias_token=bias_token, bias_value=bias_value, bias_until=bias_until)
+    token, _ = run(sampled, Values.of(**changed))
+    assert token.tolist() == [int(X.tensor[0].topk(2).indices[1]), int(X.tensor[1].argmax())]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_draw_depends_on_the_seed_of_the_row(seed: int) -> None:
+    """Flat logits: the seeds alone decide, and equal seeds at equal lengths agree."""
+    flat = step(torch.zeros(2, VOCAB))
+    changed = inputs(temperature=torch.ones(ROWS), seed=torch.full((ROWS,), seed))
+    changed |= {"x": flat, "length": step(torch.tensor([5, 5], dtype=torch.int32))}
+    sampled, _ = apply(graph(), append_sampler())
+    token, _ = run(sampled, Values.of(**changed))
+    assert token[0] == token[1]
+    later = changed | {"length": step(torch.tensor([5, 6], dtype=torch.int32))}
+    after, _ = run(sampled, Values.of(**later))
+    assert after[0] == token[0] and after[1] != token[1]

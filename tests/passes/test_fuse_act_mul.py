@@ -1,0 +1,69 @@
+"""fuse_act_mul: activation and gate over two halves of one tensor become one op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_graphs import Values, apply, assert_idempotent, assert_same, step, trace
+from torch import Tensor
+
+from llmc.passes.fuse_act_mul import fuse_act_mul
+
+GATE_UP = step(torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0)), dynamic=1)
+
+
+def split(x: Tensor) -> tuple[Tensor, ...]:
+    return x.split([8, 8], dim=-1)
+
+
+@pytest.mark.parametrize(
+    "act", [F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh")], ids=["silu", "gelu", "tanh"]
+)
+@pytest.mark.parametrize("halves", [split, lambda x: x.chunk(2, dim=-1)], ids=["split", "chunk"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_rewrites(act: object, halves: object, swapped: bool) -> None:
+    def gated(x: Tensor) -> Tensor:
+        gate, up = halves(x)  # type: ignore[operator]
+        return up * act(gate) if swapped else act(gate) * up  # type: ignore[operator]
+
+    gm = trace(gated, x=GATE_UP)
+    fused, (report,) = apply(gm, fuse_act_mul())
+    assert report.added == {"llmc.act_mul.default": 1}
+    assert report.removed["aten.mul.Tensor"] == 1
+    assert_same(fused, gm, Values.of(x=GATE_UP), 1e-6)
+    assert_idempotent(gm, fuse_act_mul())
+
+
+def test_leaves_alone_the_second_half_as_gate() -> None:
+    """The op activates the first half; a model that gates the other way round must not match."""
+
+    def gated(x: Tensor) -> Tensor:
+        up, gate = split(x)
+        return F.silu(gate) * up
+
+    _, (report,) = apply(trace(gated, x=GATE_UP), fuse_act_mul())
+    assert not report.added and not report.removed
+
+
+def test_leaves_alone_unequal_parts_and_other_dimensions() -> None:
+    def unequal(x: Tensor) -> Tensor:
+        gate, up = x.split([4, 12], dim=-1)
+        return F.silu(gate) * up[..., :4]
+
+    def rows(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=1)
+        return F.silu(gate) * up
+
+    square = step(torch.randn(1, 16, 16), dynamic=None)
+    for fn in (unequal, rows):
+        _, (report,) = apply(trace(fn, x=square), fuse_act_mul())
+        assert not report.added and not report.removed
+
+
+def test_leaves_alone_halves_of_two_tensors() -> None:
+    def gated(x: Tensor, y: Tensor) -> Tensor:
+        return F.silu(split(x)[0]) * split(y)[1]
+
+    _, (report,) = apply(trace(gated, x=GATE_UP, y=GATE_UP), fuse_act_mul())
+    assert not report.added and not report.removed

@@ -1,0 +1,102 @@
+"""fuse_rms_norm: the ops of an RMSNorm, and the sum before it, become one op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tiny_graphs import Arg, Values, apply, assert_idempotent, assert_same, step, trace, weight
+from torch import Tensor
+
+from llmc.passes.fuse_rms_norm import fuse_rms_norm
+
+GEN = torch.Generator().manual_seed(0)
+X = step(torch.randn(1, 5, 16, generator=GEN), dynamic=1)
+R = step(torch.randn(1, 5, 16, generator=GEN), dynamic=1)
+W = weight("w", torch.randn(16, generator=GEN))
+EPS = 1e-5
+
+
+def norm(x: Tensor, w: Tensor, *, offset: float = 0.0, dim: int = -1) -> Tensor:
+    x32 = x.float()
+    y = x32 * torch.rsqrt(x32.pow(2).mean(dim, keepdim=True) + EPS)
+    return (w if offset == 0 else offset + w.float()) * y.to(x.dtype)
+
+
+def check(fn: Callable[..., Any], added: dict[str, int], **inputs: Arg) -> None:
+    gm = trace(fn, **inputs)
+    fused, (report,) = apply(gm, fuse_rms_norm())
+    assert {k: v for k, v in report.added.items() if "getitem" not in k} == added
+    assert "aten.rsqrt.default" in report.removed and not report.notes
+    bf16 = any(a.tensor.dtype == torch.bfloat16 for a in inputs.values())
+    # bfloat16: the model rounds twice more than the op does
+    assert_same(fused, gm, Values.of(**inputs), 2e-2 if bf16 else 1e-5)
+    assert_idempotent(gm, fuse_rms_norm())
+
+
+def test_rewrites_a_norm() -> None:
+    check(lambda x, w: (norm(x, w),), {"llmc.rms_norm.default": 1}, x=X, w=W)
+
+
+def test_rewrites_a_norm_whose_weight_is_stored_less_one() -> None:
+    check(lambda x, w: (norm(x, w, offset=1.0),), {"llmc.rms_norm.default": 1}, x=X, w=W)
+
+
+def test_rewrites_a_norm_without_weight() -> None:
+    def plain(x: Tensor) -> tuple[Tensor]:
+        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS),)
+
+    check(plain, {"llmc.rms_norm.default": 1}, x=X)
+
+
+def test_rewrites_a_norm_with_the_sum_before_it() -> None:
+    """The sum lives on as the residual stream, so the fused op gives both."""
+
+    def block(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h = x + r
+        return norm(h, w), h
+
+    check(block, {"llmc.add_rms_norm.default": 1}, x=X, r=R, w=W)
+
+
+def test_rewrites_in_bfloat16() -> None:
+    inputs = {
+        "x": step(X.tensor.bfloat16(), dynamic=1),
+        "w": weight("w", W.tensor.bfloat16()),
+    }
+    check(lambda x, w: (norm(x, w),), {"llmc.rms_norm.default": 1}, **inputs)
+
+
+def test_rewrites_the_library_op() -> None:
+    inputs = {"x": X, "w": W}
+    gm = trace(lambda x, w: torch.rms_norm(x, (16,), w, EPS), **inputs)
+    fused, (report,) = apply(gm, fuse_rms_norm())
+    assert report.added == {"llmc.rms_norm.default": 1}
+    assert_same(fused, gm, Values.of(**inputs))
+
+
+def test_leaves_alone_a_mean_over_another_dimension() -> None:
+    gm = trace(lambda x, w: norm(x, w, dim=-2), x=X, w=W)
+    _, (report,) = apply(gm, fuse_rms_norm())
+    assert not report.added
+    assert report.notes == ("rsqrt: not an RMSNorm over the last dimension",)
+
+
+def test_leaves_alone_a_layer_norm() -> None:
+    def layer_norm(x: Tensor, w: Tensor) -> Tensor:
+        centered = x - x.mean(-1, keepdim=True)
+        return w * (centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + EPS))
+
+    gm = trace(layer_norm, x=X, w=W)
+    fused, _ = apply(gm, fuse_rms_norm())
+    assert_same(fused, gm, Values.of(x=X, w=W))
+
+
+def test_leaves_alone_a_norm_whose_scale_is_read_elsewhere() -> None:
+    def scale_out(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+        return w * (x * scale), scale
+
+    _, (report,) = apply(trace(scale_out, x=X, w=W), fuse_rms_norm())
+    assert not report.added and report.notes

@@ -1,0 +1,92 @@
+"""fuse_rope_write: norm, rotary and cache write of a layer become one op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_graphs import Values, apply, assert_idempotent, ops, run
+from tiny_layer import (
+    BLOCK_SIZE,
+    INPUTS,
+    POSITIONS,
+    half_turn,
+    layer,
+    neighbours,
+    paged_values,
+    partial,
+    two_halves,
+)
+from torch import Tensor, fx
+
+from llmc.passes.fuse_rms_norm import fuse_rms_norm
+from llmc.passes.fuse_rope_write import fuse_rope_write
+from llmc.passes.page_attention import page_attention
+from llmc.passes.share_rotary import share_rotary
+
+
+def before(gm: fx.GraphModule) -> fx.GraphModule:
+    """What the pass meets: paged, with tables and norms."""
+    passes = (
+        page_attention(block_size=BLOCK_SIZE),
+        share_rotary(max_positions=POSITIONS),
+        fuse_rms_norm(),
+    )
+    return apply(gm, *passes)[0]
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("rotary", [half_turn, partial, two_halves])
+def test_rewrites(rotary: object, normed: bool) -> None:
+    plain = layer(rotary, normed=normed, width=4 if rotary is partial else 8)
+    gm = before(plain)
+    fused, (report,) = apply(gm, fuse_rope_write())
+    assert report.added == {"llmc.rope_write.default": 1}
+    assert report.removed["llmc.write_kv.default"] == 1
+    assert report.removed.get("llmc.rms_norm.default", 0) == (2 if normed else 0)
+    assert not {"aten.mul.Tensor", "aten.cat.default", "llmc.rms_norm.default"} & set(ops(fused))
+    want = run(plain, Values.of(**INPUTS))
+    torch.testing.assert_close(run(fused, paged_values()), want, rtol=1e-5, atol=1e-5)
+    assert_idempotent(gm, fuse_rope_write())
+
+
+def test_the_cache_holds_the_same_as_without_the_pass() -> None:
+    gm = before(layer(normed=True))
+    fused, _ = apply(gm, fuse_rope_write())
+    plain_values, fused_values = paged_values(poison=0.0), paged_values(poison=0.0)
+    run(gm, plain_values)
+    run(fused, fused_values)
+    assert plain_values.caches is not None and fused_values.caches is not None
+    for key, want in plain_values.caches.items():
+        assert want.abs().sum() > 0
+        torch.testing.assert_close(fused_values.caches[key], want, rtol=1e-5, atol=1e-5)
+
+
+def _unlike(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return half_turn(x, cos, sin) * 2
+
+
+@pytest.mark.parametrize("rotary", [neighbours, _unlike])
+def test_leaves_alone_and_says_why(rotary: object) -> None:
+    plain = layer(rotary)
+    gm = before(plain)
+    left, (report,) = apply(gm, fuse_rope_write())
+    assert not report.added and not report.removed
+    (note,) = report.notes
+    assert note.endswith("no rotary embedding that is known by its shape")
+    want = run(plain, Values.of(**INPUTS))
+    torch.testing.assert_close(run(left, paged_values()), want, rtol=1e-5, atol=1e-5)
+
+
+def test_leaves_alone_a_turn_the_other_way() -> None:
+    """-sin for sin is another rotation; taking it for the usual one would be silent garbage."""
+
+    def reverse(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        turned = torch.cat((x[..., half:], -x[..., :half]), dim=-1)
+        return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+    plain = layer(reverse)
+    left, (report,) = apply(before(plain), fuse_rope_write())
+    assert not report.added
+    want = run(plain, Values.of(**INPUTS))
+    torch.testing.assert_close(run(left, paged_values()), want, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,76 @@
+"""merge_linears: linears over one input become one linear over concatenated weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from tiny_graphs import (
+    Values,
+    apply,
+    assert_idempotent,
+    assert_same,
+    roles,
+    step,
+    trace,
+    weight,
+)
+from torch import Tensor
+
+from llmc.passes.inputs import WeightInput
+from llmc.passes.merge_linears import merge_linears
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+X = step(rand(1, 5, 8), dynamic=1)
+WA, WB, WC = weight("a", rand(6, 8)), weight("b", rand(4, 8)), weight("c", rand(3, 8))
+BA, BB = weight("ba", rand(6)), weight("bb", rand(4))
+
+
+def test_rewrites_three_linears_over_one_input() -> None:
+    inputs = {"x": X, "wa": WA, "wb": WB, "wc": WC}
+    gm = trace(lambda x, a, b, c: (F.linear(x, a), F.linear(x, b), F.linear(x, c)), **inputs)
+    merged, (report,) = apply(gm, merge_linears())
+    assert report.removed == {"aten.linear.default": 2}
+    assert report.added == {"aten.split_with_sizes.default": 1, "<built-in function getitem>": 3}
+    assert roles(merged, WeightInput) == [WeightInput(parts=("a", "b", "c"))]
+    assert_same(merged, gm, Values.of(**inputs))
+    assert_idempotent(gm, merge_linears())
+
+
+def test_biases_are_merged_with_the_weights() -> None:
+    inputs = {"x": X, "wa": WA, "wb": WB, "ba": BA, "bb": BB}
+    gm = trace(lambda x, a, b, ba, bb: F.linear(x, a, ba) - F.linear(x, b, bb)[..., :1], **inputs)
+    merged, _ = apply(gm, merge_linears())
+    parts = [role.parts for role in roles(merged, WeightInput)]
+    assert sorted(parts) == [("a", "b"), ("ba", "bb")]
+    assert_same(merged, gm, Values.of(**inputs))
+
+
+def test_leaves_alone_linears_over_different_inputs() -> None:
+    gm = trace(lambda x, a, b: (F.linear(x, a), F.linear(x + 1, b)), x=X, wa=WA, wb=WB)
+    _, (report,) = apply(gm, merge_linears())
+    assert (report.added, report.removed, report.notes) == ({}, {}, ())
+
+
+def test_leaves_alone_and_says_why_when_one_has_no_bias() -> None:
+    gm = trace(lambda x, a, b, ba: (F.linear(x, a, ba), F.linear(x, b)), x=X, wa=WA, wb=WB, ba=BA)
+    _, (report,) = apply(gm, merge_linears())
+    assert not report.added
+    assert "linear, linear_1: some have a bias and some have none" in report.notes
+
+
+def test_leaves_alone_a_shared_weight() -> None:
+    """A weight that another op reads must stay as it is stored; copying it would double it."""
+    gm = trace(lambda x, a, b: (F.linear(x, a), F.linear(x, b), a.sum()), x=X, wa=WA, wb=WB)
+    _, (report,) = apply(gm, merge_linears())
+    assert not report.added
+    assert report.notes == ("linear, linear_1: a weight is shared with another op",)
+
+
+def test_leaves_alone_a_computed_weight() -> None:
+    gm = trace(lambda x, a, b: (F.linear(x, a * 2), F.linear(x, b)), x=X, wa=WA, wb=WB)
+    _, (report,) = apply(gm, merge_linears())
+    assert report.notes == ("linear, linear_1: a weight is computed",)

@@ -1,0 +1,107 @@
+"""A tiny checkpoint running in an EngineCore of chosen size, over caches that start full of NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from llmc.config import EngineConfig
+from llmc.engine.core import EngineCore
+from llmc.engine.messages import AddRequest
+from llmc.runner import kv_cache
+from llmc.sampling_params import SamplingParams
+from llmc.start import Started, start_engine
+
+BLOCK_SIZE = 4
+MAX_ROWS = 8
+CONTEXT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A started engine and its cache tensors."""
+
+    started: Started
+    caches: list[Tensor]
+
+    def engine(
+        self,
+        *,
+        max_num_batched_tokens: int = 256,
+        max_num_seqs: int = MAX_ROWS,
+        num_blocks: int | None = None,
+        enable_prefix_caching: bool = True,
+    ) -> EngineCore:
+        """A fresh EngineCore around the same runner; what is in its cache is poison."""
+        for cache in self.caches:
+            cache.fill_(float("nan"))
+        info = self.started.info
+        return EngineCore(
+            self.started.runner,
+            num_blocks=num_blocks or info.num_blocks,
+            block_size=info.block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=(),
+            enable_prefix_caching=enable_prefix_caching,
+        )
+
+
+def start(path: Path, **options: Any) -> Running:
+    """start_engine at -O0, with every cache tensor that it allocates kept and poisoned."""
+    made: list[Tensor] = []
+    allocate = kv_cache.allocate
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        made.clear()  # the profile step's caches come first; the last ones stay
+        layers = allocate(*args, **kwargs)
+        for layer in layers:
+            made.extend(cache.fill_(float("nan")) for cache in layer)
+        return layers
+
+    defaults = {
+        "dtype": "float32",
+        "device": "cpu",
+        "opt_level": 0,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": MAX_ROWS,
+        "max_model_len": CONTEXT,
+        "max_num_batched_tokens": 256,
+    }
+    with mock.patch.object(kv_cache, "allocate", poisoned):
+        started = start_engine(EngineConfig(model=str(path), **{**defaults, **options}))
+    assert made, "start_engine no longer allocates through kv_cache.allocate"
+    return Running(started=started, caches=made)
+
+
+@dataclass(slots=True, kw_only=True)
+class Generated:
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def generate(
+    engine: EngineCore, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: Any
+) -> list[Generated]:
+    """All prompts in one batch, greedy unless told otherwise; fails on any request's error."""
+    params = SamplingParams(
+        **{"temperature": 0.0, "logprobs": 0, "max_tokens": max_tokens, "ignore_eos": True}
+        | sampling
+    )
+    out = {str(i): Generated(tokens=[], logprobs=[]) for i in range(len(prompts))}
+    for i, prompt in enumerate(prompts):
+        engine.add(AddRequest(request_id=str(i), prompt_token_ids=list(prompt), sampling=params))
+    while engine.has_work:
+        for update in engine.step():
+            assert update.error is None, update.error
+            out[update.request_id].tokens += update.new_token_ids
+            out[update.request_id].logprobs += [lp.logprob for lp in update.logprobs]
+    engine.check()
+    return list(out.values())
