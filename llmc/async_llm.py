@@ -16,12 +16,12 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from llmc.config import EngineConfig
 from llmc.engine.messages import AbortRequest, EngineStats
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
-from llmc.front.engine import load_tokenizer, make_config, start
+from llmc.front.engine import EngineOptions, load_tokenizer, make_config, start
 from llmc.front.engine_thread import EngineNews, EngineThread, Stop
 from llmc.front.inputs import Input, InputProcessor, Prompt
 from llmc.front.outputs import ActiveRequest, CompletionDelta, Cursor, OutputProcessor
@@ -91,7 +91,7 @@ class AsyncLLM:
         model: str | None = None,
         *,
         on_phase: Callable[[Phase], None] | None = None,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         config = make_config(model, options)
         started = start(config, on_phase)

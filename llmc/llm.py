@@ -13,11 +13,11 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from llmc.config import EngineConfig
 from llmc.errors import EngineDeadError, InvalidRequestError, LlmcError, QueueFullError
-from llmc.front.engine import Engine, load_tokenizer, make_config, start
+from llmc.front.engine import Engine, EngineOptions, load_tokenizer, make_config, start
 from llmc.front.inputs import Input, InputProcessor, Prompt
 from llmc.front.outputs import ActiveRequest, OutputProcessor
 from llmc.front.progress import GenerationProgress
@@ -50,7 +50,7 @@ class LLM:
         model: str | None = None,
         *,
         on_phase: Callable[[Phase], None] | None = None,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         config = make_config(model, options)
         started = start(config, on_phase)
@@ -69,6 +69,7 @@ class LLM:
         self.config = config
         self.info: ModelInfo = started.info
         self._engine: Engine | None = started.engine
+        self._upgrade = started.upgrade
         self._tokenizer = tokenizer
         self._inputs = InputProcessor(started.info, tokenizer)
         self._outputs = OutputProcessor(tokenizer)
@@ -143,9 +144,17 @@ class LLM:
         """SamplingParams with what the model's generation_config recommends."""
         return self._inputs.default_sampling()
 
+    def wait_until_compiled(self, timeout: float | None = None) -> bool:
+        """Wait for the compilation in the background, if any; whether its result is in use.
+
+        There is no need to: requests are served meanwhile, only slower. For benchmarks.
+        """
+        return self._upgrade is not None and self._upgrade.wait(timeout)
+
     def close(self) -> None:
         """Give the model's memory back. The LLM can't be used afterwards; closing twice is fine."""
         engine, self._engine = self._engine, None
+        self._upgrade = None
         if engine is not None:
             self._abort_all(engine)
 

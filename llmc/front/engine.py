@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from llmc.config import EngineConfig
 from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
@@ -14,6 +14,28 @@ from llmc.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llmc.start import ModelInfo, Phase, Started
+
+
+class EngineOptions(TypedDict, total=False):
+    """EngineConfig without `model`, as keyword arguments for editors and type checkers."""
+
+    tokenizer: str | None
+    revision: str | None
+    trust_remote_code: bool
+    dtype: str
+    device: str
+    load_format: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_queued: int | None
+    block_size: int
+    kv_cache_memory: int | None
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    opt_level: Literal[0, 1, 2, 3] | None
+    passes: Mapping[str, bool]
+    seed: int
 
 
 class Engine(Protocol):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 from scripted_engine import REPLY, Scripted, make_scripted
 
+from llmc.config import EngineConfig
 from llmc.errors import ConfigError, EngineDeadError, InvalidRequestError
+from llmc.front import progress
+from llmc.front.engine import EngineOptions
 from llmc.llm import LLM
 from llmc.sampling_params import SamplingParams
 
@@ -169,6 +173,26 @@ def test_closed_llm_says_so(llm: LLM) -> None:
 def test_unknown_option_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="'max_num_seq'.*did you mean max_num_seqs"):
         LLM("x", max_num_seq=3)
+
+
+def test_options_are_those_of_the_config() -> None:
+    fields = {field.name: field.type for field in dataclasses.fields(EngineConfig)}
+    del fields["model"]
+    assert EngineOptions.__annotations__.keys() == fields.keys()
+
+
+def test_progress_bar_on_a_terminal(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.generate(["a", "b"], LONG)
+    assert capsys.readouterr().err == ""  # not a terminal
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    llm.generate(["a", "b"], LONG, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    llm.generate(["a", "b"], LONG)
+    assert "tokens/s" in capsys.readouterr().err
 
 
 def test_chat_one_and_many(llm: LLM, scripted: Scripted) -> None:

@@ -138,6 +138,7 @@ class Scripted:
     tokenizer: Tokenizer
     config: EngineConfig
     phases: list[Any] = field(default_factory=list)
+    upgrade: Any = None
 
 
 def make_scripted(
