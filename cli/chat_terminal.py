@@ -115,16 +115,14 @@ class Terminal:
         self._backend = backend
         self._chat = chat
         self._console = console
-        self._draft = ""  # put into the next prompt: a question that could not be asked
 
     async def run(self) -> None:
         session = _make_session(self._chat)
         interrupts = 0
         with _terminate_by_cancelling():
             while True:
-                draft, self._draft = self._draft, ""
                 try:
-                    entered = await session.prompt_async(default=draft)
+                    entered = await session.prompt_async()
                 except EOFError:
                     return
                 except KeyboardInterrupt:
@@ -155,7 +153,6 @@ class Terminal:
         return True
 
     async def _answer(self) -> None:
-        question = self._chat.turns[-1]["content"]
         waiting = self._console.status("", spinner="dots")
         waiting.start()
 
@@ -175,9 +172,9 @@ class Terminal:
             self._note("\n(stopped; /regen answers again, /undo takes it back)")
         except InvalidRequestError as error:
             waiting.stop()
-            self._draft = question
+            reason = f"Not asked (the Up key brings it back): {error}."
             full = error.code == "context_length_exceeded"
-            self._warn(context_full(f"Not asked: {error}") if full else f"Not asked: {error}")
+            self._warn(context_full(reason) if full else reason)
         except EngineDeadError:
             raise  # nothing will ever answer again
         except LlmcError as error:

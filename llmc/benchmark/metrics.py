@@ -11,6 +11,7 @@ of `vllm bench serve`, so that scripts which read one read the other.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -147,7 +148,6 @@ def compute_metrics(
     }
     output_tokens = sum(t.output_tokens for t in done)
     input_tokens = sum(t.prompt_tokens for t in done)
-    peak_tokens, peak_requests = _peaks_per_second(done)
     good = None if not goodput_ms else sum(_is_good(t, goodput_ms) for t in done)
     return BenchMetrics(
         completed=len(done),
@@ -159,8 +159,8 @@ def compute_metrics(
         request_goodput=None if good is None else good / duration_s,
         output_throughput=output_tokens / duration_s,
         total_token_throughput=(input_tokens + output_tokens) / duration_s,
-        max_output_tokens_per_s=peak_tokens,
-        max_concurrent_requests=peak_requests,
+        max_output_tokens_per_s=_peak_tokens(done),
+        max_concurrent_requests=_peak_requests(done),
         distributions={
             name: Distribution.of_seconds(values, percentiles) for name, values in seconds.items()
         },
@@ -173,20 +173,23 @@ def _is_good(trace: RequestTrace, limits_ms: Mapping[str, float]) -> bool:
     return all(actual_s[name] * 1e3 <= limit for name, limit in limits_ms.items())
 
 
-def _peaks_per_second(traces: Sequence[RequestTrace]) -> tuple[float, int]:
-    """(most tokens, most requests in flight) in any whole second after the first request."""
+def _peak_tokens(traces: Sequence[RequestTrace]) -> float:
+    """Most tokens in any whole second after the first request; a chunk may hold several."""
     if not traces:
-        return 0.0, 0
+        return 0.0
     start = min(t.sent_s for t in traces)
-    num_seconds = math.floor(max(t.token_times_s[-1] for t in traces) - start) + 1
-    tokens = np.zeros(num_seconds)
-    requests = np.zeros(num_seconds, dtype=np.int64)
+    tokens = np.zeros(math.floor(max(t.token_times_s[-1] for t in traces) - start) + 1)
     for trace in traces:
         for time_s in trace.token_times_s:
-            tokens[math.floor(time_s - start)] += 1
-        first, last = (math.floor(t - start) for t in (trace.sent_s, trace.token_times_s[-1]))
-        requests[first : last + 1] += 1
-    return float(tokens.max()), int(requests.max())
+            tokens[math.floor(time_s - start)] += trace.output_tokens / len(trace.token_times_s)
+    return float(tokens.max())
+
+
+def _peak_requests(traces: Sequence[RequestTrace]) -> int:
+    """Most requests that were under way at one moment."""
+    ends = [(t.token_times_s[-1], -1) for t in traces]
+    events = sorted([*((t.sent_s, 1) for t in traces), *ends])  # at a tie, ends come first
+    return max(itertools.accumulate((change for _, change in events), initial=0))
 
 
 def parse_percentiles(text: str) -> list[float]:

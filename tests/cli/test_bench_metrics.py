@@ -66,10 +66,12 @@ def test_distributions(metrics: BenchMetrics) -> None:
     assert keys["p50_e2el_ms"] == keys["median_e2el_ms"]
 
 
-def test_peaks_are_per_whole_second(metrics: BenchMetrics) -> None:
-    # Seconds since the first request: [0, 1) has 4 + 1 tokens, [1, 2) has 2.
-    assert metrics.max_output_tokens_per_s == 5
-    assert metrics.max_concurrent_requests == 2
+def test_peaks(metrics: BenchMetrics) -> None:
+    # Seconds since the first request: [0, 1) has 4 tokens and half of 5, [1, 2) has 2.5 + 1.
+    assert metrics.max_output_tokens_per_s == pytest.approx(6.5)
+    assert metrics.max_concurrent_requests == 2  # the single overlaps the second for 0.1 s
+    alone = RequestTrace(sent_s=11.1, token_times_s=(12.0,), output_tokens=1)
+    assert compute_metrics([FIRST, SECOND, alone], 2.0).max_concurrent_requests == 1
 
 
 def test_goodput_needs_every_limit_met() -> None:
