@@ -88,8 +88,8 @@ void softmax(Panel& p, float* scores, int64_t n, int64_t padded_n, float scale, 
   for (k = n; k < round_up(padded_n, 2); ++k) store(scores + k * kLanes, splat(-kInf));
   v16f sum0 = {}, sum1 = {};
   for (k = 0; k < padded_n; k += 2) {
-    const v16f w0 = exp2_lanes<E::kExpTerms>(load(scores + k * kLanes) * scale - base);
-    const v16f w1 = exp2_lanes<E::kExpTerms>(load(scores + (k + 1) * kLanes) * scale - base);
+    const v16f w0 = exp2_for<E::kExact>(load(scores + k * kLanes) * scale - base);
+    const v16f w1 = exp2_for<E::kExact>(load(scores + (k + 1) * kLanes) * scale - base);
     sum0 += w0;
     sum1 += w1;
     E::store_weights(weights, k, w0, w1);
@@ -99,11 +99,10 @@ void softmax(Panel& p, float* scores, int64_t n, int64_t padded_n, float scale, 
 
 template <class E>
 void finish(const Plan& plan, const Item& item, const Panel& p, int64_t row, int64_t rows,
-            const float* acc, float* line) {
-  for (int lane = 0; lane < kLanes && row + lane < rows; ++lane) {
-    for (int64_t d = 0; d < plan.a.v_dim; ++d) line[d] = acc[d * kLanes + lane];
-    finish_row<typename E::T>(plan, item, row + lane, p.m[lane], p.l[lane], line);
-  }
+            const float* acc, float* lines, int64_t v_dim) {
+  columns_to_rows(acc, plan.a.v_dim, lines, v_dim);
+  for (int lane = 0; lane < kLanes && row + lane < rows; ++lane)
+    finish_row<typename E::T>(plan, item, row + lane, p.m[lane], p.l[lane], lines + lane * v_dim);
 }
 
 template <class E>
@@ -116,7 +115,7 @@ void tiles(const Plan& plan, const Item& item) {
   const int64_t words = E::query_words(dim) * kLanes;
   static thread_local Arena arena;
   arena.reset(sizeof(float) * (panels * (words + v_dim * kLanes) + kTileKeys * (dim + v_dim) +
-                               2 * E::kPanels * kPanelScores + v_dim) +
+                               2 * E::kPanels * kPanelScores + kLanes * v_dim) +
               panels * sizeof(Panel) + 2 * kTileKeys * sizeof(T*) + 16 * 64);
   uint32_t* query = arena.take<uint32_t>(panels * words);
   float* acc = arena.take<float>(panels * v_dim * kLanes);
@@ -124,19 +123,24 @@ void tiles(const Plan& plan, const Item& item) {
   uint32_t* values = arena.take<uint32_t>(kTileKeys * v_dim);
   float* scores = arena.take<float>(E::kPanels * kPanelScores);
   uint32_t* weights = arena.take<uint32_t>(E::kPanels * kPanelScores);
-  float* line = arena.take<float>(v_dim);
+  float* lines = arena.take<float>(kLanes * v_dim);
   Panel* panel = arena.take<Panel>(panels);
   const T** key_rows = arena.take<const T*>(kTileKeys);
   const T** value_rows = arena.take<const T*>(kTileKeys);
 
   std::fill(acc, acc + panels * v_dim * kLanes, 0.0f);
   for (int64_t p = 0; p < panels; ++p) init_panel(plan, item, p * kLanes, rows, panel[p]);
-  for (int64_t row = 0; row < panels * kLanes; ++row) {
-    const T* from = static_cast<const T*>(a.query) +
-                    (item.token + row / plan.group) * a.query_stride[0] +
-                    (item.kv_head * plan.group + row % plan.group) * a.query_stride[1];
-    E::pack_query(row < rows ? from : nullptr, a.head_dim, int(row % kLanes),
-                  query + row / kLanes * words, dim);
+  for (int64_t p = 0; p < panels; ++p) {
+    const T* from[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const int64_t row = p * kLanes + lane;
+      from[lane] = nullptr;
+      if (row < rows)
+        from[lane] = static_cast<const T*>(a.query) +
+                     (item.token + row / plan.group) * a.query_stride[0] +
+                     (item.kv_head * plan.group + row % plan.group) * a.query_stride[1];
+    }
+    E::pack_panel(from, a.head_dim, query + p * words, dim);
   }
   const bool plain = a.softcap <= 0 && a.slopes == nullptr && a.scale > 0;
   const float scale = plain ? a.scale * kLog2e : 1.0f;
@@ -171,7 +175,7 @@ void tiles(const Plan& plan, const Item& item) {
   }
   E::leave();
   for (int64_t p = 0; p < panels; ++p)
-    finish<E>(plan, item, panel[p], p * kLanes, rows, acc + p * v_dim * kLanes, line);
+    finish<E>(plan, item, panel[p], p * kLanes, rows, acc + p * v_dim * kLanes, lines, v_dim);
 }
 
 }  // namespace

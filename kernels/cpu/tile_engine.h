@@ -1,13 +1,14 @@
 // How a tile of keys is packed and multiplied, by element type and by what the CPU has.
 //
 // An engine has: T (cache element), kPanels (panels of 16 query rows multiplied together), kKeyStep
-// (keys are padded to a multiple), dim_step (head sizes too), pack_query, pack_keys, pack_values,
+// (keys are padded to a multiple), kDimStep (head sizes too), pack_panel, pack_keys, pack_values,
 // store_weights, scores and add_values. Keys past `n` are packed as zeros, whatever memory holds.
 #pragma once
 
 #include "amx.h"
 #include "attention.h"
 #include "tile_gemm.h"
+#include "transpose.h"
 
 
 namespace llmc {
@@ -20,16 +21,18 @@ inline int64_t round_up(int64_t x, int64_t step) {
 template <class Element>
 struct FloatEngine {
   using T = Element;
-  static constexpr int64_t kPanels = kMaxPanels, kKeyStep = 1, kDimStep = 1, kExpTerms = 6;
+  static constexpr int64_t kPanels = kMaxPanels, kKeyStep = 1, kDimStep = 1;
+  static constexpr bool kExact = true;
   static void enter() {}
   static void leave() {}
   static int64_t query_words(int64_t dim) { return dim; }
 
-  static void pack_query(const T* row, int64_t dim, int lane, uint32_t* panel, int64_t) {
-    for (int64_t d = 0; d < dim; ++d) {
-      const float x = row ? to_float(row[d]) : 0.0f;
-      std::memcpy(panel + d * kLanes + lane, &x, sizeof x);
-    }
+  static void pack_panel(const T* const* rows, int64_t dim, uint32_t* panel, int64_t) {
+    for (int lane = 0; lane < kLanes; ++lane)
+      for (int64_t d = 0; d < dim; ++d) {
+        const float x = rows[lane] ? to_float(rows[lane][d]) : 0.0f;
+        std::memcpy(panel + d * kLanes + lane, &x, sizeof x);
+      }
   }
   static void pack_rows(const T* const* rows, int64_t n, int64_t dim, uint32_t* to) {
     for (int64_t k = 0; k < n; ++k) {
@@ -73,11 +76,26 @@ LLMC_INLINE v16u load_words(const bf16* p, int64_t n) {  // n < 16 elements as 3
 template <int64_t kStep>
 struct PairPacking {
   using T = bf16;
-  static constexpr int64_t kDimStep = kStep, kExpTerms = 4;
+  static constexpr int64_t kDimStep = kStep;
+  static constexpr bool kExact = false;  // weights are rounded to bf16 anyway
   static int64_t query_words(int64_t dim) { return dim / 2; }
 
-  static void pack_query(const bf16* row, int64_t dim, int lane, uint32_t* panel, int64_t padded) {
-    for (int64_t w = 0; w < padded / 2; ++w) {
+  // Whole panels in blocks of 16 words; the plain form takes what is left.
+  static void pack_panel(const bf16* const* rows, int64_t dim, uint32_t* panel, int64_t padded) {
+    int64_t w = 0;
+    for (; 2 * w + 32 <= dim; w += kLanes) {
+      __m512i block[16];
+      for (int lane = 0; lane < kLanes; ++lane)
+        block[lane] = rows[lane] ? _mm512_loadu_si512(rows[lane] + 2 * w) : _mm512_setzero_si512();
+      transpose(block);
+      for (int i = 0; i < kLanes; ++i)
+        _mm512_storeu_si512(panel + (w + i) * kLanes, block[i]);
+    }
+    for (int lane = 0; lane < kLanes; ++lane) pack_query(rows[lane], dim, lane, panel, padded, w);
+  }
+  static void pack_query(const bf16* row, int64_t dim, int lane, uint32_t* panel, int64_t padded,
+                         int64_t from) {
+    for (int64_t w = from; w < padded / 2; ++w) {
       const uint32_t low = row && 2 * w < dim ? row[2 * w].bits : 0;
       const uint32_t high = row && 2 * w + 1 < dim ? row[2 * w + 1].bits : 0;
       panel[w * kLanes + lane] = low | high << 16;
@@ -151,32 +169,6 @@ struct AmxEngine : PairPacking<32> {
   static void enter() { enter_amx(); }
   static void leave() { _tile_release(); }
 
-  // 16 x 16 words: row i of the result is column i of the rows.
-  LLMC_INLINE void transpose(__m512i r[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 8; ++i) {
-      t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-      t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    for (int i = 0; i < 4; ++i) {
-      r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-      r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-      r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-      r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for (int i = 0; i < 4; ++i) {
-      t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-      t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-      t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-      t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; ++i) {
-      r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-      r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-      r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-      r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-    }
-  }
   // to[d][key]: a row per head element, kTileKeys bf16 long.
   static void pack_values(const bf16* const* rows, int64_t n, int64_t padded_n, int64_t dim,
                           uint32_t* to, int64_t padded) {

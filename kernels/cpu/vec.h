@@ -153,17 +153,11 @@ LLMC_INLINE v16f round_lanes(v16f x) {  // to the nearest integer; |x| below 2^2
 #endif
 }
 
-// 2^(whole + f), |f| <= 0.5, to about 1.5e-7 relative (5e-5 with kTerms = 4); 0 where it underflows.
-template <int kTerms>
+// 2^(whole + f), |f| <= 0.5, to about 1.5e-7 relative; 0 where it underflows.
 LLMC_INLINE v16f exp2_parts(v16f whole, v16f f) {
-  v16f p;
-  if (kTerms >= 6) {
-    p = splat(1.5403530e-4f);
-    p = p * f + 1.3333558e-3f;
-    p = p * f + 9.6181291e-3f;
-  } else {
-    p = splat(9.6181291e-3f);
-  }
+  v16f p = splat(1.5403530e-4f);
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
   p = p * f + 5.5504109e-2f;
   p = p * f + 2.4022651e-1f;
   p = p * f + 6.9314718e-1f;
@@ -177,11 +171,26 @@ LLMC_INLINE v16f exp2_parts(v16f whole, v16f f) {
 #endif
 }
 
-template <int kTerms = 6>
 LLMC_INLINE v16f exp2_lanes(v16f x) {  // x below 127
   x = vmax(x, splat(-150.0f));
   v16f whole = round_lanes(x);
-  return exp2_parts<kTerms>(whole, x - whole);
+  return exp2_parts(whole, x - whole);
+}
+
+// 2^x, or within 8e-5 of it where the result is rounded to bf16 anyway.
+template <bool kExact>
+LLMC_INLINE v16f exp2_for(v16f x) {
+#ifdef LLMC_AVX512
+  if (!kExact) {
+    const v16f f = (v16f)_mm512_reduce_ps((__m512)x, 1);  // above the floor; 0 for -inf
+    v16f p = splat(7.8024521e-2f);
+    p = p * f + 2.2606718e-1f;
+    p = p * f + 6.9583352e-1f;
+    p = p * f + 9.9992522e-1f;
+    return (v16f)_mm512_scalef_ps((__m512)p, (__m512)x);
+  }
+#endif
+  return exp2_lanes(x);
 }
 
 LLMC_INLINE v16f exp_lanes(v16f x) {
@@ -190,7 +199,7 @@ LLMC_INLINE v16f exp_lanes(v16f x) {
   v16f whole = round_lanes(x * kLog2e);
   // log2(e) in two parts, else the rounding of x * log2(e) shows for large |x|
   v16f f = (x * kLog2e - whole) + x * 1.925963033500e-8f;
-  return exp2_parts<6>(whole, f);
+  return exp2_parts(whole, f);
 }
 
 LLMC_INLINE v16f tanh_lanes(v16f x) {
