@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from llmc.async_llm import AsyncLLM
-from llmc.server import chat, completions, models, status, tokens
+from llmc.server import chat, completions, models, openapi, status, tokens
 from llmc.server.errors import unknown_route
 from llmc.server.guard import Guard
 from llmc.server.metrics import Metrics
@@ -37,6 +37,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET,POST", "/ping", status.health),
     ("GET", "/version", status.version),
     ("GET", "/metrics", status.metrics),
+    ("GET", "/openapi.json", openapi.openapi),
 )
 
 

@@ -62,17 +62,18 @@ def render_chat(
         )
     extra["add_generation_prompt"] = add_generation_prompt
     extra["continue_final_message"] = continue_final_message
-    if _spells_control_token(tokenizer, conversation) and _can_sanitize(tokenizer.hf):
+    if _spells_control_token(tokenizer, conversation) and can_sanitize(tokenizer.hf):
         # Transformers marks the text while rendering, so it must tokenize too.
-        ids = _apply(tokenizer, conversation, tokenize=True, sanitize_control_tokens=True, **extra)
+        with tokenizer.isolated() as hf:
+            ids = _apply(hf, conversation, tokenize=True, sanitize_control_tokens=True, **extra)
         return [int(i) for i in ids]
-    text = _apply(tokenizer, conversation, tokenize=False, **extra)
+    text = _apply(tokenizer.hf, conversation, tokenize=False, **extra)
     return tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
 
 
-def _apply(tokenizer: Tokenizer, conversation: list[dict[str, Any]], **options: Any) -> Any:
+def _apply(hf: Any, conversation: list[dict[str, Any]], **options: Any) -> Any:
     try:
-        return tokenizer.hf.apply_chat_template(conversation, return_dict=False, **options)
+        return hf.apply_chat_template(conversation, return_dict=False, **options)
     # What a template refuses (its own raise_exception, an undefined name, a bad type, a range
     # beyond the sandbox's limit) is about these messages, not about the server.
     except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as exc:
@@ -128,6 +129,6 @@ def _spells_control_token(tokenizer: Tokenizer, conversation: list[dict[str, Any
     )
 
 
-def _can_sanitize(hf: Any) -> bool:
+def can_sanitize(hf: Any) -> bool:
     """Newer transformers only; before, such text is encoded as the control token it spells."""
     return "sanitize_control_tokens" in inspect.signature(hf.apply_chat_template).parameters

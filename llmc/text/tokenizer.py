@@ -7,10 +7,12 @@ use it. A tokenizer written in Python is used under a lock instead.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ class Tokenizer:
     def __init__(self, hf: Any) -> None:
         self.hf = hf
         self._lock = threading.Lock()
+        self._copy: Any = None
+        self._copy_lock = threading.Lock()
         self._backend = getattr(hf, "backend_tokenizer", None)
         if self._backend is not None:
             # A tokenizer.json may carry the truncation of its training run; prompts must not
@@ -91,6 +95,17 @@ class Tokenizer:
         with self._lock:
             known = [i for i in token_ids if 0 <= i < self.size]
             return str(self.hf.decode(known, skip_special_tokens=skip_special_tokens))
+
+    @contextlib.contextmanager
+    def isolated(self) -> Iterator[Any]:
+        """A copy of the transformers tokenizer, for calls that switch settings of their backend.
+
+        On the one in use they would change how other threads' prompts are read meanwhile.
+        """
+        with self._copy_lock:
+            if self._copy is None:
+                self._copy = copy.deepcopy(self.hf)
+            yield self._copy
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each id, "" for an id that it does not have."""

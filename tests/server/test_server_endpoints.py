@@ -8,6 +8,7 @@ import pytest
 from live_server import Live, live_server
 from scripted_engine import REPLY, SCRIPTS
 
+from llmc.server.app import ROUTES
 from llmc.server.settings import ServerSettings
 
 COUNT = SCRIPTS["count"]
@@ -211,6 +212,17 @@ def test_metrics(live: Live) -> None:
     ended = 'llmc:request_success_total{finished_reason="stop",model_name="scripted"}'
     assert float(values[ended]) > 0
     assert response.headers["content-type"].startswith("text/plain")
+
+
+def test_openapi_describes_every_route(live: Live) -> None:
+    document = live.client.get("/openapi.json").json()
+    paths = document["paths"]
+    assert len(paths) == len(ROUTES)
+    assert set(paths["/ping"]) == {"get", "post"}
+    chat = paths["/v1/chat/completions"]["post"]
+    schema = chat["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    fields = document["components"]["schemas"][schema.rpartition("/")[2]]["properties"]
+    assert {"messages", "temperature", "stop", "stream"} <= fields.keys()
 
 
 def test_request_id_is_kept_if_it_is_plain(live: Live) -> None:
