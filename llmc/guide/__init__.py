@@ -1,4 +1,4 @@
-"""The built-in model: a small decoder trained on a manual of llmc, so that a chat needs no download.
+"""The built-in model: a small decoder trained on a manual of llmc; a chat needs no download.
 
 `model_path()` is where the engine loads it from. The manual is in `manual_*.md`, `train.py` makes
 the model from it. Imports nothing heavy.

@@ -3,17 +3,19 @@
     # Chapter                    ## And what is the default?     a question that leans on the last
     Running text.
                                  - phrasing
-    ## Question                  - phrasing, held out
+    ## Question                  - phrasing
     Answer.
     - phrasing                   | after | answer |
-    - phrasing, held out         |---|---|
+                                 |---|---|
                                  | Question | answer after that question |
 
-The last phrasing of each question is never trained on; it measures what the model understands.
+One phrasing of each question, drawn by its checksum, is never trained on; it measures what the
+model understands.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +49,23 @@ class Manual:
     follow_ups: tuple[FollowUp, ...]
     chapters: tuple[tuple[str, ...], ...]  # running text: the opening of a chapter, its answers
 
+    @property
+    def held_out(self) -> frozenset[str]:
+        """The phrasings that are never trained on, in normal form."""
+        entries = {normal_form(entry.held_out) for entry in self.entries}
+        return frozenset(entries | {normal_form(each.held_out) for each in self.follow_ups})
+
     def entry(self, question: str) -> Entry:
         """The entry with this heading; KeyError when the manual has none."""
         for entry in self.entries:
             if entry.question == question:
                 return entry
         raise KeyError(f"no question {question!r} in the manual")
+
+
+def normal_form(question: str) -> str:
+    """Two questions with one normal form count as the same."""
+    return question.lower().rstrip("?.! ")
 
 
 def load_manual(folder: Path = HERE) -> Manual:
@@ -71,9 +84,7 @@ def load_manual(folder: Path = HERE) -> Manual:
             else:
                 follow_ups.append(parsed)
         chapters.append(tuple(text))
-    manual = Manual(
-        entries=tuple(entries), follow_ups=tuple(follow_ups), chapters=tuple(chapters)
-    )
+    manual = Manual(entries=tuple(entries), follow_ups=tuple(follow_ups), chapters=tuple(chapters))
     _check(manual)
     return manual
 
@@ -87,15 +98,12 @@ def _parse_section(section: str, path: Path) -> Entry | FollowUp:
         raise ValueError(
             f"{path.name}: {question!r} needs one answer line or one table, and two phrasings"
         )
-    asked = (question, *phrasings[:-1])
+    held_out = phrasings.pop(zlib.crc32(question.encode()) % len(phrasings))
+    asked = (question, *phrasings)
     if not rows:
-        return Entry(
-            question=question, answer=answer[0], phrasings=asked, held_out=phrasings[-1]
-        )
+        return Entry(question=question, answer=answer[0], phrasings=asked, held_out=held_out)
     answers = {after.strip(): then.strip() for after, then in rows[2:]}  # below the two head lines
-    return FollowUp(
-        question=question, answers=answers, phrasings=asked, held_out=phrasings[-1]
-    )
+    return FollowUp(question=question, answers=answers, phrasings=asked, held_out=held_out)
 
 
 def _check(manual: Manual) -> None:
@@ -104,7 +112,7 @@ def _check(manual: Manual) -> None:
     sections: Sequence[Entry | FollowUp] = (*manual.entries, *manual.follow_ups)
     for section in sections:
         for phrasing in (*section.phrasings, section.held_out):
-            key = phrasing.lower().rstrip("?.! ")
+            key = normal_form(phrasing)
             if key in seen:
                 raise ValueError(
                     f"{phrasing!r} is asked by {seen[key]!r} and by {section.question!r}"
