@@ -67,6 +67,13 @@ def test_bytes_of_partial_characters(tokenizer: Tokenizer) -> None:
     assert b"".join(tokenizer.token_bytes(i) or b"" for i in ids).decode() == "\U0001f642"
 
 
+def test_settings_of_the_isolated_copy_stay_there(tokenizer: Tokenizer) -> None:
+    with tokenizer.isolated() as hf:
+        hf.backend_tokenizer.encode_special_tokens = True  # as sanitizing a chat does for a moment
+        assert len(hf.backend_tokenizer.encode("<s>").ids) > 1
+        assert tokenizer.encode("<s>") == [0]
+
+
 def test_ids_beyond_the_tokenizer_decode_to_nothing(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([399, *tokenizer.encode("ok"), 100_000]) == "ok"
     assert tokenizer.token_text(399) == ""
