@@ -117,6 +117,13 @@ class Terminal:
         self._console = console
 
     async def run(self) -> None:
+        """Until the user leaves. A signal that ends the program exits as a shell would say it."""
+        try:
+            await self._loop()
+        except asyncio.CancelledError:
+            raise SystemExit(128 + signal.SIGTERM) from None
+
+    async def _loop(self) -> None:
         session = _make_session(self._chat)
         interrupts = 0
         with _terminate_by_cancelling():
@@ -248,7 +255,7 @@ def _key_bindings() -> KeyBindings:
     @bindings.add("c-c")
     def _(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
-            event.current_buffer.reset()
+            event.app.exit(result="")  # as a shell does: the line stays in view, a new one begins
         else:
             event.app.exit(exception=KeyboardInterrupt)
 

@@ -275,7 +275,7 @@ def engine_options(*, positional_model: bool = True) -> Callable[[Any], Any]:
 
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
-        del run.__wrapped__  # type: ignore[attr-defined]  # typer must see this signature only
+        del run.__wrapped__  # typer must see this signature only
         return run
 
     return decorate

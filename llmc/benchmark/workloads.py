@@ -113,7 +113,7 @@ def _records(path: Path, content: str) -> Iterator[dict[str, Any]]:
             values = json.loads(content)
         except json.JSONDecodeError as error:
             raise ConfigError(f"the dataset {path} is not valid JSON: {error}") from error
-        numbered = enumerate(values, 1)
+        numbered: Iterator[tuple[int, Any]] = iter(enumerate(values, 1))
     else:
         numbered = _lines(path, content)
     for number, value in numbered:
