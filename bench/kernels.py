@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ def measure_limits() -> dict[str, float]:
     big = torch.ones(2**28)  # 1 GiB: no cache holds it
     limits = {"read": big.nbytes / seconds(big.sum)}
     for name, dtype in DTYPES.items():
-        a = torch.randn(2048, 2048, dtype=dtype)
-        limits[name] = 2 * 2048**3 / seconds(lambda a=a: a @ a)
+        square = torch.randn(2048, 2048, dtype=dtype)
+        limits[name] = 2 * 2048**3 / seconds(partial(torch.mm, square, square))
     return limits
 
 
