@@ -127,7 +127,7 @@ def _read_event(line: str) -> Chunk | None:
     if "error" in event:
         raise LlmcError(f"the server stopped the answer: {event['error'].get('message')}")
     usage = event.get("usage") or {}
-    choice = next(iter(event.get("choices") or ()), {})
+    choice: dict[str, Any] = next(iter(event.get("choices") or ()), {})
     details = usage.get("prompt_tokens_details") or {}
     return Chunk(
         text=(choice.get("delta") or {}).get("content") or "",
