@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -101,10 +103,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         hf_config = load_config(files, config)
         dtype = pick_dtype(config.dtype, hf_config, device)
         detail += [files.name, str(dtype).removeprefix("torch."), str(device)]
-    if device.type == "cpu":
-        from llmc.kernels.cpu.build import start_build
-
-        start_build()  # the C++ compiler works in processes of its own while the model is captured
+    start_kernels(device)
     level = pick_level(config.opt_level, device)
     model_len = config.max_model_len or model_context(hf_config)
     _check_model_len(config, hf_config)
@@ -112,6 +111,8 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         program = _compile(config, hf_config, dtype, device, model_len)
         matched = sum(1 for r in program.reports if r.added or r.removed)
         detail += [f"{len(program.caches)} layers", f"{matched} passes matched", f"-O{level}"]
+        if program.from_cache:
+            detail.append("from cache")
     with clock.phase("load weights") as detail:
         weights = _load_weights(config, files, program)
         weight_bytes = sum(
@@ -126,6 +127,8 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
             f"{sized.cache_bytes / 2**20:.0f} MiB",
             f"context {sized.max_model_len}",
         ]
+        if not sized.kernels_built:
+            detail.append("C++ kernels are still being built: slow until then")
     eos = eos_token_ids(hf_config, files)
     engine = EngineCore(
         sized.runner,
@@ -160,7 +163,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         pass_reports=tuple(str(r) for r in program.reports),
         generation_defaults=_sampling_defaults(files),
     )
-    upgrade = _start_upgrade(program, sized, level) if level >= 1 else None
+    upgrade = _start_upgrade(program, sized, level)
     return Started(
         engine=engine, runner=sized.runner, info=info, phases=clock.phases, upgrade=upgrade
     )
@@ -170,6 +173,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
 class _Sized:
     runner: ModelRunner
     bound: dict[str, Any]  # the tensors of the step: weights, caches, constants
+    kernels_built: bool  # False: the step runs on references while the C++ ops are built
     num_blocks: int
     max_model_len: int
     cache_bytes: int
@@ -230,6 +234,7 @@ def _check_model_len(config: EngineConfig, hf_config: Any) -> None:
 def _compile(
     config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device, model_len: int
 ) -> Program:
+    from llmc.compiler.cache import ProgramCache
     from llmc.compiler.program import compile_program
     from llmc.passes.pipeline import PipelineOptions
 
@@ -237,7 +242,12 @@ def _compile(
         block_size=config.block_size, max_positions=model_len, device_type=device.type
     )
     return compile_program(
-        hf_config, dtype=dtype, device=device, options=options, switches=config.passes
+        hf_config,
+        dtype=dtype,
+        device=device,
+        options=options,
+        switches=config.passes,
+        cache=None if config.trust_remote_code else ProgramCache(cache_dir()),
     )
 
 
@@ -267,13 +277,15 @@ def _size_and_bind(
 ) -> _Sized:
     """Profile a step on a cache just large enough, size the pool from what is left, and bind."""
     from llmc.compiler.lower import lower
-    from llmc.compiler.program import bind
+    from llmc.compiler.program import bind, lowered
     from llmc.runner.kv_cache import allocate, bytes_per_token
     from llmc.runner.model_runner import ModelRunner
     from llmc.runner.rows import RowTables
     from llmc.runner.sizing import PeakMemory, free_bytes, size_pool
 
     per_token = bytes_per_token(program.caches, program.dtype)
+    built = _kernels_are_built(device)
+    graph = lowered(program)
 
     def make(
         num_blocks: int, length: int, num_rows: int
@@ -293,7 +305,7 @@ def _size_and_bind(
             device=device,
         )
         bound = bind(program, weights, caches)
-        return ModelRunner(lower(program.graph, bound), rows), bound
+        return ModelRunner(lower(graph, bound), rows), bound
 
     tokens = min(config.max_num_batched_tokens, model_len)
     probed = min(tokens, _PROFILE_TOKENS_CPU) if device.type == "cpu" else tokens
@@ -311,6 +323,7 @@ def _size_and_bind(
     return _Sized(
         runner=runner,
         bound=bound,
+        kernels_built=built,
         num_blocks=pool.num_blocks,
         max_model_len=pool.max_model_len,
         cache_bytes=pool.cache_bytes,
@@ -323,23 +336,64 @@ def cache_dir() -> Path:
     return Path(os.environ.get("LLMC_CACHE_DIR") or Path.home() / ".cache" / "llmc")
 
 
-def _start_upgrade(program: Program, sized: _Sized, level: int) -> Upgrade:
-    """Compile the step in the background; it replaces the uncompiled one when it is ready."""
+def start_kernels(device: torch.device) -> None:
+    """Make the device's kernels known. On CPU a C++ compiler may have to build them first: it
+    works in processes of its own while the model is captured, and nobody waits for it."""
+    if device.type == "cpu":
+        import llmc.kernels.cpu  # noqa: F401 - lists the C++ versions
+        from llmc.kernels.cpu.build import start_build
+
+        start_build()
+    elif importlib.util.find_spec("triton") is not None:
+        importlib.import_module("llmc.kernels.triton")
+
+
+def _kernels_are_built(device: torch.device) -> bool:
+    """Load the C++ ops if they are there; False while they are being built."""
+    if device.type != "cpu":
+        return True
+    from llmc.kernels.cpu import build
+
+    if not build.start_build().done:
+        return False
+    build.load()  # False where they can't be built: the references are all there is
+    return True
+
+
+def _start_upgrade(program: Program, sized: _Sized, level: int) -> Upgrade | None:
+    """Exchange the step for better ones as they get ready: C++ ops, then Inductor's code."""
     from llmc.compiler.inductor import compile_step
-    from llmc.compiler.lower import StepFunction
-    from llmc.compiler.upgrade import Upgrade
+    from llmc.compiler.lower import StepFunction, lower
+    from llmc.compiler.program import lowered
+    from llmc.compiler.upgrade import Stage, Upgrade
 
     runner = sized.runner
 
-    def compile_now() -> StepFunction:
+    def with_kernels() -> StepFunction | None:
+        from llmc.kernels.cpu.build import load
+
+        return lower(lowered(program), sized.bound) if load() else None
+
+    def compiled() -> StepFunction:
         return compile_step(
-            program.graph, sized.bound, runner.rows.tables, level=level, cache_dir=cache_dir()
+            lowered(program),
+            sized.bound,
+            runner.rows.tables,
+            level=level,
+            cache_dir=cache_dir(),
         )
 
     def install(step: StepFunction) -> None:
         runner.step = step
 
-    upgrade = Upgrade(compile_now, install)
+    stages: list[Stage] = []
+    if not sized.kernels_built:
+        stages.append(with_kernels)
+    if level >= 1:
+        stages.append(compiled)
+    if not stages:
+        return None
+    upgrade = Upgrade(stages, install)
     upgrade.start()
     return upgrade
 

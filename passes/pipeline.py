@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc.passes.append_sampler import append_sampler
@@ -12,7 +11,6 @@ from llmc.passes.fuse_act_mul import fuse_act_mul
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.passes.fuse_rope_write import fuse_rope_write
 from llmc.passes.last_token_logits import last_token_logits
-from llmc.passes.lower_kernels import lower_kernels
 from llmc.passes.merge_linears import merge_linears
 from llmc.passes.pack_linears import pack_linears, packed_linear_available
 from llmc.passes.page_attention import page_attention
@@ -26,11 +24,13 @@ class PipelineOptions:
     block_size: int
     max_positions: int
     device_type: str  # "cpu" or "cuda"
-    kernels: Sequence[str] = ("triton", "cpu")
 
 
 def pipeline(options: PipelineOptions) -> tuple[Pass, ...]:
-    """Rewrites first, then fusions of what they left, then the choice of kernels."""
+    """Rewrites first, then fusions of what they left.
+
+    `lower_kernels` comes after them, when the step is bound and the machine's kernels are known.
+    """
     passes = [
         canonicalize(),  # first: the others match on one spelling
         page_attention(block_size=options.block_size),
@@ -44,5 +44,4 @@ def pipeline(options: PipelineOptions) -> tuple[Pass, ...]:
     ]
     if options.device_type == "cpu" and packed_linear_available():
         passes.append(pack_linears())  # after merge_linears: packs merged weights
-    passes.append(lower_kernels(prefer=options.kernels))
     return tuple(passes)

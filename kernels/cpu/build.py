@@ -25,6 +25,8 @@ from llmc.kernels.cpu.compile import Toolchain, compile_library, find_toolchain
 _log = logging.getLogger("llmc.kernels.cpu")
 _lock = threading.Lock()
 _state: dict[str, bool] = {}  # "loaded": what load() returned
+_builds: list[Build] = []  # the newest one, if any
+_start_lock = threading.Lock()
 _STALE_SECONDS = 3600
 
 
@@ -116,6 +118,10 @@ class Build:
             shutil.rmtree(made, ignore_errors=True)
         return folder
 
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
     def wait(self) -> Path:
         """The library's path, once it is there. Raises BuildError."""
         self._thread.join()
@@ -126,8 +132,14 @@ class Build:
 
 
 def start_build() -> Build:
-    """Begin to build, or to find the cached library; compilers run beside this process."""
-    return Build()
+    """Begin to build, or to find the cached library; compilers run beside this process.
+
+    While a build is under way it is the one that is returned.
+    """
+    with _start_lock:
+        if not _builds or _builds[-1].done:
+            _builds[:] = [Build()]
+        return _builds[-1]
 
 
 def is_loaded() -> bool:

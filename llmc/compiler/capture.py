@@ -74,12 +74,19 @@ def capture(built: BuiltModel, device: torch.device) -> CapturedModel:
     return CapturedModel(graph=aten, vocab_size=int(logits.meta["val"].shape[-1]))
 
 
+class _Captured(Exception):
+    """Ends the call that was captured: its inputs are on meta, there is nothing to run."""
+
+
 def _run_dynamo(model: nn.Module) -> tuple[fx.GraphModule, Sequence[Any]]:
     captured: list[tuple[fx.GraphModule, Sequence[Any]]] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
         captured.append((gm, list(examples)))
-        return gm.forward
+        return stop
+
+    def stop(*args: Any) -> Any:
+        raise _Captured
 
     ids = torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long, device="meta")
     positions = torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long, device="meta")
@@ -90,13 +97,28 @@ def _run_dynamo(model: nn.Module) -> tuple[fx.GraphModule, Sequence[Any]]:
     try:
         with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
             torch.compile(wrapper, backend=backend, fullgraph=True)(ids, positions)
+    except _Captured:
+        pass
     except torch._dynamo.exc.TorchDynamoException as e:
         raise CompileError(_explain(e, model)) from e
     finally:
         torch._dynamo.reset()
     if len(captured) != 1:
         raise CompileError(f"capture gave {len(captured)} graphs instead of one")
+    _refuse_scalars(captured[0][0], model)
     return captured[0]
+
+
+def _refuse_scalars(gm: fx.GraphModule, model: nn.Module) -> None:
+    """A number read out of a tensor mixes the requests of a batch, and would stall a GPU."""
+    for node in gm.graph.nodes:
+        if node.op == "call_method" and node.target in ("item", "tolist"):
+            frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
+            where = f" at {frames[-1][0]}:{frames[-1][1]}" if frames else ""
+            raise CompileError(
+                f"{type(model).__name__} can't be captured in one graph{where}: it reads a value "
+                f"out of a tensor (.{node.target}()), which differs from step to step"
+            )
 
 
 def _explain(error: Exception, model: nn.Module) -> str:

@@ -5,8 +5,7 @@ The one module that knows the order of the compiler's stages.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,27 +14,35 @@ import torch
 from torch import Tensor, fx, nn
 
 from llmc.compiler.build import build as build_module
+from llmc.compiler.cache import ProgramCache, program_key
 from llmc.compiler.capture import capture
 from llmc.compiler.weights import CheckpointWeights, WeightSource, make_weight
 from llmc.errors import CompileError
-from llmc.passes.base import PassReport, run_passes
+from llmc.passes.base import PassReport, check_names, run_passes
 from llmc.passes.inputs import CacheInput, ConstantInput, WeightInput, input_of
+from llmc.passes.lower_kernels import lower_kernels
 from llmc.passes.page_attention import CacheSpec
 from llmc.passes.pipeline import PipelineOptions, pipeline
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A rewritten step graph without its tensors, and what is needed to give it some."""
+    """A rewritten step graph without its tensors, and what is needed to give it some.
+
+    Its ops are not yet lowered to implementations: see `lowered`.
+    """
 
     graph: fx.GraphModule
-    captured: fx.GraphModule  # before any pass: the reference of every check
     module: nn.Module  # on meta
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
     caches: tuple[CacheSpec, ...]
     reports: tuple[PassReport, ...]
+    from_cache: bool = False
 
     def weight_inputs(self) -> Iterator[tuple[fx.Node, WeightInput]]:
         for node in self.graph.graph.nodes:
@@ -51,12 +58,23 @@ def compile_program(
     device: torch.device,
     options: PipelineOptions,
     switches: Mapping[str, bool],
+    cache: ProgramCache | None = None,
 ) -> Program:
-    """Build, capture and rewrite; no weight is read. CompileError where the model can't be served."""
+    """Build, capture and rewrite; no weight is read. CompileError where the model can't be served.
+
+    What an earlier start left in `cache` is used instead of capturing again.
+    """
+    passes = pipeline(options)
+    check_names(switches, passes)
     built = build_module(config, dtype)
-    captured = capture(built, device)
-    import_kernels(device)
-    graph, reports = run_passes(captured.graph, pipeline(options), switches)
+    key = program_key(config, dtype, device, options, switches) if cache else ""
+    found = cache.load(key, device) if cache else None
+    if found is not None:
+        graph, reports, vocab_size = found
+    else:
+        captured = capture(built, device)
+        graph, made = run_passes(captured.graph, passes, switches)
+        reports, vocab_size = tuple(made), captured.vocab_size
     caches = _caches(graph)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = getattr(text, "num_hidden_layers", len(caches))
@@ -65,26 +83,25 @@ def compile_program(
             f"the graph has {len(caches)} attention calls and config.json {layers} layers: layers "
             "that are no attention (recurrent, convolution) can't be served yet"
         )
+    if cache is not None and found is None:
+        cache.save(key, graph, reports, vocab_size)
     return Program(
         graph=graph,
-        captured=captured.graph,
         module=built.module,
-        vocab_size=captured.vocab_size,
+        vocab_size=vocab_size,
         dtype=dtype,
         device=device,
         caches=caches,
-        reports=tuple(reports),
+        reports=reports,
+        from_cache=found is not None,
     )
 
 
-def import_kernels(device: torch.device) -> None:
-    """Make the ops' fast versions for this device known, so that lower_kernels can choose them."""
-    if device.type == "cpu":
-        from llmc.kernels.cpu import build
-
-        build.load()
-    elif importlib.util.find_spec("triton") is not None:
-        importlib.import_module("llmc.kernels.triton")
+def lowered(program: Program, prefer: Sequence[str] = ("triton", "cpu")) -> fx.GraphModule:
+    """The graph with every op replaced by its fastest version that is there now."""
+    graph, reports = run_passes(program.graph, (lower_kernels(prefer=prefer),))
+    log.info("%s", reports[0])
+    return graph
 
 
 def _caches(graph: fx.GraphModule) -> tuple[CacheSpec, ...]:

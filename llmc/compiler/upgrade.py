@@ -1,53 +1,60 @@
-"""Compile in the background while the uncompiled step serves, then exchange the two."""
+"""Better versions of the step are made in the background while a plain one serves.
+
+On CPU the C++ ops may still be compiling when the first request comes; at -O1 and up Inductor
+takes seconds to minutes. Each stage's result is exchanged in between two steps.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from llmc.compiler.lower import StepFunction
 
 log = logging.getLogger(__name__)
 
+Stage = Callable[[], StepFunction | None]
+
 
 class Upgrade:
-    """Runs `compile_step` in a thread and hands its result to `install` when it is ready.
+    """Runs `stages` in a thread, one after the other, and hands each result to `install`.
 
-    A failure is logged once and leaves what runs in place. `wait()` is for benchmarks and tests.
+    A stage that returns None had nothing to give. A failure is logged once, kept in `error`, and
+    leaves what runs in place. `wait()` is for benchmarks and tests.
     """
 
-    def __init__(
-        self,
-        compile_step: Callable[[], StepFunction],
-        install: Callable[[StepFunction], None],
-    ) -> None:
-        self._compile = compile_step
+    def __init__(self, stages: Sequence[Stage], install: Callable[[StepFunction], None]) -> None:
+        self._stages = tuple(stages)
         self._install = install
         self.error: Exception | None = None
-        self.seconds: float | None = None
         self._thread = threading.Thread(target=self._run, name="llmc-compile", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def _run(self) -> None:
-        start = time.perf_counter()
-        try:
-            step = self._compile()
-        except Exception as e:  # the compiler's own code: whatever it raises, serving goes on
-            self.error = e
-            reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else ""
-            log.warning(
-                "compiling failed (%s: %s); the uncompiled step stays", type(e).__name__, reason
-            )
-            return
-        self._install(step)
-        self.seconds = time.perf_counter() - start
-        log.info("compiled step (-O%d) in use after %.1f s", step.level, self.seconds)
+        for stage in self._stages:
+            start = time.perf_counter()
+            try:
+                step = stage()
+            except Exception as e:  # the compiler's own code: whatever it raises, serving goes on
+                self.error = e
+                reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else ""
+                log.warning(
+                    "compiling failed (%s: %s); the step that runs stays", type(e).__name__, reason
+                )
+                return
+            if step is not None:
+                self._install(step)
+                log.info(
+                    "a faster step (-O%d) is in use after %.1f s",
+                    step.level,
+                    time.perf_counter() - start,
+                )
 
     def wait(self, timeout: float | None = None) -> bool:
-        """True once the compiled step is in use."""
+        """True once all stages are through without an error."""
         self._thread.join(timeout)
-        return self.seconds is not None
+        return not self._thread.is_alive() and self.error is None

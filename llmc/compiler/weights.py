@@ -37,7 +37,8 @@ class DummyWeights:
 
     def fill(self, name: str, out: Tensor) -> None:
         gen = torch.Generator(device=out.device)
-        gen.manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
+        # 32 bits: the CPU's generator ignores the rest
+        gen.manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
         if out.dim() >= 2:
             width = 0.02 * 3**0.5  # the uniform distribution of standard deviation 0.02
             out.uniform_(-width, width, generator=gen)

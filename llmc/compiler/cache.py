@@ -1,0 +1,130 @@
+"""Programs on disk: what capture and the passes made of an architecture, for the next start.
+
+The key covers everything that the result depends on: the model's config and code, llmc's own
+sources, the versions, the and the options. An entry is written aside and
+renamed; one that can't be read is deleted and made again. Weights are not in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import fx
+
+from llmc.compiler.serialize import CannotSerialize, dump_graph, load_graph
+from llmc.passes.base import PassReport
+
+log = logging.getLogger(__name__)
+
+_NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+
+
+class ProgramCache:
+    """Entries under `root`/programs, one directory a key."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root / "programs"
+
+    def load(
+        self, key: str, device: torch.device
+    ) -> tuple[fx.GraphModule, tuple[PassReport, ...], int] | None:
+        """(graph, pass reports, vocabulary), or None where there is no usable entry."""
+        entry = self._root / key
+        if not entry.is_dir() or entry.stat().st_uid != os.getuid():
+            return None
+        try:
+            data = json.loads((entry / "graph.json").read_text(encoding="utf-8"))
+            graph = load_graph(data["nodes"], load_file(entry / "constants.safetensors"), device)
+            reports = tuple(PassReport(**r) for r in data["reports"])
+            return graph, reports, int(data["vocab_size"])
+        except (
+            OSError,
+            SafetensorError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RuntimeError,
+        ) as e:
+            log.warning("a cached program can't be used (%s) and is made again", e)
+            shutil.rmtree(entry, ignore_errors=True)
+            return None
+
+    def save(
+        self, key: str, graph: fx.GraphModule, reports: tuple[PassReport, ...], vocab_size: int
+    ) -> None:
+        """Keep an entry; a full or read-only disk is a warning, never an error."""
+        try:
+            nodes, constants = dump_graph(graph.graph)
+            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            aside = Path(tempfile.mkdtemp(dir=self._root, prefix=".new-"))
+        except CannotSerialize as e:
+            log.info("this program is not cached: %s", e)
+            return
+        except OSError as e:
+            log.warning("compiled programs can't be cached: %s", e)
+            return
+        try:
+            data = {
+                "nodes": nodes,
+                "reports": [asdict(r) for r in reports],
+                "vocab_size": vocab_size,
+            }
+            save_file(constants, aside / "constants.safetensors")
+            (aside / "graph.json").write_text(json.dumps(data), encoding="utf-8")
+            os.rename(aside, self._root / key)
+        except OSError as e:
+            if not (self._root / key).is_dir():  # another process was first: its entry is as good
+                log.warning("compiled programs can't be cached: %s", e)
+        finally:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(aside)
+
+
+def program_key(
+    config: Any, dtype: torch.dtype, device: torch.device, options: Any, switches: Mapping[str, bool]
+) -> str:
+    """128 bits of everything that a rewritten graph depends on."""
+    import transformers
+
+    described = {
+        "config": {k: v for k, v in config.to_dict().items() if k not in _NOT_ARCHITECTURE},
+        "class": f"{type(config).__module__}.{type(config).__qualname__}",
+        "dtype": str(dtype),
+        "device": str(device),
+        "options": asdict(options),
+        "switches": dict(switches),
+        "versions": [torch.__version__, transformers.__version__],
+        "sources": _sources_digest(),
+    }
+    text = json.dumps(described, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@cache
+def _sources_digest() -> str:
+    """Digest of the code that makes programs: compiler, passes and kernels."""
+    import llmc.compiler
+    import llmc.kernels
+    import llmc.passes
+
+    digest = hashlib.blake2b(digest_size=16)
+    for package in (llmc.compiler, llmc.passes, llmc.kernels):
+        for folder in package.__path__:
+            for file in sorted(Path(folder).glob("*.py")):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()

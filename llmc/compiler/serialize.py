@@ -1,0 +1,195 @@
+"""A rewritten graph <-> JSON and tensors: plain data, so that loading one runs nothing but lookups.
+
+Only what the later stages read is kept: calls with their arguments, placeholders with their role,
+shape and dtype. Ops are named as torch names them and looked up in `torch.ops`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from llmc.passes.inputs import CacheInput, ConstantInput, Input, StepInput, WeightInput
+
+Json = Any
+
+
+_ANY_SIZE = 19  # stands for a symbolic size in loaded values; nothing may depend on it
+
+
+class CannotSerialize(Exception):
+    """The graph holds something that plain data can't say; it is then compiled every time."""
+
+
+def dump_graph(graph: fx.Graph) -> tuple[list[Json], dict[str, Tensor]]:
+    """(nodes in order, the constants by placeholder name). Raises CannotSerialize."""
+    nodes: list[Json] = []
+    constants: dict[str, Tensor] = {}
+    for node in graph.nodes:
+        entry: dict[str, Json] = {"name": node.name, "op": node.op}
+        if "val" in node.meta:
+            entry["val"] = _dump_val(node.meta["val"])
+        if node.op == "placeholder":
+            entry["role"] = _dump_role(node, constants)
+        elif node.op == "call_function":
+            entry["target"] = _dump_target(node.target)
+            entry["args"] = [_dump(a) for a in node.args]
+            entry["kwargs"] = {k: _dump(v) for k, v in node.kwargs.items()}
+        elif node.op == "output":
+            entry["args"] = [_dump(a) for a in node.args]
+        else:
+            raise CannotSerialize(node.op)
+        nodes.append(entry)
+    return nodes, constants
+
+
+def load_graph(
+    nodes: list[Json], constants: Mapping[str, Tensor], device: torch.device
+) -> fx.GraphModule:
+    """The inverse, with fake values on `device`; symbolic sizes are stood for by a number.
+
+    Raises KeyError, AttributeError, TypeError or ValueError for foreign data.
+    """
+    graph = fx.Graph()
+    mode = FakeTensorMode()
+    env: dict[str, fx.Node] = {}
+    for entry in nodes:
+        name = entry["name"]
+        if entry["op"] == "placeholder":
+            node = graph.placeholder(name)
+            node.meta["input"] = _load_role(name, entry["role"], constants)
+        elif entry["op"] == "call_function":
+            args = tuple(_load(a, env) for a in entry["args"])
+            kwargs = {k: _load(v, env) for k, v in entry["kwargs"].items()}
+            node = graph.call_function(_load_target(entry["target"]), args, kwargs)
+        else:
+            node = graph.output(_load(entry["args"][0], env))
+        if "val" in entry:
+            with mode:
+                node.meta["val"] = _load_val(entry["val"], device)
+        env[name] = node
+        if node.op != "output":
+            node.name = name
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _dump_val(val: Any) -> Json:
+    """Shape, strides and dtype of a value; null for a size that is not fixed."""
+    if isinstance(val, list | tuple):
+        return {"items": [_dump_val(v) for v in val]}
+    if not isinstance(val, Tensor):
+        return None
+    return {
+        "shape": [s if isinstance(s, int) else None for s in val.shape],
+        "stride": [s if isinstance(s, int) else None for s in val.stride()],
+        "dtype": str(val.dtype).removeprefix("torch."),
+    }
+
+
+def _load_val(data: Json, device: torch.device) -> Any:
+    if data is None:
+        return _ANY_SIZE
+    if "items" in data:
+        return [_load_val(item, device) for item in data["items"]]
+    shape, stride = (
+        [_ANY_SIZE if s is None else s for s in data[k]] for k in ("shape", "stride")
+    )
+    return torch.empty_strided(shape, stride, dtype=getattr(torch, data["dtype"]), device=device)
+
+
+def _dump_role(node: fx.Node, constants: dict[str, Tensor]) -> Json:
+    role: Input = node.meta["input"]
+    if isinstance(role, StepInput):
+        return {"kind": "step", "name": role.name}
+    if isinstance(role, CacheInput):
+        return {"kind": "cache", "layer": role.layer, "part": role.part}
+    if isinstance(role, WeightInput):
+        return {
+            "kind": "weight",
+            "parts": list(role.parts),
+            "transposed": role.transposed,
+            "packed": role.packed,
+        }
+    constants[node.name] = role.tensor.contiguous()
+    return {"kind": "constant"}
+
+
+def _load_role(name: str, role: Json, constants: Mapping[str, Tensor]) -> Input:
+    match role["kind"]:
+        case "step":
+            return StepInput(name=role["name"])
+        case "cache":
+            return CacheInput(layer=role["layer"], part=role["part"])
+        case "weight":
+            return WeightInput(
+                parts=tuple(role["parts"]), transposed=role["transposed"], packed=role["packed"]
+            )
+        case "constant":
+            return ConstantInput(tensor=constants[name])
+        case other:
+            raise ValueError(f"unknown role {other!r}")
+
+
+def _dump_target(target: Any) -> str:
+    if target is operator.getitem:
+        return "getitem"
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    raise CannotSerialize(str(target))
+
+
+def _load_target(name: str) -> Any:
+    if name == "getitem":
+        return operator.getitem
+    namespace, op, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), op), overload)
+
+
+_TAGGED: dict[type, str] = {
+    torch.dtype: "dtype",
+    torch.layout: "layout",
+    torch.memory_format: "memory_format",
+}
+
+
+def _dump(arg: Any) -> Json:
+    if isinstance(arg, fx.Node):
+        return {"node": arg.name}
+    if isinstance(arg, list | tuple):
+        return {"tuple" if isinstance(arg, tuple) else "list": [_dump(a) for a in arg]}
+    if isinstance(arg, float):
+        return {"float": arg.hex()}
+    if arg is None or isinstance(arg, bool | int | str):
+        return arg
+    if isinstance(arg, torch.device):
+        return {"device": str(arg)}
+    for kind, tag in _TAGGED.items():
+        if isinstance(arg, kind):
+            return {tag: str(arg).removeprefix("torch.")}
+    raise CannotSerialize(f"{type(arg).__name__} {arg!r}")
+
+
+def _load(data: Json, env: Mapping[str, fx.Node]) -> Any:
+    if not isinstance(data, dict):
+        return data
+    ((tag, value),) = data.items()
+    match tag:
+        case "node":
+            return env[value]
+        case "list":
+            return [_load(v, env) for v in value]
+        case "tuple":
+            return tuple(_load(v, env) for v in value)
+        case "float":
+            return float.fromhex(value)
+        case "device":
+            return torch.device(value)
+        case "dtype" | "layout" | "memory_format":
+            return getattr(torch, value)
+        case other:
+            raise ValueError(f"unknown tag {other!r}")
