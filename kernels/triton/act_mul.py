@@ -1,0 +1,62 @@
+"""`act_mul` in Triton, for graphs that run uncompiled on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmc.kernels.act_mul import ACTIVATIONS, act_mul
+from llmc.kernels.triton.attention_kernel import tanh
+from llmc.kernels.triton.configs import POINTWISE_BLOCK
+from llmc.kernels.triton.define import define, takes
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+
+
+@triton.jit
+def act_mul_kernel(gate_up, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                   ACT: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < WIDTH
+    x = tl.load(gate_up + row * row_stride + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + WIDTH + i, mask=inside, other=0.0).to(tl.float32)
+    if ACT == "silu":
+        y = x / (1 + tl.exp(-x))
+    elif ACT == "gelu":
+        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(ACT == "gelu_tanh")
+        y = 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    tl.store(out + row * WIDTH + i, (y * up).to(out.dtype.element_ty), mask=inside)
+
+
+def plan(gate_up: Tensor, act: str) -> Plan[Tensor]:
+    width = gate_up.shape[-1] // 2
+    flat = gate_up.reshape(-1, 2 * width)
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    block = min(POINTWISE_BLOCK, power_of_2(width))
+    launch = Launch(
+        kernel=act_mul_kernel,
+        grid=(flat.shape[0], cdiv(width, block)),
+        args={"gate_up": flat, "out": out, "row_stride": flat.stride(0)},
+        constants={"WIDTH": width, "BLOCK": block, "ACT": act},
+    )
+    return Plan(out=out, launches=(launch,))
+
+
+def _run(*args: Any) -> Tensor:
+    return plan(*args).run()
+
+
+def _fake(gate_up: Tensor, act: str) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def _supports(gate_up: Tensor, act: str) -> bool:
+    return takes(gate_up) and act in ACTIVATIONS
+
+
+define(act_mul, _run, fake=_fake, supports=_supports)

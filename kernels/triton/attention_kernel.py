@@ -1,0 +1,202 @@
+"""The paged-attention kernel: one key range of one query tile, for one key head.
+
+A query tile packs BLOCK_Q queries x GROUP heads that share a key head into its rows, so keys and
+values are read once for all of them. Keys come in tiles of BLOCK_N positions, whatever the cache's
+block size: each position is looked up in the block table. Online softmax in base 2.
+
+Two things keep NaN out of the result: keys and values outside [lo, hi) are not loaded at all (a
+block that nobody owns may hold anything, and 0 * NaN is NaN), and a row that sees no key of a tile
+keeps its maximum at -inf without subtracting infinities.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from llmc.kernels.triton.attention_plan import at, divide, first_visible, locate, total_before
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# a plain float: float("-inf") in a kernel would be a call
+MINUS_INF = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def tanh(x):
+    return 2 / (1 + tl.exp2(-2 * LOG2E * x)) - 1
+
+
+@triton.jit
+def load_tile(cache, blocks, inside, stride_block, stride_slot, live, BLOCK_SIZE: tl.constexpr,
+              DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr,
+              UPCAST: tl.constexpr):  # fmt: skip
+    """[BLOCK_N, DIM_PAD] of a cache of which `cache` points to the head."""
+    d = tl.arange(0, DIM_PAD)[None, :]
+    at_key = blocks * stride_block + inside * stride_slot
+    pointers = cache + at_key[:, None] + d
+    if MASKED:
+        tile = tl.load(pointers, mask=live[:, None] & (d < DIM), other=0.0)
+    elif DIM_PAD != DIM:
+        tile = tl.load(pointers, mask=d < DIM, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    if UPCAST:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def attend_tile(q, m, l, acc, start, hi, pos, slope, table, key_cache, value_cache,
+                kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
+                BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+                V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
+                WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
+                ALIBI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+                UPCAST: tl.constexpr):  # fmt: skip
+    """One step of the online softmax over keys [start, start + BLOCK_N).
+
+    m is the running maximum in base 2, l the sum of weights, acc the weighted values.
+    MASKED=False promises that every query of the tile sees every key of it.
+    """
+    n = start + tl.arange(0, BLOCK_N)
+    live = n < hi
+    if MASKED:
+        blocks = tl.load(table + n // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    else:
+        blocks = tl.load(table + n // BLOCK_SIZE).to(tl.int64)
+    inside = n % BLOCK_SIZE
+    k = load_tile(key_cache, blocks, inside, kc_block, kc_slot, live, BLOCK_SIZE,
+                  DIM, DIM_PAD, MASKED, UPCAST)  # fmt: skip
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if SOFTCAP:
+        s = softcap * tanh(s / softcap)
+    if ALIBI:
+        s += slope[:, None] * (n[None, :] - pos[:, None]).to(tl.float32)
+    s *= LOG2E
+    if MASKED:
+        seen = live[None, :] & (n[None, :] <= pos[:, None])
+        if WINDOW > 0:
+            seen = seen & (pos[:, None] - n[None, :] < WINDOW)
+        if CHUNK > 0:
+            seen = seen & (n[None, :] >= (pos // CHUNK * CHUNK)[:, None])
+        s = tl.where(seen, s, MINUS_INF)
+    higher = tl.maximum(m, tl.max(s, axis=1))
+    base = tl.where(higher == MINUS_INF, 0.0, higher)
+    p = tl.exp2(s - base[:, None])
+    fade = tl.exp2(m - base)
+    l = l * fade + tl.sum(p, axis=1)  # noqa: E741 - the softmax papers' letter
+    v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, BLOCK_SIZE,
+                  V_DIM, V_DIM_PAD, MASKED, UPCAST)  # fmt: skip
+    acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return higher, l, acc
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_row", "target"])
+def attention_kernel(
+    query, key_cache, value_cache, query_start, context_len, block_table, sinks, slopes,
+    out, part_acc, part_m, part_l,
+    query_token, query_head, out_token, out_head,
+    kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, table_row,
+    scale, softcap, num_rows, num_tokens, target,
+    GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_TILES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, MIN_TILES: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
+    items, splits = divide(query_start, context_len, num_rows, num_tokens, target, ROWS,
+                           BLOCK_Q, BLOCK_N, MIN_TILES, WINDOW, CHUNK)  # fmt: skip
+    if not SPLIT:
+        splits = splits * 0 + 1
+    row, place = locate(tl.program_id(0), items * splits, ROWS)
+    if row > num_rows:
+        return
+    row_splits = at(splits, row, ROWS)
+    split = place % row_splits
+    item = at(items, row, ROWS) - 1 - place // row_splits  # late queries see most keys: first
+
+    # the queries and heads of the tile
+    q_start = tl.load(query_start + row)
+    q_end = tl.load(query_start + row + 1, mask=row < num_rows, other=num_tokens)
+    context = tl.load(context_len + row, mask=row < num_rows, other=0)
+    kv_head = tl.program_id(1) // GROUP_TILES
+    m_index = tl.arange(0, BLOCK_M)
+    token = q_start + item * BLOCK_Q + m_index // GROUP_TILE
+    group_head = (tl.program_id(1) % GROUP_TILES) * GROUP_TILE + m_index % GROUP_TILE
+    valid = (token < q_end) & (group_head < GROUP) & (m_index < BLOCK_Q * GROUP_TILE)
+    head = kv_head * GROUP + group_head
+    offset = context - q_end  # position of token t is t + offset
+    pos = token + offset
+    d = tl.arange(0, DIM_PAD)
+    q = tl.load(
+        query + token.to(tl.int64)[:, None] * query_token + head[:, None] * query_head + d[None, :],
+        mask=valid[:, None] & (d < DIM)[None, :],
+        other=0.0,
+    )
+    if UPCAST:
+        q = q.to(tl.float32)
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    if ALIBI:
+        slope = tl.load(slopes + head, mask=valid, other=0.0).to(tl.float32)
+
+    # the keys of the tile, and this program's range of them
+    pos_first = q_start + item * BLOCK_Q + offset
+    pos_last = tl.minimum(pos_first + BLOCK_Q, context) - 1
+    lo = first_visible(tl.maximum(pos_first, 0), WINDOW, CHUNK)
+    hi = tl.maximum(pos_last + 1, lo)
+    if SPLIT:
+        tiles = (hi - lo + BLOCK_N - 1) // BLOCK_N
+        keys = (tiles + row_splits - 1) // row_splits * BLOCK_N
+        lo += split * keys
+        hi = tl.minimum(hi, lo + keys)
+
+    m = tl.full([BLOCK_M], MINUS_INF, tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    acc = tl.zeros([BLOCK_M, V_DIM_PAD], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        m = tl.where(split == 0, sink, m)
+        l = tl.where(split == 0, 1.0, l)  # noqa: E741
+
+    table = block_table + row.to(tl.int64) * table_row
+    keys_of_head = key_cache + kv_head.to(tl.int64) * kc_head
+    values_of_head = value_cache + kv_head.to(tl.int64) * vc_head
+    if WINDOW == 0 and CHUNK == 0:
+        # tiles that every query of the tile sees whole need no mask
+        open_end = lo + tl.maximum(tl.minimum(pos_first + 1, hi) - lo, 0) // BLOCK_N * BLOCK_N
+        for start in tl.range(lo, open_end, BLOCK_N):
+            m, l, acc = attend_tile(  # noqa: E741
+                q, m, l, acc, start, hi, pos, slope, table, keys_of_head, values_of_head,
+                kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
+                BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
+                WINDOW, CHUNK, SOFTCAP, ALIBI, False, PRECISION, UPCAST,
+            )  # fmt: skip
+        lo = open_end
+    for start in tl.range(lo, hi, BLOCK_N):
+        m, l, acc = attend_tile(  # noqa: E741
+            q, m, l, acc, start, hi, pos, slope, table, keys_of_head, values_of_head,
+            kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
+            BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
+            WINDOW, CHUNK, SOFTCAP, ALIBI, True, PRECISION, UPCAST,
+        )  # fmt: skip
+
+    dv = tl.arange(0, V_DIM_PAD)
+    if row_splits == 1:
+        result = acc / tl.where(l > 0, l, 1.0)[:, None]
+        tl.store(
+            out + token.to(tl.int64)[:, None] * out_token + head[:, None] * out_head + dv[None, :],
+            result.to(out.dtype.element_ty),
+            mask=valid[:, None] & (dv < V_DIM)[None, :],
+        )
+    else:
+        cut = tl.where(splits > 1, items * splits, 0)
+        part = total_before(cut, row, ROWS) + place // row_splits * row_splits + split
+        at_row = (part * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + m_index
+        tl.store(part_m + at_row, m)
+        tl.store(part_l + at_row, l)
+        at_row = at_row.to(tl.int64)[:, None] * V_DIM_PAD
+        tl.store(part_acc + at_row + dv[None, :], acc)

@@ -1,0 +1,82 @@
+"""Launch options of every kernel, keyed by shape class: block sizes, warps, stages, splits.
+
+No autotuning at start: what is here is what runs. The values are chosen for H100 and H200 from
+the kernels' register and shared-memory use; NOT YET MEASURED on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    block_m: int  # most rows of a query tile: queries x heads of a group
+    block_n: int  # keys of a tile
+    num_warps: int
+    num_stages: int
+    waves: int  # programs wanted per multiprocessor when long rows are divided
+    min_tiles: int  # a key range is never cut shorter than this many tiles
+    combine_rows: int
+    combine_splits: int
+
+
+def attention_config(rows: int, dim: int, itemsize: int) -> AttentionConfig:
+    """rows: an average request's queries x heads of a group; dim: the wider padded head size."""
+    if itemsize == 4:  # float32 is for checking, not for speed: small tiles that fit everywhere
+        block_n = 16 if dim > 128 else 32
+        return AttentionConfig(
+            block_m=16, block_n=block_n, num_warps=4, num_stages=1, waves=2, min_tiles=8,
+            combine_rows=1, combine_splits=8,
+        )  # fmt: skip
+    if rows <= 16:  # decode
+        return AttentionConfig(
+            block_m=16, block_n=32 if dim > 128 else 64, num_warps=4, num_stages=3, waves=4,
+            min_tiles=4, combine_rows=1, combine_splits=8,
+        )  # fmt: skip
+    if rows <= 64 or dim > 128:  # a few drafted or prompt tokens a request, or wide heads
+        return AttentionConfig(
+            block_m=64 if rows > 32 else 32, block_n=32 if dim > 128 else 64,
+            num_warps=8 if dim > 128 and rows > 32 else 4, num_stages=2, waves=2, min_tiles=4, combine_rows=4, combine_splits=4,
+        )  # fmt: skip
+    return AttentionConfig(  # prompts
+        block_m=128, block_n=64, num_warps=8, num_stages=3, waves=2, min_tiles=8,
+        combine_rows=8, combine_splits=4,
+    )  # fmt: skip
+
+
+def rows_capacity(rows: int) -> int:
+    """Requests that a kernel's planning vectors hold; few classes, so few compilations."""
+    return next((size for size in (16, 64, 256, 1024, 4096) if rows <= size), 16384)
+
+
+WRITE_ELEMENTS = 1024  # of a cache-write program: whole heads of one token
+ROPE_ELEMENTS = 512
+POINTWISE_BLOCK = 1024
+LOGITS_BLOCK = 2048  # tokens of the vocabulary per program
+HISTORY_BLOCK = 512  # tokens of a request's history per program
+
+
+def row_warps(block: int) -> int:
+    """Warps for a kernel that holds a whole row."""
+    return 1 if block <= 256 else 4 if block <= 4096 else 8 if block <= 16384 else 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmConfig:
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
+    """rows: of all experts together."""
+    if itemsize == 4:
+        return GemmConfig(block_m=16, block_n=64, block_k=32, num_warps=4, num_stages=2)
+    if rows <= 16 * experts:
+        return GemmConfig(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4)
+    if rows <= 64 * experts:
+        return GemmConfig(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3)
+    return GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)

@@ -1,0 +1,115 @@
+"""`expert_linear` in Triton: one grouped matrix product over rows sorted by expert.
+
+Rows are sorted on the device; each expert's rows are tiled on their own, and a grid that is fixed
+by shapes finds its (expert, tile) from the experts' offsets, so the host never learns them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmc.kernels.expert_linear import expert_linear
+from llmc.kernels.triton.attention_plan import at, locate
+from llmc.kernels.triton.configs import expert_config
+from llmc.kernels.triton.define import define, needs_upcast, same_dtype, takes
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+
+
+@triton.jit
+def expert_kernel(
+    x, weight, bias, order, offsets, out, x_row, weight_expert, weight_n, weight_k, bias_expert,
+    N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """order: row of x at each sorted place; offsets [EXPERTS + 1]: where each expert's begin."""
+    e = tl.arange(0, EXPERTS_PAD)
+    begin = tl.load(offsets + e, mask=e < EXPERTS, other=0)
+    count = tl.load(offsets + e + 1, mask=e < EXPERTS, other=0) - begin
+    expert, tile = locate(tl.program_id(0), (count + BLOCK_M - 1) // BLOCK_M, EXPERTS_PAD)
+    if expert >= EXPERTS:
+        return
+    expert_rows = at(count, expert, EXPERTS_PAD)
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.load(order + at(begin, expert, EXPERTS_PAD) + m, mask=m < expert_rows, other=0)
+    row = row.to(tl.int64)
+    w = weight + expert.to(tl.int64) * weight_expert + n[None, :] * weight_n
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k0 in tl.range(0, K, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        a = tl.load(
+            x + row[:, None] * x_row + k[None, :],
+            mask=(m < expert_rows)[:, None] & (k < K)[None, :],
+            other=0.0,
+        )
+        b = tl.load(w + k[:, None] * weight_k, mask=(k < K)[:, None] & (n < N)[None, :], other=0.0)
+        if UPCAST:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    if BIAS:
+        acc += tl.load(bias + expert.to(tl.int64) * bias_expert + n, mask=n < N, other=0.0)[None, :]
+    tl.store(
+        out + row[:, None] * N + n[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=(m < expert_rows)[:, None] & (n < N)[None, :],
+    )
+
+
+def plan(
+    x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool
+) -> Plan[Tensor]:
+    rows, k = x.shape
+    experts = weight.shape[0]
+    n = weight.shape[2] if transposed else weight.shape[1]
+    n_axis, k_axis = (2, 1) if transposed else (1, 2)
+    config = expert_config(rows, experts, x.element_size())
+    ordered, order = expert.sort(stable=True)
+    # rows of experts outside [0, E) sort before the first offset or after the last
+    edges = torch.arange(experts + 1, device=x.device, dtype=ordered.dtype)
+    offsets = torch.searchsorted(ordered, edges).int()
+    out = x.new_zeros(rows, n)
+    # an expert without rows has no tile, and rounding up adds less than one tile an expert
+    tiles = min(rows, rows // config.block_m + experts)
+    launch = Launch(
+        kernel=expert_kernel,
+        grid=(tiles, cdiv(n, config.block_n)),
+        args={
+            "x": x, "weight": weight, "bias": bias, "order": order, "offsets": offsets, "out": out,
+            "x_row": x.stride(0), "weight_expert": weight.stride(0),
+            "weight_n": weight.stride(n_axis), "weight_k": weight.stride(k_axis),
+            "bias_expert": 0 if bias is None else bias.stride(0),
+        },
+        constants={
+            "N": n, "K": k, "EXPERTS": experts, "EXPERTS_PAD": power_of_2(experts + 1),
+            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+            "BIAS": bias is not None, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "UPCAST": needs_upcast(x.dtype),
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )  # fmt: skip
+    return Plan(out=out, launches=(launch,))
+
+
+def _run(*args: Any) -> Tensor:
+    return plan(*args).run()
+
+
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool
+) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2] if transposed else weight.shape[1])
+
+
+def _supports(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> bool:
+    return takes(x, weight, bias) and same_dtype(x, weight, bias)
+
+
+define(expert_linear, _run, fake=_fake, supports=_supports)

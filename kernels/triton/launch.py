@@ -1,0 +1,70 @@
+"""A kernel with its grid, arguments and launch options, before it runs.
+
+Each op of this package first plans its launches from the shapes alone, then runs them. The same
+plan, made from meta tensors, is what the ahead-of-time tests compile for targets that are not
+there, so what they measure is what a GPU would run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """`args` are runtime values, `constants` the kernel's constexpr parameters, both by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: dict[str, Any]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def run(self) -> None:
+        if 0 in self.grid:
+            return
+        self.kernel[self.grid](
+            **self.args,
+            **self.constants,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Generic[T]):
+    """What an op returns, and the launches that fill it, in order."""
+
+    out: T
+    launches: tuple[Launch, ...]
+
+    def run(self) -> T:
+        for launch in self.launches:
+            launch.run()
+        return self.out
+
+
+@lru_cache
+def _cuda_multiprocessors(index: int | None) -> int:
+    return int(torch.cuda.get_device_properties(index or 0).multi_processor_count)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side; an H100's number where there is no GPU to ask."""
+    return _cuda_multiprocessors(device.index) if device.type == "cuda" else 132
+
+
+def power_of_2(n: int, at_least: int = 1) -> int:
+    """The smallest power of two that is >= n and >= at_least."""
+    return max(at_least, 1 << (n - 1).bit_length() if n > 0 else 1)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,105 @@
+"""`rms_norm` and `add_rms_norm` in Triton: one program a row.
+
+Inductor fuses norms better than these do; they serve graphs that run uncompiled on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmc.kernels.rms_norm import add_rms_norm, rms_norm
+from llmc.kernels.triton.configs import row_warps
+from llmc.kernels.triton.define import define, same_dtype, takes
+from llmc.kernels.triton.launch import Launch, Plan, power_of_2
+
+_MAX_WIDTH = 65536
+
+
+@triton.jit
+def norm_kernel(
+    x, residual, weight, out, total, x_row, residual_row, eps, offset,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < WIDTH
+    y = tl.load(x + row * x_row + i, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        y += tl.load(residual + row * residual_row + i, mask=inside, other=0.0).to(tl.float32)
+        rounded = y.to(total.dtype.element_ty)
+        tl.store(total + row * WIDTH + i, rounded, mask=inside)
+        y = rounded.to(tl.float32)
+    y *= 1 / tl.sqrt_rn(tl.sum(y * y, axis=0) / WIDTH + eps)
+    if WEIGHTED:
+        y *= tl.load(weight + i, mask=inside, other=0.0).to(tl.float32) + offset
+    tl.store(out + row * WIDTH + i, y.to(out.dtype.element_ty), mask=inside)
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float,
+    out: Tensor, total: Tensor | None,
+) -> Launch:  # fmt: skip
+    width = x.shape[-1]
+    flat = x.reshape(-1, width)
+    other = flat if residual is None else residual.reshape(-1, width)
+    block = power_of_2(width)
+    return Launch(
+        kernel=norm_kernel,
+        grid=(flat.shape[0],),
+        args={
+            "x": flat, "residual": other, "weight": weight, "out": out, "total": total,
+            "x_row": flat.stride(0), "residual_row": other.stride(0),
+            "eps": eps, "offset": offset,
+        },
+        constants={
+            "WIDTH": width, "BLOCK": block,
+            "ADD": residual is not None, "WEIGHTED": weight is not None,
+        },
+        num_warps=row_warps(block),
+    )  # fmt: skip
+
+
+def plan(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Plan[Tensor]:
+    out = x.new_empty(x.shape)
+    return Plan(out=out, launches=(_launch(x, None, weight, eps, offset, out, None),))
+
+
+def add_plan(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
+) -> Plan[tuple[Tensor, Tensor]]:
+    out, total = x.new_empty(x.shape), x.new_empty(x.shape)
+    launch = _launch(x, residual, weight, eps, offset, out, total)
+    return Plan(out=(out, total), launches=(launch,))
+
+
+def _run(*args: Any) -> Tensor:
+    return plan(*args).run()
+
+
+def _add_run(*args: Any) -> tuple[Tensor, Tensor]:
+    return add_plan(*args).run()
+
+
+def _supports(x: Tensor, weight: Tensor | None, *args: Any) -> bool:
+    return takes(x, weight) and x.shape[-1] <= _MAX_WIDTH
+
+
+def _add_supports(x: Tensor, residual: Tensor, weight: Tensor | None, *args: Any) -> bool:
+    fits = x.shape == residual.shape and same_dtype(x, residual)
+    return fits and takes(residual) and _supports(x, weight)
+
+
+def _fake(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _add_fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+define(rms_norm, _run, fake=_fake, supports=_supports)
+define(add_rms_norm, _add_run, fake=_add_fake, supports=_add_supports)

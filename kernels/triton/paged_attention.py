@@ -1,0 +1,135 @@
+"""`paged_attention` in Triton: prefill, decode and both in one step.
+
+The grid, the scratch and the launch options depend on shapes alone, and nothing is read back to
+the host, so the op can stand inside a CUDA graph; how a long context is divided is decided on the
+device (attention_plan.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.paged_attention import paged_attention
+from llmc.kernels.triton.attention_combine import combine_kernel
+from llmc.kernels.triton.attention_kernel import attention_kernel
+from llmc.kernels.triton.configs import attention_config, rows_capacity
+from llmc.kernels.triton.define import define, needs_upcast, same_dtype, takes
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors, power_of_2
+from llmc.kernels.triton.write_kv import cache_strides
+
+_MAX_HEAD_DIM = 256
+_MAX_REQUESTS = 16383
+
+
+def plan(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+) -> Plan[Tensor]:
+    tokens, heads, dim = query.shape
+    kv_heads, block_size, v_dim = key_cache.shape[1], key_cache.shape[2], value_cache.shape[3]
+    rows, group = context_len.shape[0], heads // kv_heads
+    dim_pad, v_dim_pad = power_of_2(dim, 16), power_of_2(v_dim, 16)
+    config = attention_config(
+        group * cdiv(tokens, max(rows, 1)), max(dim_pad, v_dim_pad), query.element_size()
+    )
+    block_m = config.block_m
+    group_tile = min(group, block_m)
+    group_tiles = cdiv(group, group_tile)
+    head_tiles = kv_heads * group_tiles
+    # items: at least one a request with queries and for the tail, and never more than tokens
+    items = min(tokens, tokens // (block_m // group_tile) + rows + 1)
+    longest = block_table.shape[1] * block_size
+    target = max(1, cdiv(config.waves * multiprocessors(query.device), head_tiles))
+    split = longest > config.min_tiles * config.block_n and target > 1
+
+    out = query.new_empty(tokens, heads, v_dim)
+    parts = (2 * target if split else 1, head_tiles, block_m)
+    scratch = {
+        "part_acc": query.new_empty(*parts, v_dim_pad, dtype=torch.float32),
+        "part_m": query.new_empty(parts, dtype=torch.float32),
+        "part_l": query.new_empty(parts, dtype=torch.float32),
+    }
+    args: dict[str, Any] = {
+        "query_start": query_start, "context_len": context_len, "out": out, **scratch,
+        "out_token": out.stride(0), "out_head": out.stride(1),
+        "num_rows": rows, "num_tokens": tokens, "target": target,
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "GROUP": group, "GROUP_TILE": group_tile, "GROUP_TILES": group_tiles,
+        "V_DIM": v_dim, "V_DIM_PAD": v_dim_pad,
+        "BLOCK_M": block_m, "BLOCK_N": config.block_n,
+        "ROWS": rows_capacity(rows + 1), "MIN_TILES": config.min_tiles,
+        "WINDOW": window, "CHUNK": chunk,
+    }  # fmt: skip
+    attend = Launch(
+        kernel=attention_kernel,
+        grid=(items + (target if split else 0), head_tiles),
+        args={
+            "query": query, "key_cache": key_cache, "value_cache": value_cache,
+            "block_table": block_table, "sinks": sinks, "slopes": slopes, **args,
+            "query_token": query.stride(0), "query_head": query.stride(1),
+            **cache_strides(key_cache, value_cache), "table_row": block_table.stride(0),
+            "scale": scale, "softcap": softcap,
+        },
+        constants={
+            **constants, "BLOCK_SIZE": block_size, "DIM": dim, "DIM_PAD": dim_pad,
+            "SOFTCAP": softcap > 0, "SINKS": sinks is not None, "ALIBI": slopes is not None,
+            "SPLIT": split, "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+            "UPCAST": needs_upcast(query.dtype),
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )  # fmt: skip
+    combine = Launch(
+        kernel=combine_kernel,
+        grid=(min(target, items), head_tiles, cdiv(block_m, config.combine_rows)),
+        args=args,
+        constants={
+            **constants,
+            "COMBINE_ROWS": config.combine_rows,
+            "COMBINE_SPLITS": config.combine_splits,
+        },
+    )
+    return Plan(out=out, launches=(attend, combine) if split else (attend,))
+
+
+def _run(*args: Any) -> Tensor:
+    return plan(*args).run()
+
+
+def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+
+
+def _supports(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    *args: Any,
+) -> bool:
+    # requests of a step are a symbolic size while a graph is lowered: only a known one is checked
+    rows = context_len.shape[0]
+    return (
+        takes(query, key_cache, value_cache)
+        and same_dtype(query, key_cache, value_cache)
+        and max(query.shape[2], value_cache.shape[3]) <= _MAX_HEAD_DIM
+        and (not isinstance(rows, int) or rows <= _MAX_REQUESTS)
+    )
+
+
+define(paged_attention, _run, fake=_fake, supports=_supports)

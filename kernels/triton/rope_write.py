@@ -1,0 +1,184 @@
+"""`rope_write` in Triton: norm, rotation and the cache write of a few heads of one token.
+
+The heads of a token are one list: query heads, then key heads, then value heads; a program takes a
+few of one kind. A channel's partner in the rotation is loaded a second time instead of shuffled:
+the line is in the cache already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmc.kernels.rope_write import rope_write
+from llmc.kernels.triton.configs import ROPE_ELEMENTS
+from llmc.kernels.triton.define import define, same_dtype, takes
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+from llmc.kernels.triton.write_kv import cache_strides, copy_heads
+
+
+@triton.jit
+def turn(src, src_head, weight, cos, sin, head, heads, eps, offset, NORM: tl.constexpr,
+         DIM: tl.constexpr, DIM_PAD: tl.constexpr, WIDTH: tl.constexpr,
+         INTERLEAVED: tl.constexpr):  # fmt: skip
+    """Normalized and rotated heads [HEADS, DIM_PAD] in float32."""
+    d = tl.arange(0, DIM_PAD)
+    if INTERLEAVED:
+        partner = tl.where(d % 2 == 0, d + 1, d - 1)
+        sign = tl.where(d % 2 == 0, -1.0, 1.0)
+    else:
+        partner = tl.where(d < WIDTH // 2, d + WIDTH // 2, d - WIDTH // 2)
+        sign = tl.where(d < WIDTH // 2, -1.0, 1.0)
+    turned = d < WIDTH
+    live = (head < heads)[:, None] & (d < DIM)[None, :]
+    pairs = (head < heads)[:, None] & turned[None, :]
+    x = tl.load(src + head[:, None] * src_head + d[None, :], mask=live, other=0.0).to(tl.float32)
+    y = tl.load(src + head[:, None] * src_head + partner[None, :], mask=pairs, other=0.0)
+    y = y.to(tl.float32)
+    if NORM:
+        inverse = 1 / tl.sqrt_rn(tl.sum(x * x, axis=1) / DIM + eps)
+        w = tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32) + offset
+        w_partner = tl.load(weight + partner, mask=turned, other=0.0).to(tl.float32) + offset
+        x = x * inverse[:, None] * w[None, :]
+        y = y * inverse[:, None] * w_partner[None, :]
+    c = tl.load(cos + d, mask=turned, other=1.0)
+    s = tl.load(sin + d, mask=turned, other=0.0) * sign
+    return x * c[None, :] + y * s[None, :]
+
+
+@triton.jit
+def rope_write_kernel(
+    query, key, value, out, query_norm, key_norm, cos_table, sin_table, positions,
+    key_cache, value_cache, slots,
+    query_token, query_head, key_token, key_head, value_token, value_head,
+    cos_row, sin_row, kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, eps, offset,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    QUERY_BLOCKS: tl.constexpr, KV_BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
+    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
+    QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    d = tl.arange(0, DIM_PAD)
+    position = tl.load(positions + token).to(tl.int64)
+    cos = cos_table + position * cos_row
+    sin = sin_table + position * sin_row
+    if part < QUERY_BLOCKS:
+        head = part * HEADS + tl.arange(0, HEADS)
+        x = turn(query + token * query_token, query_head, query_norm, cos, sin, head, QUERY_HEADS,
+                 eps, offset, QUERY_NORM, DIM, DIM_PAD, WIDTH, INTERLEAVED)  # fmt: skip
+        tl.store(
+            out + (token * QUERY_HEADS + head[:, None]) * DIM + d[None, :],
+            x.to(out.dtype.element_ty),
+            mask=(head < QUERY_HEADS)[:, None] & (d < DIM)[None, :],
+        )
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            block = slot // BLOCK_SIZE
+            inside = slot % BLOCK_SIZE
+            if part < QUERY_BLOCKS + KV_BLOCKS:
+                head = (part - QUERY_BLOCKS) * HEADS + tl.arange(0, HEADS)
+                x = turn(key + token * key_token, key_head, key_norm, cos, sin, head, KV_HEADS,
+                         eps, offset, KEY_NORM, DIM, DIM_PAD, WIDTH, INTERLEAVED)  # fmt: skip
+                place = key_cache + block * kc_block + inside * kc_slot
+                tl.store(
+                    place + head[:, None] * kc_head + d[None, :],
+                    x.to(key_cache.dtype.element_ty),
+                    mask=(head < KV_HEADS)[:, None] & (d < DIM)[None, :],
+                )
+            else:
+                copy_heads(value + token * value_token,
+                           value_cache + block * vc_block + inside * vc_slot,
+                           value_head, vc_head, KV_HEADS, HEADS, V_DIM, V_DIM_PAD,
+                           (part - QUERY_BLOCKS - KV_BLOCKS) * HEADS)  # fmt: skip
+
+
+def plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+    norm_offset: float,
+    cos_table: Tensor,
+    sin_table: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Plan[Tensor]:
+    tokens, query_heads, dim = query.shape
+    kv_heads, v_dim = value.shape[1:]
+    widest = power_of_2(max(dim, v_dim))
+    heads = min(power_of_2(kv_heads), max(1, ROPE_ELEMENTS // widest))
+    query_blocks, kv_blocks = cdiv(query_heads, heads), cdiv(kv_heads, heads)
+    out = query.new_empty(query.shape)
+    launch = Launch(
+        kernel=rope_write_kernel,
+        grid=(tokens, query_blocks + 2 * kv_blocks),
+        args={
+            "query": query, "key": key, "value": value, "out": out,
+            "query_norm": query_norm, "key_norm": key_norm,
+            "cos_table": cos_table, "sin_table": sin_table, "positions": positions,
+            "key_cache": key_cache, "value_cache": value_cache, "slots": slot_mapping,
+            "query_token": query.stride(0), "query_head": query.stride(1),
+            "key_token": key.stride(0), "key_head": key.stride(1),
+            "value_token": value.stride(0), "value_head": value.stride(1),
+            "cos_row": cos_table.stride(0), "sin_row": sin_table.stride(0),
+            **cache_strides(key_cache, value_cache), "eps": eps, "offset": norm_offset,
+        },
+        constants={
+            "QUERY_HEADS": query_heads, "KV_HEADS": kv_heads, "HEADS": heads,
+            "QUERY_BLOCKS": query_blocks, "KV_BLOCKS": kv_blocks,
+            "BLOCK_SIZE": key_cache.shape[2],
+            "DIM": dim, "DIM_PAD": power_of_2(dim), "V_DIM": v_dim, "V_DIM_PAD": power_of_2(v_dim),
+            "WIDTH": cos_table.shape[-1], "INTERLEAVED": interleaved,
+            "QUERY_NORM": query_norm is not None, "KEY_NORM": key_norm is not None,
+        },
+    )  # fmt: skip
+    return Plan(out=out, launches=(launch,))
+
+
+def _run(*args: Any) -> Tensor:
+    return plan(*args).run()
+
+
+def _supports(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+    norm_offset: float,
+    cos_table: Tensor,
+    sin_table: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> bool:
+    moved = (query, key, value, key_cache, value_cache)
+    return (
+        takes(*moved, query_norm, key_norm, cos_table, sin_table)
+        and same_dtype(*moved)
+        and same_dtype(cos_table, sin_table)
+        and cos_table.dtype.itemsize == 4
+        and positions.is_contiguous()
+        and slot_mapping.is_contiguous()
+    )
+
+
+def _fake(query: Tensor, *args: Any) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+define(rope_write, _run, fake=_fake, supports=_supports)

@@ -1,0 +1,24 @@
+"""First half of the sampler: the highest logit of every chunk of every row, over the whole GPU.
+
+Reads all logits once. The second half (sample_draw.py) then touches only chunks that can matter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def stats_kernel(logits, chunk_max, chunk_arg, logits_row, vocab, chunks, BLOCK: tl.constexpr):
+    """chunk_max: +inf stands for a NaN too (the row is bad); chunk_arg: the lowest id of the max."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    v = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * logits_row + v, mask=v < vocab, other=float("-inf"))
+    x = x.to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))
+    highest = tl.max(x, axis=0)
+    token = tl.min(tl.where((x == highest) & (v < vocab), v, vocab), axis=0)
+    tl.store(chunk_max + row * chunks + chunk, highest)
+    tl.store(chunk_arg + row * chunks + chunk, token)

@@ -1,0 +1,96 @@
+"""`write_kv` in Triton: a program copies some heads of one token, key and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmc.kernels.triton.configs import WRITE_ELEMENTS
+from llmc.kernels.triton.define import define, takes
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+from llmc.kernels.write_kv import write_kv
+
+
+@triton.jit
+def copy_heads(src, dst, src_head, dst_head, heads, HEADS: tl.constexpr, DIM: tl.constexpr,
+               DIM_PAD: tl.constexpr, head0):  # fmt: skip
+    """src [heads, DIM] -> dst, HEADS of them from head0."""
+    head = head0 + tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, DIM_PAD)[None, :]
+    mask = (head < heads) & (d < DIM)
+    x = tl.load(src + head * src_head + d, mask=mask)
+    tl.store(dst + head * dst_head + d, x.to(dst.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def write_kv_kernel(
+    key, value, key_cache, value_cache, slots,
+    key_token, key_head, value_token, value_head,
+    kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head0 = tl.program_id(1) * HEADS
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        block = slot // BLOCK_SIZE
+        offset = slot % BLOCK_SIZE
+        copy_heads(key + token * key_token, key_cache + block * kc_block + offset * kc_slot,
+                   key_head, kc_head, KV_HEADS, HEADS, DIM, DIM_PAD, head0)  # fmt: skip
+        copy_heads(value + token * value_token, value_cache + block * vc_block + offset * vc_slot,
+                   value_head, vc_head, KV_HEADS, HEADS, V_DIM, V_DIM_PAD, head0)  # fmt: skip
+
+
+def cache_strides(key_cache: Tensor, value_cache: Tensor) -> dict[str, int]:
+    return {
+        f"{name}_{axis}": cache.stride(i)
+        for name, cache in (("kc", key_cache), ("vc", value_cache))
+        for i, axis in enumerate(("block", "head", "slot"))
+    }
+
+
+def plan(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> Plan[None]:
+    tokens, kv_heads, dim = key.shape
+    v_dim = value.shape[2]
+    widest = power_of_2(max(dim, v_dim))
+    heads = min(power_of_2(kv_heads), max(1, WRITE_ELEMENTS // widest))
+    return Plan(
+        out=None,
+        launches=(
+            Launch(
+                kernel=write_kv_kernel,
+                grid=(tokens, cdiv(kv_heads, heads)),
+                args={
+                    "key": key, "value": value, "key_cache": key_cache,
+                    "value_cache": value_cache, "slots": slot_mapping,
+                    "key_token": key.stride(0), "key_head": key.stride(1),
+                    "value_token": value.stride(0), "value_head": value.stride(1),
+                    **cache_strides(key_cache, value_cache),
+                },
+                constants={
+                    "BLOCK_SIZE": key_cache.shape[2], "KV_HEADS": kv_heads, "HEADS": heads,
+                    "DIM": dim, "DIM_PAD": power_of_2(dim),
+                    "V_DIM": v_dim, "V_DIM_PAD": power_of_2(v_dim),
+                },
+            ),
+        ),
+    )  # fmt: skip
+
+
+def _run(*args: Any) -> None:
+    plan(*args).run()
+
+
+def _supports(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> bool:
+    return takes(key, value, key_cache, value_cache) and slot_mapping.is_contiguous()
+
+
+define(write_kv, _run, fake=lambda *args: None, supports=_supports)

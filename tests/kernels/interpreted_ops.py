@@ -1,0 +1,312 @@
+"""The Triton ops against their references, under Triton's interpreter, on CPU tensors.
+
+Run by test_ops_triton.py in a process of its own, since TRITON_INTERPRET must be set before triton
+is imported; or by hand: `TRITON_INTERPRET=1 pytest tests/kernels/interpreted_ops.py`.
+New memory is filled with NaN, so an element that a kernel forgets to write fails its test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import llmc.kernels.triton  # noqa: F401 - registers the versions under test
+from llmc.kernels.paged_attention import make_case
+from llmc.kernels.registry import OPS, Impl, Op
+from llmc.kernels.sample import gumbel
+from llmc.kernels.triton import paged_attention as triton_attention
+from llmc.kernels.triton.configs import AttentionConfig
+from llmc.kernels.triton.define import interpreted
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+NAMES = sorted(name for name, op in OPS.items() if any(i.name == "triton" for i in op.impls))
+few = settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few multiprocessors: the interpreter runs the grid's programs one after the other."""
+    monkeypatch.setattr(triton_attention, "multiprocessors", lambda device: 3)
+
+
+@pytest.fixture
+def cut_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny tiles and ranges, so that short contexts are divided as long ones are."""
+    config = AttentionConfig(
+        block_m=16,
+        block_n=16,
+        num_warps=4,
+        num_stages=1,
+        waves=4,
+        min_tiles=1,
+        combine_rows=4,
+        combine_splits=2,
+    )
+    monkeypatch.setattr(triton_attention, "attention_config", lambda *args: config)
+
+
+def triton_impl(op: Op) -> Impl:
+    return next(impl for impl in op.impls if impl.name == "triton")
+
+
+def copies(case: tuple[Any, ...]) -> list[Any]:
+    """Clones that keep the strides: some cases are views of a packed projection."""
+    return [
+        a.clone(memory_format=torch.preserve_format) if isinstance(a, Tensor) else a for a in case
+    ]
+
+
+def check(op: Op, case: tuple[Any, ...], dtype: torch.dtype) -> None:
+    want_args, args = copies(case), copies(case)
+    for i, given_arg in enumerate(case):
+        if isinstance(given_arg, Tensor) and not given_arg.is_contiguous():
+            args[i] = given_arg  # as strided as the model makes it; such arguments are only read
+    impl = triton_impl(op)
+    assert impl.available()
+    assert impl.supports(*args)
+    want = op.reference(*want_args)
+    got = impl.op()(*args)
+    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    if want is not None:
+        torch.testing.assert_close(got, want, **tolerance)
+    for mine, theirs in zip(args, want_args, strict=True):
+        if isinstance(mine, Tensor):
+            torch.testing.assert_close(mine, theirs, equal_nan=True, **tolerance)
+
+
+def test_the_interpreter_is_on_and_memory_is_poisoned() -> None:
+    assert interpreted()
+    assert torch.empty(4).isnan().all()
+    assert torch.zeros(1).new_empty(4).isnan().all()
+
+
+def test_every_op_of_a_step_has_a_triton_version() -> None:
+    missing = set(OPS) - set(NAMES)
+    assert missing == {"attention"} & set(OPS), "the marker is replaced before a graph runs"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_registered_cases(name: str, dtype: torch.dtype) -> None:
+    cases = [case for maker in OPS[name].case_makers for case in maker(CPU, dtype)]
+    assert cases
+    for case in cases:
+        check(OPS[name], case, dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_schema_and_fake(name: str) -> None:
+    op = OPS[name]
+    case = next(op.case_makers[0](CPU, torch.float32))
+    overload = triton_impl(op).op()
+    assert str(overload._schema) == str(op.overload._schema).replace("llmc::", "llmc_triton::")
+    report = torch.library.opcheck(overload, case, test_utils=("test_schema", "test_faketensor"))
+    assert set(report.values()) == {"SUCCESS"}
+
+
+@st.composite
+def attention_cases(draw: st.DrawFn) -> tuple[Any, ...]:
+    lengths = []
+    for _ in range(draw(st.integers(1, 4))):
+        context = draw(st.one_of(st.just(0), st.integers(1, 90)))
+        lengths.append((draw(st.integers(0, min(context, 21))), context))
+    if not any(new for new, _ in lengths):
+        lengths.append((1, 5))
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    return make_case(
+        lengths,
+        kv_heads * draw(st.sampled_from([1, 2, 3, 5, 20])),
+        kv_heads,
+        draw(st.sampled_from([16, 24, 48, 80, 112])),
+        draw(st.sampled_from([16, 40, 64])),
+        draw(st.sampled_from([8, 16, 32])),
+        CPU,
+        torch.float32,
+        window=draw(st.sampled_from([0, 0, 1, 7, 30])),
+        chunk=draw(st.sampled_from([0, 0, 12, 16])),
+        softcap=draw(st.sampled_from([0.0, 5.0])),
+        sinks=draw(st.booleans()),
+        alibi=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@few
+@given(case=attention_cases())
+def test_attention_over_random_shapes(case: tuple[Any, ...], cut_fine: None) -> None:
+    check(OPS["paged_attention"], case, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"window": 50}, {"chunk": 64}, {"sinks": True, "softcap": 3.0}, {"alibi": True}],
+    ids=str,
+)
+def test_attention_divides_a_long_context_among_short_ones(
+    features: dict[str, Any], cut_fine: None
+) -> None:
+    lengths = [(1, 3), (1, 400), (0, 0), (6, 250), (1, 17)]
+    case = make_case(lengths, 4, 2, 32, 32, 16, CPU, torch.float32, **features)
+    plan = triton_attention.plan(*case)
+    assert [launch.kernel.__name__ for launch in plan.launches] == [
+        "attention_kernel",
+        "combine_kernel",
+    ]
+    check(OPS["paged_attention"], case, torch.float32)
+
+
+def test_attention_launches_depend_on_shapes_only(cut_fine: None) -> None:
+    one, other = (
+        make_case(lengths, 4, 2, 32, 32, 16, CPU, torch.float32)
+        for lengths in ([(1, 300), (1, 1), (1, 2)], [(1, 1), (1, 299), (1, 300)])
+    )
+    for first, second in zip(
+        triton_attention.plan(*one).launches, triton_attention.plan(*other).launches, strict=True
+    ):
+        assert (first.grid, first.constants) == (second.grid, second.constants)
+
+
+def test_attention_writes_zeros_for_padding(cut_fine: None) -> None:
+    case = list(make_case([(2, 20), (1, 30)], 4, 2, 32, 32, 16, CPU, torch.float32))
+    case[0] = torch.cat([case[0], torch.full((3, 4, 32), float("nan"))])  # past query_start[R]
+    case[4] = torch.tensor([20, 0], dtype=torch.int32)  # a request of no context
+    out = triton_attention.plan(*case).run()
+    assert out[:2].isfinite().all()
+    assert torch.equal(out[2:], torch.zeros(4, 4, 32))
+
+
+def test_attention_reads_a_strided_query_and_a_sliced_table() -> None:
+    case = list(make_case([(1, 33), (4, 9)], 4, 2, 32, 32, 8, CPU, torch.float32))
+    packed = torch.cat([case[0].flatten(1), torch.randn(5, 77)], dim=1)
+    case[0] = packed[:, :128].unflatten(1, (4, 32))
+    case[5] = torch.nn.functional.pad(case[5], (0, 6))[:, : case[5].shape[1]]
+    assert not case[0].is_contiguous() and not case[5].is_contiguous()
+    check(OPS["paged_attention"], tuple(case), torch.float32)
+
+
+def sample_case(rows: int, vocab: int, seed: int, *, rounded: bool) -> tuple[Any, ...]:
+    gen = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=gen) * 3
+
+    def pick(*choices: float) -> Tensor:
+        return torch.tensor(choices)[torch.randint(len(choices), (rows,), generator=gen)]
+
+    return (
+        logits.round() if rounded else logits,  # rounded: many equal logits
+        pick(0.0, 0.3, 0.8, 1.0, 2.5),
+        pick(0, 0, 1, 2, 5, 40, vocab, vocab + 3).int(),
+        pick(1.0, 1.0, 0.9, 0.5, 0.05),
+        pick(0.0, 0.0, 0.02, 0.4),
+        torch.randint(-(2**62), 2**62, (rows,), generator=gen),
+        torch.randint(0, 2**33, (rows,), generator=gen),
+    )
+
+
+@few
+@given(vocab=st.integers(1, 5000), seed=st.integers(0, 99), rounded=st.booleans())
+def test_sample_gives_the_tokens_of_the_reference(vocab: int, seed: int, rounded: bool) -> None:
+    case = sample_case(5, vocab, seed, rounded=rounded)
+    got = triton_impl(OPS["sample"]).op()(*case)
+    assert torch.equal(got, OPS["sample"].reference(*case))
+
+
+def test_sample_gives_the_tokens_of_the_reference_for_many_rows() -> None:
+    case = sample_case(200, 50, 7, rounded=False)
+    got = triton_impl(OPS["sample"]).op()(*case)
+    assert torch.equal(got, OPS["sample"].reference(*case))
+    assert got.unique().numel() > 20, "the rows hardly differ: this test would show little"
+
+
+def test_sample_refuses_bad_rows_alone() -> None:
+    logits = torch.randn(6, 3000)
+    logits[0, 2999] = float("nan")
+    logits[1, 5] = float("inf")
+    logits[2] = float("-inf")
+    logits[3, ::2] = float("-inf")
+    zero, one = torch.zeros(6), torch.ones(6)
+    temperature = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0])
+    ids = torch.arange(6)
+    case = (logits, temperature, torch.zeros(6, dtype=torch.int32), one, zero, ids, ids)
+    got = triton_impl(OPS["sample"]).op()(*case)
+    assert got[:3].tolist() == [-1, -1, -1]
+    assert got[3:].min() >= 0
+    assert torch.equal(got, OPS["sample"].reference(*case))
+
+
+def test_noise_is_the_references_word_for_word() -> None:
+    """Flat logits: the token is the argmax of the noise alone, over several chunks."""
+    rows, vocab = 8, 4101
+    seed, position = torch.arange(rows) * 2**40 - 3, torch.arange(rows) + 2**31
+    one, zero = torch.ones(rows), torch.zeros(rows)
+    got = triton_impl(OPS["sample"]).op()(
+        torch.zeros(rows, vocab), one, zero.int(), one, zero, seed, position
+    )
+    assert torch.equal(got, gumbel(seed, position, vocab).argmax(-1))
+
+
+@few
+@given(
+    vocab=st.integers(1, 3000),
+    length=st.integers(1, 700),
+    seed=st.integers(0, 99),
+    biases=st.integers(1, 9),
+)
+def test_process_logits_over_random_tables(vocab: int, length: int, seed: int, biases: int) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    rows, samples = 4, 3
+
+    def ints(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=gen).int()
+
+    prompt = ints(0, length + 1, rows)
+    row = torch.randperm(rows, generator=gen)[:samples]
+    case = (
+        torch.randn(samples, vocab, generator=gen),
+        row,
+        torch.maximum(prompt[row], ints(0, length + 1, samples)),
+        ints(-1, vocab + 2, rows, length),  # some tokens outside the vocabulary
+        prompt,
+        torch.tensor([1.0, 1.3, 0.7, 1.0]),
+        torch.tensor([0.0, 0.5, 0.0, -0.3]),
+        torch.tensor([0.2, 0.0, 0.0, 0.0]),
+        ints(-1, min(vocab, 5) + 1, rows, biases),  # often the same token twice
+        torch.randn(rows, biases, generator=gen),
+        ints(0, length + 1, rows, biases),
+        torch.tensor([True, False, True, False]),
+        ints(-(2**31), 2**31 - 1, rows, (vocab + 31) // 32),
+    )
+    check(OPS["process_logits"], case, torch.float32)
+
+
+def test_expert_linear_gives_zeros_for_unknown_experts() -> None:
+    gen = torch.Generator().manual_seed(0)
+    expert = torch.tensor([2, -1, 0, 3, 2, 9, 2])
+    case = (torch.randn(7, 20, generator=gen), torch.randn(3, 24, 20, generator=gen), None, expert)
+    check(OPS["expert_linear"], (*case, False), torch.float32)
+
+
+def test_no_tokens_launch_nothing() -> None:
+    case = next(OPS["write_kv"].case_makers[0](CPU, torch.float32))
+    key, value, key_cache, value_cache, slots = case
+    triton_impl(OPS["write_kv"]).op()(key[:0], value[:0], key_cache, value_cache, slots[:0])
+    assert not key_cache.any()

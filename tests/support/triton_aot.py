@@ -1,0 +1,106 @@
+"""Compiles a planned launch for a target that need not be there, and reads what it uses.
+
+The signature is what Triton would derive from the same arguments at run time: pointers aligned to
+16 bytes, integers specialized when 1 or a multiple of 16 (unless the kernel says not to).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from llmc.kernels.triton.launch import Launch
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# what one program may use of shared memory, bytes
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 65536}
+_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    registers: int  # per thread
+    spilled: int  # bytes of local memory a thread (NVIDIA), registers spilled (AMD)
+    shared: int  # bytes per program
+
+
+def compile_launch(launch: Launch, target: str) -> Use:
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+    values = {**launch.args, **launch.constants}
+    for i, param in enumerate(launch.kernel.params):
+        value = values.pop(param.name)
+        aligned = False
+        if param.is_constexpr or value is None or (value is True or value is False):
+            kind = "constexpr"
+        elif isinstance(value, torch.Tensor):
+            kind, aligned = f"*{_TYPES[value.dtype]}", True
+        elif isinstance(value, float):
+            kind = "fp32"
+        elif param.do_not_specialize:
+            kind = "i32"
+        elif value == 1:
+            kind = "constexpr"
+        else:
+            kind, aligned = "i32" if abs(value) < 2**31 else "i64", value % 16 == 0
+        signature[param.name] = kind
+        if kind == "constexpr":
+            constants[param.name] = value
+        if aligned:
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    assert not values, f"{launch.kernel.__name__} has no parameters {sorted(values)}"
+    source = ASTSource(launch.kernel, signature, constants, attrs)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    registers, spilled = (
+        _amd_use(compiled.asm["amdgcn"])
+        if target.startswith("gfx")
+        else _nvidia_use(compiled.asm["cubin"])
+    )
+    return Use(registers=registers, spilled=spilled, shared=int(compiled.metadata.shared))
+
+
+def _nvidia_use(cubin: bytes) -> tuple[int, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        text = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
+    assert found, f"cuobjdump printed no resource use: {text!r}"
+    return int(found[1]), max(int(found[2]), int(found[3]))
+
+
+def _amd_use(assembly: str) -> tuple[int, int]:
+    def field(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", assembly)
+        assert found, f"no .{name} in the assembly"
+        return int(found[1])
+
+    return field("vgpr_count"), field("vgpr_spill_count") + field("sgpr_spill_count")
