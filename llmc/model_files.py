@@ -17,7 +17,7 @@ _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """Where a model lies and what it is called."""
+    """Where a model lies and what it is called: a directory by its last part, never by its path."""
 
     name: str
     path: Path
@@ -40,8 +40,9 @@ def resolve_model(config: EngineConfig) -> ModelFiles:
     if config.model == MODEL_NAME:
         return ModelFiles(name=MODEL_NAME, path=model_path(), is_builtin=True)
     path = Path(config.model).expanduser()
-    if path.exists():
-        return ModelFiles(name=config.model, path=_checked(path), is_builtin=False)
+    if config.model and path.exists():  # "" would be the current directory
+        name = path.resolve().name or config.model  # the root directory has no name
+        return ModelFiles(name=name, path=_checked(path), is_builtin=False)
     if not _HUB_ID.match(config.model) or config.model.startswith((".", "~", "/")):
         raise CheckpointError(
             f"no model at {config.model!r}: give a directory with config.json and safetensors, "
@@ -79,24 +80,23 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
     """The model's transformers config. Code in the directory runs only with trust_remote_code."""
     from transformers import AutoConfig
 
+    wanted = config.model or files.name  # errors repeat what the user wrote
     _parse_json(files.path / "config.json")
     try:
-        loaded = AutoConfig.from_pretrained(
-            files.path, trust_remote_code=config.trust_remote_code
-        )
+        loaded = AutoConfig.from_pretrained(files.path, trust_remote_code=config.trust_remote_code)
     except Exception as e:  # transformers raises nearly every type here, from KeyError to OSError
         reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
-        raise CheckpointError(f"config.json of {files.name!r} can't be used: {reason}") from e
+        raise CheckpointError(f"config.json of {wanted!r} can't be used: {reason}") from e
     text = getattr(loaded, "get_text_config", lambda: loaded)()
     if getattr(loaded, "is_encoder_decoder", False):
         raise CheckpointError(
-            f"{files.name!r} is an encoder-decoder model ({loaded.model_type}); "
+            f"{wanted!r} is an encoder-decoder model ({loaded.model_type}); "
             "llmc serves decoder-only causal language models"
         )
     for field in ("vocab_size", "num_hidden_layers", "hidden_size"):
         value = getattr(text, field, None)
         if value is not None and (not isinstance(value, int) or not 1 <= value <= 10**8):
-            raise CheckpointError(f"config.json of {files.name!r}: {field} is {value!r}")
+            raise CheckpointError(f"config.json of {wanted!r}: {field} is {value!r}")
     return loaded
 
 

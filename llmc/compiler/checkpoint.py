@@ -7,6 +7,7 @@ mapped, so that what is resident is what is used.
 from __future__ import annotations
 
 import json
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ class StoredTensor:
     def read(self, out: Tensor | None = None) -> Tensor:
         """The tensor in its stored dtype; into `out` (contiguous, same bytes) when given."""
         if out is None:
-            out = torch.empty(self.shape, dtype=self.dtype)
+            out = staging(self.shape, self.dtype)
         if self.num_bytes == 0:
             return out
         flat = out.view(-1).view(torch.uint8) if out.dim() else out.view(1).view(torch.uint8)
@@ -63,6 +64,18 @@ class StoredTensor:
                     raise CheckpointError(f"{self.file.name} ends inside tensor {self.name!r}")
                 done += count
         return out
+
+
+def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor for data on its way, in pages of its own that go back the moment it is dropped.
+
+    Freed malloc memory of this size stays in the process as holes between the weights.
+    """
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if num_bytes < mmap.PAGESIZE:
+        return torch.empty(shape, dtype=dtype)
+    pages = mmap.mmap(-1, num_bytes)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def open_checkpoint(path: Path) -> dict[str, StoredTensor]:

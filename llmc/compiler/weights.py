@@ -1,4 +1,4 @@
-"""Recipes -> tensors: every weight is made once, in its final form, from the checkpoint or at random.
+"""Recipes -> tensors: every weight is made once, in its final form, from a checkpoint or at random.
 
 transformers' own conversion rules say how a checkpoint's names and layouts map to the parameters
 of the module (renamed prefixes, experts stored one by one and stacked in the module).
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from llmc.compiler.checkpoint import StoredTensor
+from llmc.compiler.checkpoint import StoredTensor, staging
 from llmc.errors import CheckpointError
 from llmc.passes.inputs import WeightInput
 
@@ -195,13 +195,12 @@ def make_weight(
 ) -> Tensor:
     """One recipe, filled: parts read into their slices, turned and packed as it says."""
     sizes = [shapes[p][::-1] if role.transposed else shapes[p] for p in role.parts]
-    out = torch.empty((sum(s[0] for s in sizes), *sizes[0][1:]), dtype=dtype, device=device) if (
-        sizes[0]
-    ) else torch.empty((), dtype=dtype, device=device)
+    shape = (sum(s[0] for s in sizes), *sizes[0][1:]) if sizes[0] else ()
+    out = staging(shape, dtype) if role.packed else torch.empty(shape, dtype=dtype, device=device)
     start = 0
     for part, size in zip(role.parts, sizes, strict=True):
         if role.transposed:
-            plain = torch.empty(shapes[part], dtype=dtype)
+            plain = staging(shapes[part], dtype)
             source.fill(part, plain)
             out[start : start + size[0]].copy_(plain.T)
         elif size:

@@ -64,7 +64,7 @@ def test_a_model_that_reads_no_positions_is_left_alone() -> None:
 
 
 def test_integers_made_of_positions_are_left_alone() -> None:
-    """Learned position embeddings look up positions themselves; a table of indices gains nothing."""
+    """Learned position embeddings look up positions themselves: a table gains nothing."""
 
     def offset(positions: Tensor) -> Tensor:
         return positions.unsqueeze(0) + 2

@@ -10,6 +10,7 @@ from unittest import mock
 
 from torch import Tensor
 
+from llmc.compiler.cache import ProgramCache
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
@@ -75,7 +76,11 @@ def start(path: Path, **options: Any) -> Running:
         "max_model_len": CONTEXT,
         "max_num_batched_tokens": 256,
     }
-    with mock.patch.object(kv_cache, "allocate", poisoned):
+    with (
+        mock.patch.object(kv_cache, "allocate", poisoned),
+        mock.patch.object(ProgramCache, "load", return_value=None),  # capture for real
+        mock.patch.object(ProgramCache, "save"),
+    ):
         started = start_engine(EngineConfig(model=str(path), **{**defaults, **options}))
     assert made, "start_engine no longer allocates through kv_cache.allocate"
     return Running(started=started, caches=made)

@@ -1,4 +1,4 @@
-"""Small labelled graphs for the tests of passes: traced from a function, run by the roles of inputs.
+"""Small labelled graphs for tests of passes: traced from a function, run by the roles of inputs.
 
 gm = trace(lambda x, w: F.linear(x, w), x=step(torch.randn(1, 5, 8), dynamic=1), w=weight("w", t))
 run(gm, values)
@@ -34,7 +34,7 @@ from llmc.passes.inputs import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arg:
-    """An example input, its role (a step input of the same name when None), its dynamic dimension."""
+    """An example input, its dynamic dimension, and its role (None: the step input of its name)."""
 
     tensor: Tensor
     role: Input | None = None

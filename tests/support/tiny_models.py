@@ -94,7 +94,7 @@ def load_reference(path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """Greedy tokens of transformers, their log-probabilities, and the lead of each over the next."""
+    """Greedy tokens of transformers, their log-probabilities, and their lead over the next best."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]

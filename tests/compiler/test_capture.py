@@ -1,0 +1,179 @@
+"""build and capture: one labelled graph for every number of tokens, or a clear error."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from tiny_graphs import Values, run, step
+from tiny_models import make_config, prompts, reference_logits
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
+
+from llmc.compiler.build import build
+from llmc.compiler.capture import capture
+from llmc.errors import CheckpointError, CompileError
+from llmc.passes.inputs import CacheInput, StepInput, WeightInput, input_of
+
+CPU = torch.device("cpu")
+
+
+def test_one_graph_for_every_number_of_tokens(dense: Any) -> None:
+    """The captured graph itself, before any pass, gives the model's logits for T = 1 and others."""
+    graph = dense.captured
+    weights = {n: p.detach() for n, p in dense.reference.state_dict().items()}
+    for count in (1, 2, 3, 19, 47):
+        tokens = list(prompts((count,))[0])
+        values = Values.of(
+            token_ids=step(torch.tensor(tokens)), positions=step(torch.arange(count))
+        )
+        logits = run(graph, Values(step=values.step, weights=weights))
+        assert logits.shape == (1, count, dense.program.vocab_size)
+        want = reference_logits(dense.reference, tokens)
+        torch.testing.assert_close(logits[0], want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_number_of_tokens_stays_symbolic(dense: Any) -> None:
+    for graph in (dense.captured, dense.program.graph):
+        tokens = next(n for n in graph.graph.nodes if input_of(n) == StepInput(name="token_ids"))
+        (size,) = tokens.meta["val"].shape
+        assert isinstance(size, torch.SymInt)
+        constants = {
+            arg
+            for n in graph.graph.nodes
+            for arg in (*n.args, *(a for a in n.args if isinstance(a, list | tuple) for a in a))
+            if isinstance(arg, int)
+        }
+        assert 19 not in constants, "the example's number of tokens was baked into the graph"
+
+
+def test_every_placeholder_has_a_role(dense: Any) -> None:
+    for graph in (dense.captured, dense.program.graph):
+        found = [input_of(n) for n in graph.graph.nodes if n.op == "placeholder"]
+        assert None not in found
+        caches = [role for role in found if isinstance(role, CacheInput)]
+        assert {(c.layer, c.part) for c in caches} == {
+            (layer, part) for layer in (0, 1) for part in ("key", "value")
+        }
+
+
+def test_weights_are_inputs_and_not_constants(dense: Any) -> None:
+    """One graph must serve every fine-tune of an architecture."""
+    parts = {
+        part
+        for n in dense.captured.graph.nodes
+        if isinstance(role := input_of(n), WeightInput)
+        for part in role.parts
+    }
+    assert parts == set(dense.reference.state_dict())
+
+
+def test_identical_layers_give_identical_subgraphs(dense: Any) -> None:
+    """A cache reaches its layer as a tensor, never as a layer number."""
+    nodes = [n for n in dense.captured.graph.nodes if n.op == "call_function"]
+    marks = [i for i, n in enumerate(nodes) if "llmc.attention" in str(n.target)]
+    assert len(marks) == 2
+    first, second = (nodes[i] for i in marks)
+    assert first.args[5:] == second.args[5:]
+    around = [[str(n.target) for n in nodes[i - 8 : i + 8]] for i in marks]
+    assert around[0] == around[1]
+
+
+# What can't be captured
+
+
+class OddConfig(tf.PretrainedConfig):
+    model_type = "llmc-test-odd"
+
+
+class OddModel(tf.PreTrainedModel):
+    """A model whose forward is whatever the test sets."""
+
+    config_class = OddConfig
+    body: Callable[[Any, Tensor, Tensor], Tensor]
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(12, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> CausalLMOutput:
+        x = type(self).body(self, self.embed(input_ids), position_ids)
+        return CausalLMOutput(logits=self.head(x))
+
+
+class NoPositionsModel(OddModel):
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> CausalLMOutput:  # type: ignore[override]
+        return CausalLMOutput(logits=self.head(self.embed(input_ids)))
+
+
+class NoPositionsConfig(tf.PretrainedConfig):
+    model_type = "llmc-test-no-positions"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    NoPositionsModel.config_class = NoPositionsConfig  # type: ignore[assignment]
+    for config, model in ((OddConfig, OddModel), (NoPositionsConfig, NoPositionsModel)):
+        tf.AutoConfig.register(config.model_type, config, exist_ok=True)
+        tf.AutoModelForCausalLM.register(config, model, exist_ok=True)
+
+
+def breaks(self: Any, x: Tensor, positions: Tensor) -> Tensor:
+    torch._dynamo.graph_break()  # here
+    return x
+
+
+def branches(self: Any, x: Tensor, positions: Tensor) -> Tensor:
+    if x.sum() > 0:  # here
+        return x * 2
+    return x
+
+
+def reads_a_value(self: Any, x: Tensor, positions: Tensor) -> Tensor:
+    scale = float(x.sum().item())  # here
+    return x * scale
+
+
+@pytest.mark.parametrize("body", [breaks, branches, reads_a_value])
+def test_a_graph_break_names_the_file_and_line(
+    body: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OddModel, "body", body, raising=False)
+    with pytest.raises(CompileError) as caught:
+        capture(build(OddConfig(), torch.float32), CPU)
+    first = body.__code__.co_firstlineno
+    line = next(i for i in range(first, first + 6) if "# here" in linecache.getline(__file__, i))
+    message = str(caught.value)
+    assert message.startswith("OddModel can't be captured in one graph at ")
+    assert f"{__file__}:{line}" in message
+    assert "\n" not in message and len(message) < 800
+
+
+def test_no_capture_state_is_left_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OddModel, "body", breaks, raising=False)
+    with pytest.raises(CompileError):
+        capture(build(OddConfig(), torch.float32), CPU)
+    monkeypatch.setattr(OddModel, "body", lambda self, x, p: x + p[..., None], raising=False)
+    captured = capture(build(OddConfig(), torch.float32), CPU)
+    assert captured.vocab_size == 12
+
+
+def test_a_model_that_takes_no_positions_is_refused() -> None:
+    with pytest.raises(CompileError, match="forward takes no position_ids"):
+        build(NoPositionsConfig(), torch.float32)
+
+
+def test_a_config_of_no_causal_language_model_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="can't build a causal language model"):
+        build(tf.ViTConfig(), torch.float32)
+
+
+def test_a_config_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="can't build a causal language model"):
+        build(make_config("gpt2", n_head=5), torch.float32)

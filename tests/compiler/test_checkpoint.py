@@ -1,0 +1,161 @@
+"""open_checkpoint: what a safetensors directory holds, and one clear sentence where it is broken."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from llmc.compiler.checkpoint import open_checkpoint
+from llmc.errors import CheckpointError
+
+TENSORS = {
+    "a": torch.arange(12, dtype=torch.float32).view(3, 4),
+    "b": torch.randn(5, generator=torch.Generator().manual_seed(0)).bfloat16(),
+    "half": torch.tensor([1.5, -2.5], dtype=torch.float16),
+    "scalar": torch.tensor(7, dtype=torch.int64),
+    "empty": torch.zeros(0, 4),
+}
+
+
+def save_sharded(path: Path, **changes: Any) -> None:
+    """Two shards and an index over them."""
+    files = {"one.safetensors": ["a", "b"], "two.safetensors": ["half", "scalar", "empty"]}
+    for name, tensors in files.items():
+        save_file({t: TENSORS[t] for t in tensors}, path / name)
+    weight_map = {t: name for name, tensors in files.items() for t in tensors}
+    index = {"metadata": {}, "weight_map": weight_map | changes}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def check_all(path: Path) -> None:
+    stored = open_checkpoint(path)
+    assert set(stored) == set(TENSORS)
+    for name, want in TENSORS.items():
+        assert stored[name].shape == tuple(want.shape)
+        got = stored[name].read()
+        assert got.dtype == want.dtype and torch.equal(got, want), name
+        assert stored[name].num_bytes == want.numel() * want.dtype.itemsize
+
+
+def refused(path: Path, *words: str) -> None:
+    """One sentence, no line break, with these words in it."""
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(path)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 400
+    for word in words:
+        assert word in message, message
+
+
+def test_a_single_file(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check_all(tmp_path)
+
+
+def test_a_single_file_of_another_name(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "weights.safetensors")
+    check_all(tmp_path)
+
+
+def test_shards(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    check_all(tmp_path)
+
+
+def test_reading_into_a_given_tensor(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    out = torch.zeros(6, 4)
+    open_checkpoint(tmp_path)["a"].read(out[2:5])
+    assert torch.equal(out[2:5], TENSORS["a"])
+    assert out[:2].sum() == 0 and out[5].sum() == 0
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    (tmp_path / "two.safetensors").unlink()
+    refused(tmp_path, "'two.safetensors', which is missing")
+
+
+def test_a_tensor_that_the_index_promises_and_no_shard_holds(tmp_path: Path) -> None:
+    save_sharded(tmp_path, ghost="one.safetensors")
+    refused(tmp_path, "no shard holds ghost")
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/etc/passwd", "sub/one.safetensors", "..", ""]
+)
+def test_an_index_that_names_a_file_outside(tmp_path: Path, name: str) -> None:
+    inside = tmp_path / "model"
+    inside.mkdir()
+    save_file({"x": torch.zeros(1)}, tmp_path / "outside.safetensors")
+    save_sharded(inside, x=name)
+    with pytest.raises(CheckpointError, match=r"names (a file outside|''|'\.\.')"):
+        open_checkpoint(inside)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', "\x00"]
+)
+def test_a_broken_index(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    refused(tmp_path, "model.safetensors.index.json can't be read")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 60, -1])
+def test_a_truncated_file(tmp_path: Path, keep: int) -> None:
+    """Cut inside the length, the header and the data."""
+    file = tmp_path / "model.safetensors"
+    save_file(TENSORS, file)
+    file.write_bytes(file.read_bytes()[:keep])
+    refused(tmp_path, "model.safetensors is no whole safetensors file")
+
+
+def test_a_file_cut_after_it_was_opened(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": TENSORS["a"]}, file)
+    stored = open_checkpoint(tmp_path)["a"]
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match="ends inside tensor 'a'"):
+        stored.read()
+
+
+def test_a_header_of_absurd_size(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
+    refused(tmp_path, "no whole safetensors file")
+
+
+def test_a_file_that_is_no_safetensors(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    refused(tmp_path, "no whole safetensors file")
+
+
+def _with_dtype(tensor: Tensor, dtype: str, file: Path) -> None:
+    """A file whose header names another dtype of the same width."""
+    save_file({"odd": tensor}, file)
+    raw = file.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    header = raw[8 : 8 + size].replace(b'"U8"', f'"{dtype}"'.encode())
+    header = header.rstrip()
+    file.write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + size :])
+
+
+@pytest.mark.parametrize("dtype", ["F8_E8M0", "Q9"])
+def test_an_unknown_dtype(tmp_path: Path, dtype: str) -> None:
+    _with_dtype(torch.zeros(4, dtype=torch.uint8), dtype, tmp_path / "model.safetensors")
+    refused(tmp_path, dtype)
+
+
+def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    refused(tmp_path, "only pickled weights", "convert them to safetensors first")
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    refused(tmp_path, "has no model.safetensors", "--load-format dummy")

@@ -1,0 +1,100 @@
+"""Loading takes at most one copy of the weights plus 15 percent, measured in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import make_config
+
+from llmc.compiler.build import build
+
+SIZES = {
+    "vocab_size": 8192,
+    "hidden_size": 1536,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 64,
+}
+LIMIT = 1.15
+
+CHILD = """
+import gc, json, sys
+from pathlib import Path
+import torch
+from transformers import AutoConfig
+from llmc.compiler.checkpoint import open_checkpoint
+from llmc.compiler.program import compile_program, load_weights
+from llmc.compiler.weights import CheckpointWeights
+from llmc.passes.pipeline import PipelineOptions
+from llmc.runner.sizing import PeakMemory
+
+path = Path(sys.argv[1])
+device = torch.device("cpu")
+options = PipelineOptions(block_size=16, max_positions=64, device_type="cpu")
+program = compile_program(
+    AutoConfig.from_pretrained(path), dtype=torch.bfloat16, device=device, options=options,
+    switches={},
+)
+gc.collect()
+peak = PeakMemory(device)
+peak.start()
+source = CheckpointWeights(program.module, open_checkpoint(path))
+weights = load_weights(program, source)
+grown = peak.grown_by()
+ops = [str(n.target) for n in program.graph.graph.nodes]
+print(json.dumps({
+    "grown": grown,
+    "merged": sum(len(role.parts) > 1 for _, role in program.weight_inputs()),
+    "packed": sum("_linear_pointwise" in op for op in ops),
+}))
+"""
+
+
+def save_big_checkpoint(path: Path) -> int:
+    """About 400 MB in two shards; the number of bytes of all tensors."""
+    config = make_config("qwen3", **SIZES)
+    config.save_pretrained(path)
+    state = build(config, torch.bfloat16).module.state_dict()
+    noise = torch.randn(2**20, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight_map, total = {}, 0
+    for shard in (0, 1):
+        names = [n for i, n in enumerate(state) if i % 2 == shard]
+        tensors = {}
+        for name in names:
+            shape, count = state[name].shape, state[name].numel()
+            tensors[name] = noise.repeat(-(-count // noise.numel()))[:count].view(shape)
+            total += count * 2
+            weight_map[name] = f"shard{shard}.safetensors"
+        save_file(tensors, path / f"shard{shard}.safetensors")
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_peak_memory_is_one_copy_and_a_little(tmp_path: Path) -> None:
+    total = save_big_checkpoint(tmp_path)
+    assert total > 350e6
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", CHILD, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["merged"] == 2 * SIZES["num_hidden_layers"]
+    # Less than one copy would mean that the measurement misses the weights.
+    assert 0.95 * total < seen["grown"] <= LIMIT * total, seen["grown"] / total

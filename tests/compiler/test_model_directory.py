@@ -1,0 +1,148 @@
+"""A model directory that can't be served is refused before any work, in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import make_config, save_checkpoint
+
+from llmc.config import EngineConfig
+from llmc.errors import CheckpointError, CompileError, ConfigError
+from llmc.model_files import generation_defaults, load_config, resolve_model
+from llmc.start import eos_token_ids, start_engine
+
+
+def start(path: Path | str, **options: Any) -> None:
+    start_engine(EngineConfig(model=str(path), device="cpu", **options))
+
+
+def refused(path: Path | str, *words: str, **options: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        start(path, **options)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 500, message
+    for word in words:
+        assert word in message, message
+
+
+def write_config(path: Path, **fields: Any) -> Path:
+    data = {**make_config("llama").to_dict(), "model_type": "llama", **fields}
+    (path / "config.json").write_text(json.dumps(data))
+    return path
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "no model at", "nowhere", "give a directory with config.json")
+
+
+def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    refused(tmp_path / "model.safetensors", "is a file; give the directory")
+
+
+def test_no_config(tmp_path: Path) -> None:
+    refused(tmp_path, "has no config.json, so it is no model directory")
+
+
+@pytest.mark.parametrize("text", ["", "{", "\x00\x01", '{"a": 1,}', "[" * 100_000])
+def test_a_config_that_is_no_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    refused(tmp_path, "config.json can't be read")
+
+
+def test_a_config_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\xff")
+    refused(tmp_path, "config.json can't be read")
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"x"'])
+def test_a_config_that_is_no_object(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    refused(tmp_path, "instead of an object")
+
+
+def test_an_empty_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    refused(tmp_path, "config.json")
+
+
+def test_an_unknown_architecture(tmp_path: Path) -> None:
+    refused(write_config(tmp_path, model_type="no-such-model"), "can't be used", "no-such-model")
+
+
+def test_an_encoder_decoder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": 32}))
+    refused(tmp_path, "encoder-decoder model (t5)", "decoder-only")
+
+
+def test_a_model_that_is_no_language_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    refused(tmp_path, "can't build a causal language model")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", 0),
+        ("vocab_size", -1),
+        ("vocab_size", 10**12),
+        ("hidden_size", 0),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", 10**9),
+        ("hidden_size", "wide"),
+        ("num_attention_heads", 0),
+        ("num_attention_heads", 7),
+        ("num_attention_heads", -4),
+    ],
+)
+def test_sizes_that_no_model_has(tmp_path: Path, field: str, value: Any) -> None:
+    refused(write_config(tmp_path, **{field: value}), load_format="dummy")
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    refused(write_config(tmp_path), "has no model.safetensors", "--load-format dummy")
+
+
+def test_weights_of_another_size(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path)
+    write_config(tmp_path, intermediate_size=128)
+    refused(tmp_path, "does not fit its config.json", "config.json asks for [128, 32]")
+
+
+def test_an_error_of_a_config_is_an_error_of_the_callers(tmp_path: Path) -> None:
+    """Exit code 2 and ValueError hang on these types."""
+    assert issubclass(CheckpointError, ConfigError) and issubclass(CheckpointError, ValueError)
+    assert not issubclass(CompileError, ValueError)
+
+
+@pytest.mark.parametrize("model", ["no-slash", "./a/b", "/a/b", "~/a", "a/b/c", ""])
+def test_a_name_that_is_no_hub_id_is_never_downloaded(model: str) -> None:
+    with pytest.raises(CheckpointError, match="no model at"):
+        resolve_model(EngineConfig(model=model))
+
+
+def test_a_context_beyond_the_models_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len 512 exceeds the model's context of 256"):
+        start(write_config(tmp_path), max_model_len=512, load_format="dummy")
+
+
+def test_an_unknown_pass_is_refused_with_the_known_names(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown pass 'warp'; the pipeline has canonicalize"):
+        start(write_config(tmp_path), passes={"warp": False}, load_format="dummy")
+
+
+def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
+    config = EngineConfig(model=str(write_config(tmp_path, eos_token_id=5)))
+    files = resolve_model(config)
+    assert eos_token_ids(load_config(files, config), files) == (5,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert eos_token_ids(load_config(files, config), files) == (7, 8)
+
+
+def test_a_broken_generation_config_does_no_harm(tmp_path: Path) -> None:
+    config = EngineConfig(model=str(write_config(tmp_path)))
+    (tmp_path / "generation_config.json").write_text("{")
+    assert generation_defaults(resolve_model(config)) == {}
