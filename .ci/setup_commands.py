@@ -1,4 +1,4 @@
-"""Print the set-up commands of a README: the lines of its first `sh` code block, comments left out."""
+"""Print a README's set-up commands: the lines of its first `sh` block, comments left out."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""The ops of a step: one file an op with its schema and reference; `cpu/` and `triton/` hold the fast ones.
+"""The ops of a step: one file an op with its schema and reference; fast ones in `cpu/`, `triton/`.
 
 Knows torch and triton and nothing else of this project (but `llmc.errors`).
 """

@@ -1,4 +1,4 @@
-"""`paged_attention`: packed queries against the paged cache; prefill, decode and both in one step."""
+"""`paged_attention`: packed queries against the paged cache, prefill and decode in one step."""
 
 from __future__ import annotations
 

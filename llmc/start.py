@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from llmc.compiler.upgrade import Upgrade
     from llmc.runner.model_runner import ModelRunner
 
-_PROFILE_TOKENS_CPU = 256  # activations grow with tokens, so a short step tells and starts faster
+# Activations grow with tokens, so a short step tells, and starts faster.
+_PROFILE_TOKENS_CPU = 256
+_PROFILE_TOKENS_REFERENCE = 16  # on the references, which are slow
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -97,7 +99,6 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
     clock = _Clock(on_phase)
     with clock.phase("read config") as detail:
         files = resolve_model(config)
-        import torch
 
         device = pick_device(config.device)
         hf_config = load_config(files, config)
@@ -115,9 +116,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
             detail.append("from cache")
     with clock.phase("load weights") as detail:
         weights = _load_weights(config, files, program)
-        weight_bytes = sum(
-            {id(w): _num_bytes(w, n) for n, w in weights.items()}.values()
-        )
+        weight_bytes = sum({id(w): _num_bytes(w, n) for n, w in weights.items()}.values())
         count = sum({id(w): w.numel() for w in weights.values()}.values())
         detail += [f"{count / 1e6:.1f}M parameters", f"{weight_bytes / 2**20:.0f} MiB"]
     with clock.phase("size cache") as detail:
@@ -287,9 +286,7 @@ def _size_and_bind(
     built = _kernels_are_built(device)
     graph = lowered(program)
 
-    def make(
-        num_blocks: int, length: int, num_rows: int
-    ) -> tuple[ModelRunner, dict[str, Any]]:
+    def make(num_blocks: int, length: int, num_rows: int) -> tuple[ModelRunner, dict[str, Any]]:
         caches = allocate(
             program.caches,
             num_blocks=num_blocks,
@@ -308,7 +305,8 @@ def _size_and_bind(
         return ModelRunner(lower(graph, bound), rows), bound
 
     tokens = min(config.max_num_batched_tokens, model_len)
-    probed = min(tokens, _PROFILE_TOKENS_CPU) if device.type == "cpu" else tokens
+    short = _PROFILE_TOKENS_CPU if built else _PROFILE_TOKENS_REFERENCE
+    probed = min(tokens, short) if device.type == "cpu" else tokens
     probe, _ = make(-(-probed // config.block_size), probed, 1)
     peak = PeakMemory(device)
     peak.start()
@@ -316,9 +314,7 @@ def _size_and_bind(
     activations = peak.grown_by() * tokens // probed
     del probe
     available = free_bytes(device, config) - activations
-    pool = size_pool(
-        config, bytes_per_token=per_token, model_len=model_len, available=available
-    )
+    pool = size_pool(config, bytes_per_token=per_token, model_len=model_len, available=available)
     runner, bound = make(pool.num_blocks, pool.max_model_len, config.max_num_seqs)
     return _Sized(
         runner=runner,

@@ -41,7 +41,7 @@ def append_sampler(gm: fx.GraphModule) -> Notes:
         return logits [S, V]
     After:
         processed = llmc.process_logits(logits, row [S], length [S], history, penalties, masks ...)
-        next_token [S] = llmc.sample(processed, temperature[row], top_k[row], ..., seed[row], length)
+        next_token [S] = llmc.sample(processed, temperature[row], ..., seed[row], length)
         return next_token, logits
     """
     graph = gm.graph
@@ -52,7 +52,9 @@ def append_sampler(gm: fx.GraphModule) -> Notes:
     row = step_input(graph, "row", fake_like(logits, rows, dtype=torch.int64))
     length = step_input(graph, "length", fake_like(logits, rows, dtype=torch.int32))
     tables = [
-        step_input(graph, name, fake_like(logits, *((4, columns) if columns else (4,)), dtype=dtype))
+        step_input(
+            graph, name, fake_like(logits, *((4, columns) if columns else (4,)), dtype=dtype)
+        )
         for name, (columns, dtype) in TABLES.items()
     ]
     with graph.inserting_before(output):

@@ -95,7 +95,7 @@ def check_names(switches: Mapping[str, bool], passes: Iterable[Pass]) -> None:
 def run_passes(
     gm: fx.GraphModule, passes: Sequence[Pass], switches: Mapping[str, bool] | None = None
 ) -> tuple[fx.GraphModule, list[PassReport]]:
-    """Apply the passes in order to a copy of the graph; the weights are shared, the input is kept."""
+    """Apply the passes in order to a copy of the graph; the graph that was given stays."""
     switches = switches or {}
     check_names(switches, passes)
     reports = []

@@ -1,4 +1,4 @@
-"""Small tools that passes share: emit a call with its fake value, read a node's shape, match ops."""
+"""Small tools that passes share: emit a call with its value, read a shape, match ops."""
 
 from __future__ import annotations
 

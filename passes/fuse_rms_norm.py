@@ -10,7 +10,17 @@ from torch import fx
 
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import aten, calls, emit, is_call, only_user, operands, replace, same_shape, val
+from llmc.passes.edit import (
+    aten,
+    calls,
+    emit,
+    is_call,
+    only_user,
+    operands,
+    replace,
+    same_shape,
+    val,
+)
 from llmc.passes.inputs import WeightInput, input_of
 
 _CAST = (aten.to.dtype, aten._to_copy.default)

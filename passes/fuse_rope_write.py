@@ -85,7 +85,9 @@ def _fuse(
         q, k = _source(graph, query_rope.x), _source(graph, key_rope.x)
         if (q.weight is None) != (k.weight is None) or (q.eps, q.offset) != (k.eps, k.offset):
             q, k = (_Source(_flatten(graph, r.x)) for r in (query_rope, key_rope))
-        cos, sin = (_table(graph, t, query_rope.halved, tables) for t in (key_rope.cos, key_rope.sin))
+        cos, sin = (
+            _table(graph, t, query_rope.halved, tables) for t in (key_rope.cos, key_rope.sin)
+        )
         fused = emit(
             graph,
             rope_write.overload,
@@ -192,17 +194,24 @@ def _two_halves(node: Any) -> _Rotary | None:
 
 def _is_product(node: Any, half: Any, table: fx.Node) -> bool:
     return (
-        is_call(node, aten.mul.Tensor)
-        and node.args[0] is half
-        and _table_of(node.args[1]) is table
+        is_call(node, aten.mul.Tensor) and node.args[0] is half and _table_of(node.args[1]) is table
     )
 
 
 def _source_of_halves(a: Any, b: Any) -> fx.Node | None:
-    if a.op != "call_function" or b.op != "call_function" or not a.args or a.args[0] is not b.args[0]:
+    if (
+        a.op != "call_function"
+        or b.op != "call_function"
+        or not a.args
+        or a.args[0] is not b.args[0]
+    ):
         return None
     chunk = a.args[0]
-    if not is_call(chunk, aten.chunk.default) or chunk.args[1] != 2 or (a.args[1], b.args[1]) != (0, 1):
+    if (
+        not is_call(chunk, aten.chunk.default)
+        or chunk.args[1] != 2
+        or (a.args[1], b.args[1]) != (0, 1)
+    ):
         return None
     source: fx.Node = chunk.args[0]
     dim = chunk.args[2] if len(chunk.args) > 2 else 0

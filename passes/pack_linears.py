@@ -1,4 +1,4 @@
-"""`pack_linears`: on CPU, weights of linears are reordered once at load for the library's kernels."""
+"""`pack_linears`: on CPU, weights of linears are reordered once, at load, for oneDNN."""
 
 from __future__ import annotations
 

@@ -95,11 +95,10 @@ def _is_flat(node: fx.Node) -> bool:
 
 
 def _flat(graph: fx.Graph, node: object) -> fx.Node:
-    """[1, H, T, D] -> [T, H, D], straight from the tensor that was transposed where there is one."""
+    """[1, H, T, D] -> [T, H, D], straight from the tensor that was transposed, if one was."""
     assert isinstance(node, fx.Node)
     if is_call(node, aten.transpose.int) and tuple(node.args[1:3]) in ((1, 2), (2, 1)):
         source = node.args[0]
     else:
         source = emit(graph, aten.transpose.int, node, 1, 2)
     return emit(graph, aten.squeeze.dim, source, 0)
-

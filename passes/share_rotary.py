@@ -52,9 +52,7 @@ def share_rotary(gm: fx.GraphModule, *, max_positions: int) -> Notes:
                                                          positions), 0)
     """
     graph = gm.graph
-    positions = next(
-        (n for n in graph.nodes if input_of(n) == StepInput(name="positions")), None
-    )
+    positions = next((n for n in graph.nodes if input_of(n) == StepInput(name="positions")), None)
     if positions is None:
         return ["the model reads no positions"]
     inside = _closure(graph, positions)
@@ -165,9 +163,7 @@ def _tabulate(
     return table.contiguous() if torch.equal(table[probe], again) else None
 
 
-def _read_from_table(
-    graph: fx.Graph, node: fx.Node, table: Tensor, positions: fx.Node
-) -> None:
+def _read_from_table(graph: fx.Graph, node: fx.Node, table: Tensor, positions: fx.Node) -> None:
     fake = val(node).new_empty(table.shape)
     source = add_input(graph, f"{node.name}_table", ConstantInput(tensor=table), fake)
     with graph.inserting_before(node):

@@ -96,7 +96,11 @@ class ProgramCache:
 
 
 def program_key(
-    config: Any, dtype: torch.dtype, device: torch.device, options: Any, switches: Mapping[str, bool]
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: Any,
+    switches: Mapping[str, bool],
 ) -> str:
     """128 bits of everything that a rewritten graph depends on."""
     import transformers

@@ -8,7 +8,6 @@ the line of the model's code.
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -250,6 +249,4 @@ def _strip_grad_mode(graph: fx.Graph) -> None:
     """Drop the switches of gradient mode that the model's decorators left behind."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
-            graph.erase_node(node)
-        elif node.op == "call_function" and node.target is operator.getitem and not node.users:
             graph.erase_node(node)

@@ -103,9 +103,7 @@ def _only_calls(graph: fx.Graph) -> None:
             node.meta = {}
 
 
-def _bind(
-    artifact: Any, names: list[str], fixed: list[Tensor | None], level: int
-) -> StepFunction:
+def _bind(artifact: Any, names: list[str], fixed: list[Tensor | None], level: int) -> StepFunction:
     inputs = tuple(name for name, tensor in zip(names, fixed, strict=True) if tensor is None)
 
     def call(**step: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ def lower(gm: fx.GraphModule, bound: Mapping[str, Tensor]) -> StepFunction:
     writer = _Writer(gm.graph, bound)
     source = writer.write()
     scope: dict[str, Any] = dict(writer.scope)
-    exec(compile(source, "<llmc step>", "exec"), scope)  # noqa: S102 - our own generated code
+    exec(compile(source, "<llmc step>", "exec"), scope)
     return StepFunction(call=scope["step"], inputs=tuple(writer.inputs), source=source)
 
 

@@ -24,7 +24,6 @@ from llmc.passes.lower_kernels import lower_kernels
 from llmc.passes.page_attention import CacheSpec
 from llmc.passes.pipeline import PipelineOptions, pipeline
 
-
 log = logging.getLogger(__name__)
 
 

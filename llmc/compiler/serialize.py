@@ -96,9 +96,7 @@ def _load_val(data: Json, device: torch.device) -> Any:
         return _ANY_SIZE
     if "items" in data:
         return [_load_val(item, device) for item in data["items"]]
-    shape, stride = (
-        [_ANY_SIZE if s is None else s for s in data[k]] for k in ("shape", "stride")
-    )
+    shape, stride = ([_ANY_SIZE if s is None else s for s in data[k]] for k in ("shape", "stride"))
     return torch.empty_strided(shape, stride, dtype=getattr(torch, data["dtype"]), device=device)
 
 

@@ -29,9 +29,7 @@ def allocate(
     """
     return [
         (
-            torch.empty(
-                num_blocks, s.kv_heads, block_size, s.head_dim, dtype=dtype, device=device
-            ),
+            torch.empty(num_blocks, s.kv_heads, block_size, s.head_dim, dtype=dtype, device=device),
             torch.empty(
                 num_blocks, s.kv_heads, block_size, s.v_head_dim, dtype=dtype, device=device
             ),

@@ -82,7 +82,9 @@ def token_logprobs(
 ) -> list[TokenLogprobs | None]:
     """Log-softmax of the unprocessed logits [S, V] at the drawn tokens and at the top ones."""
     picked = [
-        i for i, (t, n) in enumerate(zip(ids, wanted, strict=True)) if t is not None and n is not None
+        i
+        for i, (t, n) in enumerate(zip(ids, wanted, strict=True))
+        if t is not None and n is not None
     ]
     result: list[TokenLogprobs | None] = [None] * len(ids)
     if not picked:
@@ -103,5 +105,3 @@ def token_logprobs(
             top_logprobs=top_values[k, :n].tolist(),
         )
     return result
-
-

@@ -30,9 +30,7 @@ class PackedStep:
     num_sampled: int
 
 
-def prepare(
-    rows: RowTables, plan: StepPlan, padding: int = 0, min_blocks: int = 1
-) -> PackedStep:
+def prepare(rows: RowTables, plan: StepPlan, padding: int = 0, min_blocks: int = 1) -> PackedStep:
     """`padding` rows are added that compute and sample one dummy token each.
 
     `min_blocks` is the least width of the block table (compiled steps take no width of 1).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +39,10 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             self._start = torch.cuda.memory_allocated()
             return
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark (proc(5))
-        except OSError:
-            pass  # then growth past the old peak is seen, and nothing below it
+        # Writing 5 resets the high-water mark (proc(5)); where that is not allowed, only growth past
+        # the old peak is seen.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
         self._start = psutil.Process().memory_info().rss
 
     def grown_by(self) -> int:
