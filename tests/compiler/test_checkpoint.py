@@ -1,4 +1,4 @@
-"""open_checkpoint: what a safetensors directory holds, and one clear sentence where it is broken."""
+"""open_checkpoint: the tensors of a safetensors directory, or one clear sentence."""
 
 from __future__ import annotations
 

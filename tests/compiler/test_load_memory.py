@@ -1,4 +1,4 @@
-"""Loading takes at most one copy of the weights plus 15 percent, measured in a process of its own."""
+"""Loading takes at most one copy of the weights plus 15 percent, measured in its own process."""
 
 from __future__ import annotations
 

@@ -1,0 +1,87 @@
+"""How many blocks fit, and the sentence that a user reads when none do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from llmc.config import EngineConfig
+from llmc.errors import ConfigError
+from llmc.passes.page_attention import CacheSpec
+from llmc.runner.kv_cache import allocate, bytes_per_token
+from llmc.runner.sizing import PeakMemory, free_bytes, size_pool
+
+SPEC = CacheSpec(layer=0, kv_heads=2, head_dim=8, v_head_dim=4, window=0, chunk=0)
+
+
+def size(
+    available: int = 10**9, *, per_token: int = 100, model_len: int = 64, **options: Any
+) -> Any:
+    config = EngineConfig(block_size=16, max_num_seqs=4, **options)
+    return size_pool(config, bytes_per_token=per_token, model_len=model_len, available=available)
+
+
+def test_bytes_of_a_token_over_all_layers() -> None:
+    wide = CacheSpec(layer=1, kv_heads=1, head_dim=32, v_head_dim=32, window=0, chunk=0)
+    assert bytes_per_token([SPEC, wide], torch.bfloat16) == 2 * (2 * (8 + 4) + 64)
+
+
+def test_allocate_shapes() -> None:
+    ((key, value),) = allocate(
+        [SPEC], num_blocks=3, block_size=16, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    assert key.shape == (3, 2, 16, 8) and value.shape == (3, 2, 16, 4)
+    assert key.nbytes + value.nbytes == 3 * 16 * bytes_per_token([SPEC], torch.bfloat16)
+
+
+def test_no_more_blocks_than_all_rows_at_full_length_can_use() -> None:
+    pool = size()
+    assert (pool.num_blocks, pool.max_model_len) == (4 * 4, 64)
+    assert pool.cache_bytes == 16 * 16 * 100
+
+
+def test_as_many_blocks_as_fit() -> None:
+    assert size(available=1600 * 7 + 5).num_blocks == 7
+
+
+def test_explicit_memory_is_taken_as_it_is() -> None:
+    assert size(available=0, kv_cache_memory=1600 * 100).num_blocks == 100
+
+
+def test_an_open_context_is_cut_to_what_fits() -> None:
+    pool = size(available=1600 * 2)
+    assert (pool.num_blocks, pool.max_model_len) == (2, 32)
+
+
+def test_an_explicit_context_must_fit_and_the_message_has_the_numbers() -> None:
+    with pytest.raises(ConfigError) as caught:
+        size(available=1600 * 3, max_model_len=64, per_token=10**5, kv_cache_memory=48 * 10**5)
+    message = str(caught.value)
+    assert message == (
+        "4.6 MiB of KV cache hold 48 tokens, but one request of max_model_len 64 needs 6.1 MiB; "
+        "lower max_model_len or raise kv_cache_memory"
+    )
+    assert size(max_model_len=64, per_token=10**5, kv_cache_memory=64 * 10**5).num_blocks == 4
+
+
+@pytest.mark.parametrize("available", [0, -5, 1599])
+def test_room_for_no_block_at_all(available: int) -> None:
+    with pytest.raises(ConfigError, match="0.0 MiB of KV cache hold 0 tokens"):
+        size(available=available)
+
+
+def test_free_memory_on_the_cpu_leaves_most_to_others() -> None:
+    import psutil
+
+    free = free_bytes(torch.device("cpu"), EngineConfig())
+    assert 0 < free < 0.6 * psutil.virtual_memory().available
+
+
+def test_peak_memory_sees_what_was_freed_again() -> None:
+    peak = PeakMemory(torch.device("cpu"))
+    peak.start()
+    block = torch.ones(32 * 2**20)  # 128 MiB
+    del block
+    assert 100 * 2**20 < peak.grown_by() < 300 * 2**20
