@@ -27,6 +27,15 @@ def command(
         int,
         option("--port", help="Port to listen on; 0 takes a free one.", panel=SERVER_PANEL),
     ] = 8000,
+    uds: Annotated[
+        str | None,
+        option(
+            "--uds",
+            help="Listen on a Unix socket at this path instead of a port.",
+            metavar="PATH",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
     served_model_name: Annotated[
         list[str] | None,
         option(
@@ -97,6 +106,7 @@ def command(
     settings = ServerSettings(
         host=host,
         port=port,
+        uds=uds,
         served_model_names=tuple(served_model_name or ()),
         api_keys=tuple(api_key or ()),
         allowed_hosts=tuple(allowed_host or ()),

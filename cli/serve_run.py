@@ -5,6 +5,7 @@ The port comes first: that it is taken is then known at once and not after a mod
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 
@@ -15,6 +16,7 @@ from llmc.cli.loading import load_async_llm
 from llmc.config import EngineConfig
 from llmc.server.run import bind_socket, serve
 from llmc.server.settings import ServerSettings
+from llmc.server.unix_socket import unix_socket
 
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -23,14 +25,13 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def run_server(config: EngineConfig, settings: ServerSettings, *, log_level: str) -> None:
     _set_up_logging(log_level)
     console = stderr_console()
-    sock = bind_socket(settings.host, settings.port)
-    try:
+    with _listening(settings) as sock:
         llm = load_async_llm(config, console)
         from llmc.server.app import create_app
 
         app = create_app(llm, settings)
         rows = [
-            ("URL", url_of(settings.host, sock)),
+            _where(settings, sock),
             ("names", ", ".join(app.state.names)),
             *model_rows(llm.info),
             ("API key", "required" if settings.api_keys else "none"),
@@ -41,8 +42,18 @@ def run_server(config: EngineConfig, settings: ServerSettings, *, log_level: str
             note(console, NOTICE, style="yellow")
         _warn_if_open(console, settings)
         serve(app, settings, sock, on_ready=lambda: banner(console, "llmc is ready", rows))
-    finally:
-        sock.close()
+
+
+def _listening(settings: ServerSettings) -> contextlib.AbstractContextManager[socket.socket]:
+    if settings.uds is not None:
+        return unix_socket(settings.uds)
+    return contextlib.closing(bind_socket(settings.host, settings.port))
+
+
+def _where(settings: ServerSettings, sock: socket.socket) -> tuple[str, str]:
+    if settings.uds is not None:
+        return "socket", settings.uds
+    return "URL", url_of(settings.host, sock)
 
 
 def url_of(host: str, sock: socket.socket) -> str:
@@ -54,7 +65,7 @@ def url_of(host: str, sock: socket.socket) -> str:
 def _warn_if_open(console: Console, settings: ServerSettings) -> None:
     from llmc.server.guard import is_loopback
 
-    if not settings.api_keys and not is_loopback(settings.host):
+    if settings.uds is None and not settings.api_keys and not is_loopback(settings.host):
         note(
             console,
             f"Anyone who can reach {settings.host} can use this server: it has no API key. "

@@ -25,6 +25,7 @@ from llmc.front.engine import EngineOptions, load_tokenizer, make_config, start
 from llmc.front.engine_thread import EngineNews, EngineThread, Stop
 from llmc.front.inputs import Input, InputProcessor, Prompt
 from llmc.front.outputs import ActiveRequest, CompletionDelta, Cursor, OutputProcessor
+from llmc.front.watchdog import Watchdog
 from llmc.outputs import RequestOutput
 from llmc.sampling_params import SamplingParams
 from llmc.text.chat import Message, render_chat
@@ -121,6 +122,7 @@ class AsyncLLM:
         self._dead: str | None = None
         self._draining = False
         self._last_news = time.monotonic()
+        self._watchdog = Watchdog(self._seconds_left)
 
     # ---- requests ----
 
@@ -246,9 +248,11 @@ class AsyncLLM:
         self, request_id: str, source: Input, wake: asyncio.Event, priority: int
     ) -> ActiveRequest:
         self._start_thread()
-        if not self._outputs.active:
-            self._last_news = time.monotonic()  # the watchdog counts from here
+        was_idle = not self._outputs.active
         request, messages = self._outputs.add(request_id, source, priority)
+        if was_idle:
+            self._last_news = time.monotonic()  # the watchdog counts from here
+            self._watchdog.watch()
         self._wakes[request_id] = wake
         for message in messages:
             self._engine_thread.send(message)
@@ -291,7 +295,14 @@ class AsyncLLM:
     @property
     def is_stalled(self) -> bool:
         """Requests are in flight, and the engine has said nothing for WATCHDOG_S."""
-        return bool(self._outputs.active) and time.monotonic() - self._last_news > WATCHDOG_S
+        left = self._seconds_left()
+        return left is not None and left <= 0
+
+    def _seconds_left(self) -> float | None:
+        """Until the engine counts as stalled; None while it has nothing to do."""
+        if not self._outputs.active:
+            return None
+        return self._last_news + WATCHDOG_S - time.monotonic()
 
     @property
     def is_ready(self) -> bool:
@@ -306,6 +317,7 @@ class AsyncLLM:
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Refuse new requests, let running ones end within `drain_timeout`, stop the engine."""
         await self.drain(drain_timeout)
+        self._watchdog.stop()
         for request_id in list(self._outputs.active):
             self._end(request_id, "abort", "the server shut down before this request ended")
         self._dead = self._dead or "it was shut down"

@@ -124,7 +124,7 @@ class Guard:
                 raise ApiError(
                     403,
                     f"Host {_shown(value)} is not served here; this server listens on "
-                    f"{self._settings.host} without API keys (see --allowed-hosts and --api-key)",
+                    f"{self._settings.host} without API keys (see --allowed-host and --api-key)",
                 )
         for value in _values(scope, b"origin"):
             _, _, host = value.partition(b"://")

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from llmc.async_llm import AsyncLLM
 from llmc.errors import ConfigError
 from llmc.server.settings import ServerSettings
+from llmc.server.throughput import log_throughput
 
 log = logging.getLogger(__name__)
 
@@ -91,12 +92,14 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
         self._num_signals = 0
         self._drained: asyncio.Task[None] | None = None
+        self._throughput: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
             await super().startup(sockets)
         except OSError as exc:  # another server took the port while the model was loading
             raise _cannot_bind(self._settings.host, self._settings.port, exc) from None
+        self._throughput = asyncio.create_task(log_throughput(self._llm.stats))
         if self._on_ready is not None:
             self._on_ready()
 
@@ -115,6 +118,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._drained is not None:
             self._drained.cancel()
+        if self._throughput is not None:
+            self._throughput.cancel()
         await self._llm.shutdown(drain_timeout=0)
         await super().shutdown(sockets)
 
@@ -164,7 +169,7 @@ def _cannot_bind(host: str, port: int, exc: Exception) -> ConfigError:
 
 def _listener(port: int) -> str | None:
     """Who listens on the port, as far as this user may know."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     try:
         connections: list[Any] = psutil.net_connections("tcp")

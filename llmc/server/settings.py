@@ -15,6 +15,7 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None  # a Unix socket's path, in place of host and port
     served_model_names: Sequence[str] = ()  # the first is shown; empty: the model's own name
     api_keys: Sequence[str] = ()  # empty: anyone who reaches the port
     allowed_hosts: Sequence[str] = ()  # further Host names to accept on loopback without keys

@@ -1,0 +1,42 @@
+"""The line in the server's log every ten seconds, as long as there is something to tell."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from llmc.engine.messages import EngineStats
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 10.0
+
+
+async def log_throughput(read: Callable[[], EngineStats], interval_s: float = INTERVAL_S) -> None:
+    """Logs what came since the last line, nothing while idle. Runs until cancelled."""
+    before, then = read(), time.monotonic()
+    while True:
+        await asyncio.sleep(interval_s)
+        now, after = time.monotonic(), read()
+        line = throughput_line(before, after, now - then)
+        if line is not None:
+            log.info(line)
+        before, then = after, now
+
+
+def throughput_line(before: EngineStats, after: EngineStats, seconds: float) -> str | None:
+    """None when nothing ran between the two and nothing runs or waits now."""
+    prompt = after.num_prompt_tokens - before.num_prompt_tokens
+    generated = after.num_generated_tokens - before.num_generated_tokens
+    if not (prompt or generated or after.num_running or after.num_waiting):
+        return None
+    used = 1 - after.num_free_blocks / max(1, after.num_blocks)
+    hits = after.prefix_cache_hits / max(1, after.prefix_cache_queries)
+    return (
+        f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
+        f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
+        f"Running: {after.num_running} reqs, Waiting: {after.num_waiting} reqs, "
+        f"KV cache usage: {used:.1%}, Prefix cache hit rate: {hits:.1%}"
+    )

@@ -1,0 +1,59 @@
+"""`--uds PATH`: a socket in the file system in place of a port, for a proxy on the same machine.
+
+Who may connect is who may write to the file: with the usual umask, its owner alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+
+from llmc.errors import ConfigError
+
+
+@contextlib.contextmanager
+def unix_socket(path: str) -> Iterator[socket.socket]:
+    """A socket bound to `path`, which is gone afterwards. ConfigError when something is there."""
+    _clear(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        try:
+            sock.bind(path)
+        except OSError as exc:
+            raise ConfigError(f"can't make the socket {path!r}: {exc}; check --uds") from None
+        sock.setblocking(False)
+        yield sock
+    finally:
+        sock.close()
+        if _is_socket(path):
+            os.unlink(path)
+
+
+def _clear(path: str) -> None:
+    """Remove a socket that a dead server left behind; anything else stays where it is."""
+    if not os.path.lexists(path):
+        return
+    if not _is_socket(path):
+        raise ConfigError(f"{path!r} is there and is no socket; give --uds another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except OSError as exc:
+            raise ConfigError(f"the socket {path!r} can't be used: {exc}; check --uds") from None
+        else:
+            raise ConfigError(
+                f"another server listens on {path!r}; stop it, or give --uds another path"
+            )
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.lstat(path).st_mode)
+    except OSError:
+        return False
