@@ -97,9 +97,9 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         yield (
             torch.randn(samples, vocab, generator=gen).to(device, dtype),
             row.to(device),
-            torch.maximum(
-                prompt_len[row], torch.randint(1, length, (samples,), generator=gen)
-            ).int().to(device),
+            torch.maximum(prompt_len[row], torch.randint(1, length, (samples,), generator=gen))
+            .int()
+            .to(device),
             torch.randint(0, vocab, (rows, length), generator=gen).int().to(device),
             prompt_len.int().to(device),
             torch.tensor([1.0, 1.3, 0.8])[pick % 3].to(device),
@@ -109,5 +109,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             torch.randn(rows, 4, generator=gen).to(device),
             until.expand(rows, 4).int().contiguous().to(device),
             (pick % 2 == 1).to(device),
-            torch.randint(-(2**31), 2**31, (rows, (vocab + 31) // 32), generator=gen).int().to(device),
+            torch.randint(-(2**31), 2**31, (rows, (vocab + 31) // 32), generator=gen)
+            .int()
+            .to(device),
         )

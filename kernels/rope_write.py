@@ -86,7 +86,11 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
     shapes = ((1, 2, 1, 16, 16, 16), (7, 4, 2, 64, 64, 32), (19, 6, 3, 80, 48, 80))
     for tokens, heads, kv_heads, dim, v_dim, width in shapes:
-        for interleaved, norm, offset in ((False, True, 0.0), (True, False, 0.0), (False, True, 1.0)):
+        for interleaved, norm, offset in (
+            (False, True, 0.0),
+            (True, False, 0.0),
+            (False, True, 1.0),
+        ):
             num_blocks, block_size = tokens // 16 + 2, 16
             angle = torch.rand(64, width // 2, generator=gen) * 6
             angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)

@@ -35,7 +35,11 @@ def write_kv(
 @write_kv.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
-    for tokens, heads, dim, v_dim, block_size in ((1, 1, 16, 16, 16), (7, 2, 64, 32, 16), (37, 3, 80, 80, 8)):
+    for tokens, heads, dim, v_dim, block_size in (
+        (1, 1, 16, 16, 16),
+        (7, 2, 64, 32, 16),
+        (37, 3, 80, 80, 8),
+    ):
         num_blocks = tokens // block_size + 3
         slots = torch.randperm(num_blocks * block_size, generator=gen)[:tokens]
         slots[::5] = -1
