@@ -42,7 +42,7 @@ def combine_kernel(
     first = total_before(tl.where(splits > 1, items * splits, 0), row, ROWS) + place * row_splits
     dv = tl.arange(0, V_DIM_PAD)
     m = tl.full([COMBINE_ROWS], MINUS_INF, tl.float32)
-    l = tl.zeros([COMBINE_ROWS], tl.float32)  # noqa: E741
+    norm = tl.zeros([COMBINE_ROWS], tl.float32)
     acc = tl.zeros([COMBINE_ROWS, V_DIM_PAD], tl.float32)
     for s0 in tl.range(0, row_splits, COMBINE_SPLITS):
         s = s0 + tl.arange(0, COMBINE_SPLITS)
@@ -59,10 +59,10 @@ def combine_kernel(
         base = tl.where(higher == MINUS_INF, 0.0, higher)
         weight = tl.exp2(ms - base[None, :])
         fade = tl.exp2(m - base)
-        l = l * fade + tl.sum(weight * ls, axis=0)  # noqa: E741
+        norm = norm * fade + tl.sum(weight * ls, axis=0)
         acc = acc * fade[:, None] + tl.sum(weight[:, :, None] * part, axis=0)
         m = higher
-    result = acc / tl.where(l > 0, l, 1.0)[:, None]
+    result = acc / tl.where(norm > 0, norm, 1.0)[:, None]
     tl.store(
         out + token.to(tl.int64)[:, None] * out_token + head[:, None] * out_head + dv[None, :],
         result.to(out.dtype.element_ty),

@@ -46,7 +46,7 @@ def load_tile(cache, blocks, inside, stride_block, stride_slot, live, BLOCK_SIZE
 
 
 @triton.jit
-def attend_tile(q, m, l, acc, start, hi, pos, slope, table, key_cache, value_cache,
+def attend_tile(q, m, norm, acc, start, hi, pos, slope, table, key_cache, value_cache,
                 kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
                 BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                 DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -56,7 +56,7 @@ def attend_tile(q, m, l, acc, start, hi, pos, slope, table, key_cache, value_cac
                 UPCAST: tl.constexpr):  # fmt: skip
     """One step of the online softmax over keys [start, start + BLOCK_N).
 
-    m is the running maximum in base 2, l the sum of weights, acc the weighted values.
+    m is the running maximum in base 2, norm the sum of weights, acc the weighted values.
     MASKED=False promises that every query of the tile sees every key of it.
     """
     n = start + tl.arange(0, BLOCK_N)
@@ -85,11 +85,11 @@ def attend_tile(q, m, l, acc, start, hi, pos, slope, table, key_cache, value_cac
     base = tl.where(higher == MINUS_INF, 0.0, higher)
     p = tl.exp2(s - base[:, None])
     fade = tl.exp2(m - base)
-    l = l * fade + tl.sum(p, axis=1)  # noqa: E741 - the softmax papers' letter
+    norm = norm * fade + tl.sum(p, axis=1)
     v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, BLOCK_SIZE,
                   V_DIM, V_DIM_PAD, MASKED, UPCAST)  # fmt: skip
     acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-    return higher, l, acc
+    return higher, norm, acc
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_row", "target"])
@@ -155,12 +155,12 @@ def attention_kernel(
         hi = tl.minimum(hi, lo + keys)
 
     m = tl.full([BLOCK_M], MINUS_INF, tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    norm = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, V_DIM_PAD], tl.float32)
     if SINKS:
         sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
         m = tl.where(split == 0, sink, m)
-        l = tl.where(split == 0, 1.0, l)  # noqa: E741
+        norm = tl.where(split == 0, 1.0, norm)
 
     table = block_table + row.to(tl.int64) * table_row
     keys_of_head = key_cache + kv_head.to(tl.int64) * kc_head
@@ -169,16 +169,16 @@ def attention_kernel(
         # tiles that every query of the tile sees whole need no mask
         open_end = lo + tl.maximum(tl.minimum(pos_first + 1, hi) - lo, 0) // BLOCK_N * BLOCK_N
         for start in tl.range(lo, open_end, BLOCK_N):
-            m, l, acc = attend_tile(  # noqa: E741
-                q, m, l, acc, start, hi, pos, slope, table, keys_of_head, values_of_head,
+            m, norm, acc = attend_tile(
+                q, m, norm, acc, start, hi, pos, slope, table, keys_of_head, values_of_head,
                 kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
                 BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
                 WINDOW, CHUNK, SOFTCAP, ALIBI, False, PRECISION, UPCAST,
             )  # fmt: skip
         lo = open_end
     for start in tl.range(lo, hi, BLOCK_N):
-        m, l, acc = attend_tile(  # noqa: E741
-            q, m, l, acc, start, hi, pos, slope, table, keys_of_head, values_of_head,
+        m, norm, acc = attend_tile(
+            q, m, norm, acc, start, hi, pos, slope, table, keys_of_head, values_of_head,
             kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
             BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
             WINDOW, CHUNK, SOFTCAP, ALIBI, True, PRECISION, UPCAST,
@@ -186,7 +186,7 @@ def attention_kernel(
 
     dv = tl.arange(0, V_DIM_PAD)
     if row_splits == 1:
-        result = acc / tl.where(l > 0, l, 1.0)[:, None]
+        result = acc / tl.where(norm > 0, norm, 1.0)[:, None]
         tl.store(
             out + token.to(tl.int64)[:, None] * out_token + head[:, None] * out_head + dv[None, :],
             result.to(out.dtype.element_ty),
@@ -197,6 +197,6 @@ def attention_kernel(
         part = total_before(cut, row, ROWS) + place // row_splits * row_splits + split
         at_row = (part * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + m_index
         tl.store(part_m + at_row, m)
-        tl.store(part_l + at_row, l)
+        tl.store(part_l + at_row, norm)
         at_row = at_row.to(tl.int64)[:, None] * V_DIM_PAD
         tl.store(part_acc + at_row + dv[None, :], acc)

@@ -37,7 +37,8 @@ def attention_config(rows: int, dim: int, itemsize: int) -> AttentionConfig:
     if rows <= 64 or dim > 128:  # a few drafted or prompt tokens a request, or wide heads
         return AttentionConfig(
             block_m=64 if rows > 32 else 32, block_n=32 if dim > 128 else 64,
-            num_warps=8 if dim > 128 and rows > 32 else 4, num_stages=2, waves=2, min_tiles=4, combine_rows=4, combine_splits=4,
+            num_warps=8 if dim > 128 and rows > 32 else 4, num_stages=2,
+            waves=2, min_tiles=4, combine_rows=4, combine_splits=4,
         )  # fmt: skip
     return AttentionConfig(  # prompts
         block_m=128, block_n=64, num_warps=8, num_stages=3, waves=2, min_tiles=8,

@@ -1,4 +1,4 @@
-"""The kernels of `process_logits`: count a request's tokens, apply what depends on them, add biases.
+"""The kernels of `process_logits`: count a request's tokens, apply the counts, add biases.
 
 `counts` [S, V] int32 is scratch: bit 0 is set for a token in the prompt, and each occurrence in the
 output adds 2. Rows without penalties neither clear nor read it.
@@ -37,7 +37,7 @@ def count_kernel(
     r = tl.load(rows + s)
     length = tl.load(lengths + s)
     first = tl.program_id(1) * BLOCK
-    if first < length:
+    if first < length:  # noqa: SIM102 - a kernel's `and` would evaluate both
         if needs_counts(repetition, presence, frequency, r):
             place = first + tl.arange(0, BLOCK)
             inside = place < length

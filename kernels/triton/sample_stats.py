@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def stats_kernel(logits, chunk_max, chunk_arg, logits_row, vocab, chunks, BLOCK: tl.constexpr):
-    """chunk_max: +inf stands for a NaN too (the row is bad); chunk_arg: the lowest id of the max."""
+    """chunk_max: +inf stands for a NaN too (the row is bad); chunk_arg: its lowest token."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     v = chunk * BLOCK + tl.arange(0, BLOCK)
