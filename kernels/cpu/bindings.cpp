@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
 #include <torch/library.h>
 
 #include <vector>
@@ -262,6 +263,31 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   return out;
 }
 
+Tensor linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias) {
+  TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1),
+              "weight ", weight.sizes(), " does not fit x ", x.sizes());
+  const bool dense = weight.stride(1) == 1 && (!bias || bias->is_contiguous());
+  if (x.scalar_type() != at::kBFloat16 || x.numel() == 0 || !dense)
+    return at::linear(x, weight, bias);
+  check(weight, "weight", at::kBFloat16, 2);
+  Tensor input = x;
+  llmc::Rows rows = rows_of(input);
+  if (rows.size[0] != 1 || rows.size[1] != 1) {
+    input = x.contiguous();
+    rows = rows_of(input);
+  }
+  llmc::LinearArgs a{rows.data, weight.data_ptr(), vector_or_null(bias, "bias", x, weight.size(0)),
+                     nullptr, rows.size[2], x.size(-1), weight.size(0), rows.stride[2],
+                     weight.stride(0), num_threads()};
+  if (!llmc::takes_linear(a)) return at::linear(x, weight, bias);
+  auto sizes = x.sizes().vec();
+  sizes.back() = a.channels;
+  Tensor out = at::empty(sizes, x.options());
+  a.out = out.data_ptr();
+  llmc::linear(a);
+  return out;
+}
+
 template <class T>
 const T* column(const Tensor& t, const char* name, at::ScalarType dtype, int64_t size) {
   check(t, name, dtype, 1);
@@ -358,6 +384,7 @@ TORCH_LIBRARY(llmc_cpu, m) {
   m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
       "Tensor seed, Tensor position) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
       "process_logits(Tensor logits, Tensor row, Tensor length, Tensor history, "
       "Tensor prompt_len, Tensor repetition, Tensor presence, Tensor frequency, "
@@ -374,4 +401,5 @@ TORCH_LIBRARY_IMPL(llmc_cpu, CPU, m) {
   m.impl("paged_attention", &paged_attention);
   m.impl("sample", &sample);
   m.impl("process_logits", &process_logits);
+  m.impl("linear", &linear);
 }

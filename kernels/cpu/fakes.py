@@ -43,6 +43,10 @@ def _process_logits(logits: Tensor, *args: object) -> Tensor:
     return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
+def _linear(x: Tensor, weight: Tensor, *args: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
@@ -52,6 +56,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _paged_attention,
     "sample": _sample,
     "process_logits": _process_logits,
+    "linear": _linear,
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llmc.kernels.act_mul import act_mul
 from llmc.kernels.cpu.build import is_loaded
+from llmc.kernels.linear import linear
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.process_logits import process_logits
 from llmc.kernels.registry import Fn, Impl, Op
@@ -64,6 +65,10 @@ def _paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *arg
     return fits and _takes(query, key_cache, value_cache)
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return _takes(x, weight, bias)
+
+
 def _logits(logits: Tensor, *args: Any) -> bool:
     return _takes(logits)
 
@@ -77,6 +82,7 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (paged_attention, _paged_attention),
     (sample, _logits),
     (process_logits, _logits),
+    (linear, _linear),
 )
 
 

@@ -101,6 +101,13 @@ struct ProcessArgs {
   int threads;
 };
 
+struct LinearArgs {  // bf16; x and weight are rows with dense last dimensions
+  const void *x, *weight, *bias;  // bias may be null
+  void* out;                      // [rows, channels] dense
+  int64_t rows, depth, channels, x_stride, weight_stride;
+  int threads;
+};
+
 void rms_norm(const NormArgs&);
 void act_mul(const ActArgs&);
 void write_kv(const WriteArgs&);
@@ -108,5 +115,7 @@ void rope_write(const RopeArgs&);
 void paged_attention(const AttentionArgs&);
 void sample(const SampleArgs&);
 void process_logits(const ProcessArgs&);
+bool takes_linear(const LinearArgs&);  // whether linear() is the fastest way here
+void linear(const LinearArgs&);
 
 }  // namespace llmc

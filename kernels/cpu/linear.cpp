@@ -1,0 +1,29 @@
+// linear: y = x W^T + b for bf16 weights as the checkpoint stores them (no packing: a tied embedding
+// is held once, and loading is a plain copy). Few rows are bound by reading the weight; the library
+// is left the many, where it computes as fast.
+#include "attention.h"
+#include "linear.h"
+#include "parallel.h"
+
+namespace llmc {
+namespace {
+
+constexpr int64_t kMaxDotRows = 16, kMaxTileRows = 256, kTileChannels = 16;
+
+bool by_tiles(const LinearArgs& a) {  // one row gains nothing from being packed
+  return a.rows > 1 && a.channels >= kTileChannels && amx_ready();
+}
+
+}  // namespace
+
+bool takes_linear(const LinearArgs& a) {
+  return a.depth > 0 && a.rows <= (by_tiles(a) ? kMaxTileRows : kMaxDotRows);
+}
+
+void linear(const LinearArgs& a) {
+  if (by_tiles(a)) return linear_amx(a);
+  parallel_rows(a.channels, a.depth * (a.rows + 3) / 4, a.threads,
+                [&](int64_t begin, int64_t end) { dot_share(a, 0, a.rows, begin, end); });
+}
+
+}  // namespace llmc

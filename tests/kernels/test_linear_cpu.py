@@ -1,0 +1,132 @@
+"""The C++ `linear`: against float64, at the edges of tiles, and with memory around the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import op_cases
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+ROWS = (1, 2, 3, 4, 5, 15, 16, 17, 33, 64, 100, 256, 257)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    op_cases.require_cpu_ops()
+
+
+@pytest.fixture(params=[1, 2], ids=["1thread", "2threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    was = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(was)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out: Tensor = torch.ops.llmc_cpu.linear(x, weight, bias)
+    return out
+
+
+def make(rows: int, k: int, n: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(rows, k, generator=gen), torch.randn(n, k, generator=gen) * k**-0.5
+    return x.bfloat16(), weight.bfloat16(), torch.randn(n, generator=gen).bfloat16()
+
+
+def assert_exact(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Within one rounding to bf16 (half of 2^-7) of the float64 result, and float32's own error."""
+    want = x.double() @ weight.double().T
+    want = want if bias is None else want + bias.double()
+    assert got.dtype == torch.bfloat16 and got.is_contiguous()
+    torch.testing.assert_close(got.double(), want, rtol=2**-8 * 1.02, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_each_sum_is_rounded_once(rows: int, threads: int) -> None:
+    for k, n in ((1024, 96), (992, 80), (65, 47)):
+        x, weight, bias = make(rows, k, n)
+        if rows <= 256:  # above, the library answers
+            assert_exact(linear(x, weight), x, weight)
+            assert_exact(linear(x, weight, bias), x, weight, bias)
+        else:
+            torch.testing.assert_close(
+                linear(x, weight), torch.nn.functional.linear(x, weight), rtol=2**-7, atol=1e-3
+            )
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 70),
+    k=st.integers(1, 150),
+    n=st.integers(1, 120),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_random_shapes(rows: int, k: int, n: int, has_bias: bool, seed: int) -> None:
+    x, weight, bias = make(rows, k, n, seed)
+    given_bias = bias if has_bias else None
+    assert_exact(linear(x, weight, given_bias), x, weight, given_bias)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_memory_around_the_rows_is_not_summed(rows: int) -> None:
+    x, weight, bias = make(rows, 77, 53)
+    wide_x = torch.full((rows, 100), float("nan"), dtype=torch.bfloat16)
+    wide_w = torch.full((60, 100), float("inf"), dtype=torch.bfloat16)
+    wide_x[:, 3:80], wide_w[:53, 5:82] = x, weight
+    assert_exact(linear(wide_x[:, 3:80], wide_w[:53, 5:82], bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("rows", [2, 5, 40])
+def test_a_bad_row_spoils_no_other(rows: int) -> None:
+    x, weight, _ = make(rows, 96, 64)
+    clean = linear(x, weight)
+    x[rows // 2] = float("nan")
+    got = linear(x, weight)
+    assert bool(got[rows // 2].isnan().all())
+    others = torch.arange(rows) != rows // 2
+    assert torch.equal(got[others], clean[others])
+
+
+def test_leading_dimensions_and_strides() -> None:
+    x, weight, bias = make(12, 64, 40)
+    for view in (x.view(1, 12, 64), x.view(2, 3, 2, 64), x.view(3, 4, 64).transpose(0, 1), x[::3]):
+        got = linear(view, weight, bias)
+        assert got.shape == (*view.shape[:-1], 40)
+        assert_exact(got.view(-1, 40), view.reshape(-1, 64), weight, bias)
+    assert linear(x[0], weight).shape == (40,)
+    assert torch.equal(linear(x[0], weight), linear(x[:1], weight)[0])
+    assert torch.equal(linear(x[:1].expand(5, 64), weight)[4], linear(x[:5], weight)[0])
+    assert torch.equal(linear(x.T.contiguous().T, weight), linear(x, weight))
+
+
+def test_nothing_to_do_and_other_dtypes() -> None:
+    x, weight, bias = make(4, 32, 20)
+    assert linear(x[:0], weight, bias).shape == (0, 20)
+    assert linear(x, weight[:0]).shape == (4, 0)
+    got = linear(x.float(), weight.float(), bias.float())
+    want = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+    torch.testing.assert_close(got, want)
+
+
+def test_calls_from_several_threads_keep_their_packed_rows_apart() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    cases = [make(5 + i, 256, 512, i) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            for case, got in zip(cases, pool.map(lambda c: linear(*c), cases), strict=True):
+                assert_exact(got, *case)
+
+
+def test_wrong_arguments_are_named() -> None:
+    x, weight, bias = make(2, 32, 20)
+    with pytest.raises(RuntimeError, match=r"weight \[20, 32\] does not fit x \[2, 31\]"):
+        linear(x[:, :31], weight)
+    with pytest.raises(RuntimeError, match="bias must have 20 elements, got 19"):
+        linear(x, weight, bias[:19])
