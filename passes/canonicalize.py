@@ -46,7 +46,7 @@ def canonicalize(gm: fx.GraphModule) -> Notes:
 
 def _does_nothing(node: fx.Node) -> bool:
     if node.target is aten.dropout.default:
-        return node.args[1] == 0 or not node.args[2]
+        return bool(node.args[1] == 0 or not node.args[2])
     if node.target in _PASS_THROUGH:
         return True
     source = node.args[0] if node.args else None
@@ -98,6 +98,7 @@ def _addmm_to_linear(graph: fx.Graph, node: fx.Node) -> None:
 
 def _transposed_input(graph: fx.Graph, weight: fx.Node, role: WeightInput) -> fx.Node:
     wanted = WeightInput(parts=role.parts, transposed=True)
+    node: fx.Node
     for node in graph.nodes:
         if node.op == "placeholder" and node.meta["input"] == wanted:
             return node

@@ -67,15 +67,15 @@ def _match(rsqrt: fx.Node) -> _Norm | None:
     if not isinstance(eps, float) or not is_call(mean, aten.mean.dim):
         return None
     square, dims, keep = [*mean.args, False][:3]  # type: ignore[union-attr]
-    if list(dims) != [-1] or not keep or not is_call(square, aten.pow.Tensor_Scalar):  # type: ignore[arg-type]
+    if list(dims) != [-1] or not keep or not is_call(square, aten.pow.Tensor_Scalar):
         return None
-    x32, exponent = square.args[:2]  # type: ignore[union-attr]
+    x32, exponent = square.args[:2]
     scaled = only_user(rsqrt)
     if exponent != 2 or not is_call(scaled, aten.mul.Tensor):
         return None
     if {scaled.args[0], scaled.args[1]} != {x32, rsqrt}:  # type: ignore[union-attr]
         return None
-    x = x32.args[0] if is_call(x32, *_CAST) and val(x32).dtype.itemsize == 4 else x32  # type: ignore[union-attr]
+    x = x32.args[0] if is_call(x32, *_CAST) and val(x32).dtype.itemsize == 4 else x32
     assert isinstance(x, fx.Node) and scaled is not None
     last, weight, offset = _follow(scaled)
     if val(last).dtype != val(x).dtype or not same_shape(last, x):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -150,10 +149,12 @@ def _slice_is(node: Any, source: Any, start: int, end: int | None) -> bool:
     """Whether node is source[..., start:end]."""
     if not is_call(node, aten.slice.Tensor) or node.args[0] is not source:
         return False
-    dim, low, high = [*node.args[1:4]]
-    if dim not in (-1, val(source).dim() - 1) or (low or 0) != start:
+    args: list[Any] = [*node.args[1:], None, None, None, None]
+    dim, low, high, step = args[:4]
+    if dim not in (-1, val(source).dim() - 1) or (low or 0) != start or step not in (None, 1):
         return False
-    return high >= val(source).shape[-1] if end is None else high == end or (end == sys.maxsize)
+    width = val(source).shape[-1]
+    return bool((width if high is None else min(high, width)) == (width if end is None else end))
 
 
 def _partial(node: Any) -> _Rotary | None:
@@ -238,9 +239,9 @@ def _flatten(graph: fx.Graph, x: fx.Node) -> fx.Node:
 
 def _source(graph: fx.Graph, x: fx.Node) -> _Source:
     """Above the head-wise norm, when nothing else reads the normalized value."""
-    heads_last = x.args[0] if is_call(x, aten.transpose.int) else None
-    if is_call(heads_last, rms_norm.overload) and only_user(heads_last) is x:  # type: ignore[arg-type]
-        y, weight, eps, offset = heads_last.args  # type: ignore[union-attr]
+    heads_last: Any = x.args[0] if is_call(x, aten.transpose.int) else None
+    if is_call(heads_last, rms_norm.overload) and only_user(heads_last) is x:
+        y, weight, eps, offset = heads_last.args
         if weight is not None and val(weight).shape[0] == val(x).shape[-1]:
             flat = emit(graph, aten.squeeze.dim, y, 0)
             return _Source(flat, weight, eps, offset)

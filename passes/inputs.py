@@ -74,6 +74,7 @@ def add_input(graph: fx.Graph, name: str, role: Input, val: Tensor) -> fx.Node:
 
 def step_input(graph: fx.Graph, name: str, val: Tensor) -> fx.Node:
     """The placeholder of the step input `name`, added when the graph has none yet."""
+    node: fx.Node
     for node in graph.nodes:
         if node.op == "placeholder" and node.meta["input"] == StepInput(name=name):
             return node

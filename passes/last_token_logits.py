@@ -38,11 +38,12 @@ def last_token_logits(gm: fx.GraphModule) -> Notes:
     graph = gm.graph
     output = graph.output_node()
     logits = output.args[0]
-    chain = []
+    chain: list[fx.Node] = []
     node = logits
-    while (source := _only_logits(node)) is not None:
+    while (inner := _only_logits(node)) is not None:
+        assert isinstance(node, fx.Node)
         chain.append(node)
-        node = source
+        node = inner
     assert isinstance(logits, fx.Node) and isinstance(node, fx.Node)
     tokens = next(
         n

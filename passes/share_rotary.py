@@ -6,6 +6,8 @@ computes from the positions and its own constants, and nothing else.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
@@ -125,14 +127,14 @@ def _is_float_rows(node: fx.Node, positions: fx.Node) -> bool:
 
 def _evaluate(graph: fx.Graph, target: fx.Node, inside: set[fx.Node], positions: Tensor) -> Tensor:
     """The value of `target` for real positions, on the device of the constants."""
-    env: dict[fx.Node, object] = {}
+    env: dict[fx.Node, Any] = {}
 
-    def value(node: fx.Node) -> object:
+    def value(node: fx.Node) -> Any:
         if node in env:
             return env[node]
         role = input_of(node)
         if role == StepInput(name="positions"):
-            result: object = positions
+            result: Any = positions
         elif isinstance(role, ConstantInput):
             result = role.tensor.to(positions.device)
         elif node.target is aten.sym_size.int:

@@ -122,8 +122,8 @@ def experts_function(
     out = linear(inner, module.down_proj, down_bias, expert, module.is_transposed)
     if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)
-    out = out.reshape(-1, top_k, out.shape[-1]) * expert_weight.unsqueeze(-1)
-    return out.sum(1).to(hidden.dtype)
+    pairs: Tensor = out.reshape(-1, top_k, out.shape[-1]) * expert_weight.unsqueeze(-1)
+    return pairs.sum(1).to(hidden.dtype)
 
 
 def register() -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiny_engine import Generated, generate
+from tiny_engine import Generated, differences, generate
 from tiny_models import Continuation
-
-TIE = 1e-4  # closer top logits than this may fall either way
-LOGPROB_TOLERANCE = 2e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,27 +27,6 @@ TINY_CHUNKS = Scenario(max_num_batched_tokens=5)
 FEW_ROWS = Scenario(max_num_seqs=2, max_num_batched_tokens=16)
 FEW_BLOCKS = Scenario(num_blocks=14, max_num_batched_tokens=9)
 NO_PREFIX_CACHE = Scenario(num_blocks=14, enable_prefix_caching=False)
-
-
-def differences(expected: Sequence[Any], got: Sequence[Generated]) -> tuple[int, list[str]]:
-    """Positions skipped after a tie in transformers' own logits, and what else differs."""
-    skipped, wrong = 0, []
-    for reference, mine in zip(expected, got, strict=True):
-        assert len(mine.tokens) == len(reference.tokens)
-        name = f"prompt of {len(reference.prompt)}"
-        for i, (want, have) in enumerate(zip(reference.tokens, mine.tokens, strict=True)):
-            if want != have and reference.margins[i] < TIE:
-                skipped += len(mine.tokens) - i  # from here on the texts differ
-                break
-            if want != have:
-                wrong.append(f"{name}, token {i}: {have}, transformers {want}")
-                break
-            if abs(mine.logprobs[i] - reference.logprobs[i]) > LOGPROB_TOLERANCE:
-                wrong.append(
-                    f"{name}, token {i}: logprob {mine.logprobs[i]}, "
-                    f"transformers {reference.logprobs[i]}"
-                )
-    return skipped, wrong
 
 
 def check(subject: Any, scenario: Scenario) -> Any:

@@ -21,6 +21,8 @@ from llmc.start import Started, start_engine
 BLOCK_SIZE = 4
 MAX_ROWS = 8
 CONTEXT = 64
+TIE = 1e-4  # closer top logits than this may fall either way
+LOGPROB_TOLERANCE = 2e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,3 +112,24 @@ def generate(
             out[update.request_id].logprobs += [lp.logprob for lp in update.logprobs]
     engine.check()
     return list(out.values())
+
+
+def differences(expected: Sequence[Any], got: Sequence[Generated]) -> tuple[int, list[str]]:
+    """Positions skipped after a tie in transformers' own logits, and what else differs."""
+    skipped, wrong = 0, []
+    for reference, mine in zip(expected, got, strict=True):
+        assert len(mine.tokens) == len(reference.tokens)
+        name = f"prompt of {len(reference.prompt)}"
+        for i, (want, have) in enumerate(zip(reference.tokens, mine.tokens, strict=True)):
+            if want != have and reference.margins[i] < TIE:
+                skipped += len(mine.tokens) - i  # from here on the texts differ
+                break
+            if want != have:
+                wrong.append(f"{name}, token {i}: {have}, transformers {want}")
+                break
+            if abs(mine.logprobs[i] - reference.logprobs[i]) > LOGPROB_TOLERANCE:
+                wrong.append(
+                    f"{name}, token {i}: logprob {mine.logprobs[i]}, "
+                    f"transformers {reference.logprobs[i]}"
+                )
+    return skipped, wrong
