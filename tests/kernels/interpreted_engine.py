@@ -1,0 +1,48 @@
+"""A whole engine whose every op is Triton, under the interpreter: its tokens are transformers' own.
+
+Run by test_ops_triton.py, for the same reason as interpreted_ops.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_engine
+import tiny_models
+
+import llmc.kernels.triton  # noqa: F401 - registers the versions under test
+from llmc.kernels.triton import paged_attention
+from llmc.kernels.triton.launch import Launch
+
+NUM_TOKENS = 4
+ALWAYS = {"attention_kernel", "stats_kernel", "draw_kernel", "apply_kernel"}
+LAUNCHED = {
+    "qwen3": ALWAYS | {"rope_write_kernel", "norm_kernel", "act_mul_kernel"},
+    "gpt_oss": ALWAYS | {"expert_kernel"},
+}
+
+
+@pytest.mark.parametrize("family", LAUNCHED)
+def test_greedy_tokens_with_every_op_in_triton(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = set()
+    run = Launch.run
+
+    def recorded(launch: Launch) -> None:
+        launched.add(launch.kernel.__name__)
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", recorded)
+    monkeypatch.setattr(paged_attention, "multiprocessors", lambda device: 2)
+    path = tiny_models.save_checkpoint(family, tmp_path)
+    engine = tiny_engine.start(path).engine(max_num_batched_tokens=16)  # so prompts are chunked
+    prompts = tiny_models.prompts((11, 3, 26))
+    model = tiny_models.load_reference(path)
+    made = tiny_engine.generate(engine, prompts, NUM_TOKENS)
+    for prompt, got in zip(prompts, made, strict=True):
+        want = tiny_models.continue_greedily(model, prompt, NUM_TOKENS)
+        assert min(want.margins) > 1e-4
+        assert tuple(got.tokens) == want.tokens
+    assert launched >= LAUNCHED[family]
