@@ -69,7 +69,7 @@ def capture(built: BuiltModel, device: torch.device) -> CapturedModel:
             raise CompileError(f"the model leaves buffer {node.name} without a value")
     aten.graph.lint()
     aten.recompile()
-    logits = aten.graph.output_node().args[0]
+    logits: Any = aten.graph.output_node().args[0]
     return CapturedModel(graph=aten, vocab_size=int(logits.meta["val"].shape[-1]))
 
 

@@ -56,7 +56,7 @@ class StoredTensor:
         flat = out.view(-1).view(torch.uint8) if out.dim() else out.view(1).view(torch.uint8)
         with open(self.file, "rb", buffering=0) as f:
             f.seek(self.offset)
-            view = memoryview(flat.numpy())
+            view = flat.numpy().data
             done = 0
             while done < self.num_bytes:
                 count = f.readinto(view[done:])
