@@ -58,6 +58,7 @@ class Op:
 
 
 OPS: dict[str, Op] = {}
+_LIBRARY = torch.library.Library("llmc", "FRAGMENT")
 
 
 def op(*, mutates: tuple[str, ...] = (), fake: Fn | None = None) -> Callable[[Fn], Op]:
@@ -71,8 +72,11 @@ def op(*, mutates: tuple[str, ...] = (), fake: Fn | None = None) -> Callable[[Fn
         name = reference.__name__
         if name in OPS:
             raise ValueError(f"op {name!r} is defined twice")
-        custom = torch.library.custom_op(f"llmc::{name}", reference, mutates_args=mutates)
-        custom.register_fake(fake if fake is not None else reference)
+        schema = torch.library.infer_schema(reference, mutates_args=mutates)
+        # Not torch.library.custom_op: that imports the compiler, seconds at every start.
+        _LIBRARY.define(name + schema)
+        _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"llmc::{name}", fake or reference, lib=_LIBRARY)
         OPS[name] = Op(name=name, reference=reference, mutates=mutates)
         return OPS[name]
 

@@ -252,14 +252,14 @@ def _compile(
 
 def _load_weights(config: EngineConfig, files: ModelFiles, program: Program) -> dict[str, Any]:
     from llmc.compiler.checkpoint import open_checkpoint
-    from llmc.compiler.program import load_weights
-    from llmc.compiler.weights import CheckpointWeights, DummyWeights, WeightSource
+    from llmc.compiler.program import load_weights, open_weights
+    from llmc.compiler.weights import DummyWeights, WeightSource
 
     source: WeightSource
     if config.load_format == "dummy":
         source = DummyWeights(config.seed)
     else:
-        source = CheckpointWeights(program.module, open_checkpoint(files.path))
+        source = open_weights(program, open_checkpoint(files.path))
     return load_weights(program, source)
 
 

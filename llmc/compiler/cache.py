@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import fx
 
+from llmc.compiler.parameters import Parameters
 from llmc.compiler.serialize import CannotSerialize, dump_graph, load_graph
 from llmc.passes.base import PassReport
 
@@ -33,24 +34,41 @@ log = logging.getLogger(__name__)
 _NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedProgram:
+    """What an entry holds: all of a program but its options."""
+
+    graph: fx.GraphModule
+    reports: tuple[PassReport, ...]
+    vocab_size: int
+    parameters: Parameters
+
+
 class ProgramCache:
     """Entries under `root`/programs, one directory a key."""
 
     def __init__(self, root: Path) -> None:
         self._root = root / "programs"
 
-    def load(
-        self, key: str, device: torch.device
-    ) -> tuple[fx.GraphModule, tuple[PassReport, ...], int] | None:
-        """(graph, pass reports, vocabulary), or None where there is no usable entry."""
+    def load(self, key: str, device: torch.device) -> CachedProgram | None:
+        """None where there is no usable entry."""
         entry = self._root / key
         if not entry.is_dir() or entry.stat().st_uid != os.getuid():
             return None
         try:
             data = json.loads((entry / "graph.json").read_text(encoding="utf-8"))
-            graph = load_graph(data["nodes"], load_file(entry / "constants.safetensors"), device)
-            reports = tuple(PassReport(**r) for r in data["reports"])
-            return graph, reports, int(data["vocab_size"])
+            constants = load_file(entry / "constants.safetensors")
+            parameters = data["parameters"]
+            return CachedProgram(
+                graph=load_graph(data["nodes"], constants, device),
+                reports=tuple(PassReport(**r) for r in data["reports"]),
+                vocab_size=int(data["vocab_size"]),
+                parameters=Parameters(
+                    shapes={k: tuple(v) for k, v in parameters["shapes"].items()},
+                    aliases={k: tuple(v) for k, v in parameters["aliases"].items()},
+                    is_plain=bool(parameters["is_plain"]),
+                ),
+            )
         except (
             OSError,
             SafetensorError,
@@ -64,12 +82,10 @@ class ProgramCache:
             shutil.rmtree(entry, ignore_errors=True)
             return None
 
-    def save(
-        self, key: str, graph: fx.GraphModule, reports: tuple[PassReport, ...], vocab_size: int
-    ) -> None:
+    def save(self, key: str, program: CachedProgram) -> None:
         """Keep an entry; a full or read-only disk is a warning, never an error."""
         try:
-            nodes, constants = dump_graph(graph.graph)
+            nodes, constants = dump_graph(program.graph.graph)
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
             aside = Path(tempfile.mkdtemp(dir=self._root, prefix=".new-"))
         except CannotSerialize as e:
@@ -81,8 +97,9 @@ class ProgramCache:
         try:
             data = {
                 "nodes": nodes,
-                "reports": [asdict(r) for r in reports],
-                "vocab_size": vocab_size,
+                "reports": [asdict(r) for r in program.reports],
+                "vocab_size": program.vocab_size,
+                "parameters": asdict(program.parameters),
             }
             save_file(constants, aside / "constants.safetensors")
             (aside / "graph.json").write_text(json.dumps(data), encoding="utf-8")

@@ -5,8 +5,9 @@ The one module that knows the order of the compiler's stages.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from llmc.compiler.build import build as build_module
-from llmc.compiler.cache import ProgramCache, program_key
+from llmc.compiler.cache import CachedProgram, ProgramCache, program_key
 from llmc.compiler.capture import capture
-from llmc.compiler.weights import CheckpointWeights, WeightSource, make_weight
+from llmc.compiler.checkpoint import StoredTensor
+from llmc.compiler.parameters import Parameters, describe_parameters
+from llmc.compiler.weights import CheckpointWeights, DirectWeights, WeightSource, make_weight
 from llmc.errors import CompileError
 from llmc.passes.base import PassReport, check_names, run_passes
 from llmc.passes.inputs import CacheInput, ConstantInput, WeightInput, input_of
@@ -35,13 +38,19 @@ class Program:
     """
 
     graph: fx.GraphModule
-    module: nn.Module  # on meta
+    parameters: Parameters
+    make_module: Callable[[], nn.Module]  # the module on meta; made at most once
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
     caches: tuple[CacheSpec, ...]
     reports: tuple[PassReport, ...]
     from_cache: bool = False
+
+    @property
+    def module(self) -> nn.Module:
+        """The model's module on meta. Building it imports its code, so a warm start goes without."""
+        return self.make_module()
 
     def weight_inputs(self) -> Iterator[tuple[fx.Node, WeightInput]]:
         for node in self.graph.graph.nodes:
@@ -65,15 +74,21 @@ def compile_program(
     """
     passes = pipeline(options)
     check_names(switches, passes)
-    built = build_module(config, dtype)
+    make = functools.cache(lambda: build_module(config, dtype))
     key = program_key(config, dtype, device, options, switches) if cache else ""
-    found = cache.load(key, device) if cache else None
-    if found is not None:
-        graph, reports, vocab_size = found
+    entry = cache.load(key, device) if cache else None
+    if entry is None:
+        captured = capture(make(), device)
+        graph, reports = run_passes(captured.graph, passes, switches)
+        entry = CachedProgram(
+            graph=graph,
+            reports=tuple(reports),
+            vocab_size=captured.vocab_size,
+            parameters=describe_parameters(make().module),
+        )
+        found = False
     else:
-        captured = capture(built, device)
-        graph, made = run_passes(captured.graph, passes, switches)
-        reports, vocab_size = tuple(made), captured.vocab_size
+        graph, found = entry.graph, True
     caches = _caches(graph)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = getattr(text, "num_hidden_layers", len(caches))
@@ -82,17 +97,18 @@ def compile_program(
             f"the graph has {len(caches)} attention calls and config.json {layers} layers: layers "
             "that are no attention (recurrent, convolution) can't be served yet"
         )
-    if cache is not None and found is None:
-        cache.save(key, graph, reports, vocab_size)
+    if cache is not None and not found:
+        cache.save(key, entry)
     return Program(
         graph=graph,
-        module=built.module,
-        vocab_size=vocab_size,
+        parameters=entry.parameters,
+        make_module=lambda: make().module,
+        vocab_size=entry.vocab_size,
         dtype=dtype,
         device=device,
         caches=caches,
-        reports=reports,
-        from_cache=found is not None,
+        reports=entry.reports,
+        from_cache=found,
     )
 
 
@@ -129,19 +145,26 @@ def _caches(graph: fx.GraphModule) -> tuple[CacheSpec, ...]:
     )
 
 
+def open_weights(program: Program, tensors: Mapping[str, StoredTensor]) -> WeightSource:
+    """The checkpoint's tensors as the program's parameters, by name where that is all it takes."""
+    if program.parameters.is_plain:
+        names = {part for _, role in program.weight_inputs() for part in role.parts}
+        direct = DirectWeights(program.parameters, tensors)
+        if direct.covers(names):
+            return direct
+    return CheckpointWeights(program.module, tensors)
+
+
 def load_weights(program: Program, source: WeightSource) -> dict[str, Tensor]:
     """Every weight of the program in its final form, by placeholder name."""
-    state = program.module.state_dict(keep_vars=True)
-    shapes = {name: tuple(p.shape) for name, p in state.items()}
     roles = list(program.weight_inputs())
-    if isinstance(source, CheckpointWeights):
-        source.check(part for _, role in roles for part in role.parts)
+    source.check(part for _, role in roles for part in role.parts)
     made: dict[WeightInput, Tensor] = {}
     weights = {}
     for node, role in roles:
         if role not in made:
             dtype = node.meta["val"].dtype
-            made[role] = make_weight(role, shapes, dtype, source, program.device)
+            made[role] = make_weight(role, program.parameters.shapes, dtype, source, program.device)
         weights[node.name] = made[role]
     return weights
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmc.passes.inputs import CacheInput, ConstantInput, Input, StepInput, WeightInput
 
@@ -20,6 +20,38 @@ Json = Any
 
 
 _ANY_SIZE = 19  # stands for a symbolic size in loaded values; nothing may depend on it
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What may be asked of a value in a loaded graph: a fake tensor would import the compiler."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def stride(self, dim: int) -> int:
+        return self.strides[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def is_contiguous(self) -> bool:
+        dense = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != dense:
+                return False
+            dense *= size
+        return True
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
 
 
 class CannotSerialize(Exception):
@@ -51,12 +83,11 @@ def dump_graph(graph: fx.Graph) -> tuple[list[Json], dict[str, Tensor]]:
 def load_graph(
     nodes: list[Json], constants: Mapping[str, Tensor], device: torch.device
 ) -> fx.GraphModule:
-    """The inverse, with fake values on `device`; symbolic sizes are stood for by a number.
+    """The inverse; values are TensorFacts on `device`, symbolic sizes stood for by a number.
 
     Raises KeyError, AttributeError, TypeError or ValueError for foreign data.
     """
     graph = fx.Graph()
-    mode = FakeTensorMode()
     env: dict[str, fx.Node] = {}
     for entry in nodes:
         name = entry["name"]
@@ -70,8 +101,7 @@ def load_graph(
         else:
             node = graph.output(_load(entry["args"][0], env))
         if "val" in entry:
-            with mode:
-                node.meta["val"] = _load_val(entry["val"], device)
+            node.meta["val"] = _load_val(entry["val"], device)
         env[name] = node
         if node.op != "output":
             node.name = name
@@ -97,7 +127,7 @@ def _load_val(data: Json, device: torch.device) -> Any:
     if "items" in data:
         return [_load_val(item, device) for item in data["items"]]
     shape, stride = ([_ANY_SIZE if s is None else s for s in data[k]] for k in ("shape", "stride"))
-    return torch.empty_strided(shape, stride, dtype=getattr(torch, data["dtype"]), device=device)
+    return TensorFacts(tuple(shape), tuple(stride), getattr(torch, data["dtype"]), device)
 
 
 def _dump_role(node: fx.Node, constants: dict[str, Tensor]) -> Json:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from llmc.compiler.checkpoint import StoredTensor, staging
+from llmc.compiler.parameters import Parameters, describe_parameters
 from llmc.errors import CheckpointError
 from llmc.passes.inputs import WeightInput
 
@@ -28,12 +29,18 @@ class WeightSource(Protocol):
     def fill(self, name: str, out: Tensor) -> None:
         """Write parameter `name` into `out`, casting to its dtype."""
 
+    def check(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError unless every parameter is there with the right shape."""
+
 
 class DummyWeights:
     """Random weights that depend on the parameter's name and the seed alone."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+
+    def check(self, names: Iterable[str]) -> None:
+        """Every name is there."""
 
     def fill(self, name: str, out: Tensor) -> None:
         gen = torch.Generator(device=out.device)
@@ -46,6 +53,34 @@ class DummyWeights:
             out.zero_()
         else:
             out.fill_(1.0)
+
+
+class DirectWeights:
+    """A checkpoint whose tensors are the parameters, name by name."""
+
+    def __init__(self, parameters: Parameters, tensors: Mapping[str, StoredTensor]) -> None:
+        self._parameters = parameters
+        self._tensors = tensors
+
+    def _find(self, name: str) -> StoredTensor | None:
+        aliases = self._parameters.aliases.get(name, (name,))
+        return next((self._tensors[a] for a in aliases if a in self._tensors), None)
+
+    def covers(self, names: Iterable[str]) -> bool:
+        """Whether every parameter is there with its shape."""
+        shapes = self._parameters.shapes
+        return all((t := self._find(n)) is not None and t.shape == shapes[n] for n in names)
+
+    def check(self, names: Iterable[str]) -> None:
+        missing = [n for n in names if not self.covers((n,))]
+        if missing:
+            raise CheckpointError(f"the checkpoint has no fitting {', '.join(missing[:5])}")
+
+    def fill(self, name: str, out: Tensor) -> None:
+        stored = self._find(name)
+        if stored is None:
+            raise CheckpointError(f"the checkpoint has no tensor for {name}")
+        _copy(stored, out)
 
 
 class CheckpointWeights:
@@ -61,8 +96,9 @@ class CheckpointWeights:
         self._converters: dict[str, Any] = {}  # first target name -> transformers converter
         self._converted: dict[str, Tensor] = {}  # made already, not asked for yet
         self._target_of: dict[str, str] = {}  # every converted name -> first target name
-        self._shapes = {name: tuple(p.shape) for name, p in module.state_dict().items()}
-        self._aliases = _aliases(module)
+        parameters = describe_parameters(module)
+        self._shapes = parameters.shapes
+        self._aliases = parameters.aliases
         unexpected = self._assign(tensors)
         if unexpected:
             log.warning(
@@ -79,7 +115,8 @@ class CheckpointWeights:
             rename_source_key,
         )
 
-        rules = get_model_conversion_mapping(self._module)
+        module: Any = self._module  # a PreTrainedModel, whose class would be imported here
+        rules = get_model_conversion_mapping(module)
         renamings = [r for r in rules if isinstance(r, WeightRenaming)]
         converters = [r for r in rules if isinstance(r, WeightConverter)]
         by_pattern = {p: c for c in converters for p in c.source_patterns}
@@ -168,14 +205,6 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
 
 def _reader(stored: StoredTensor) -> Callable[[], Tensor]:
     return lambda: stored.read()
-
-
-def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """All names of each parameter that has several (tied embeddings)."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name: tuple(group) for group in names.values() for name in group if len(group) > 1}
 
 
 def _copy(stored: StoredTensor, out: Tensor) -> None:
