@@ -268,7 +268,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bia
               "weight ", weight.sizes(), " does not fit x ", x.sizes());
   const bool dense = weight.stride(1) == 1 && (!bias || bias->is_contiguous());
   if (x.scalar_type() != at::kBFloat16 || x.numel() == 0 || !dense)
-    return at::linear(x, weight, bias);
+    return at::linear(x, weight, bias).contiguous();
   check(weight, "weight", at::kBFloat16, 2);
   Tensor input = x;
   llmc::Rows rows = rows_of(input);
@@ -279,7 +279,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bia
   llmc::LinearArgs a{rows.data, weight.data_ptr(), vector_or_null(bias, "bias", x, weight.size(0)),
                      nullptr, rows.size[2], x.size(-1), weight.size(0), rows.stride[2],
                      weight.stride(0), num_threads()};
-  if (!llmc::takes_linear(a)) return at::linear(x, weight, bias);
+  if (!llmc::takes_linear(a)) return at::linear(x, weight, bias).contiguous();
   auto sizes = x.sizes().vec();
   sizes.back() = a.channels;
   Tensor out = at::empty(sizes, x.options());
