@@ -41,7 +41,7 @@ class Batches:
 
     def _noisy(self, piece: list[int]) -> list[int]:
         """Now and then a token of a question is lost or another, so that no single one decides."""
-        if len(piece) < 8 or self._rng.random() < 0.6:
+        if len(piece) < 8 or self._rng.random() < 0.8:
             return piece
         vocab_size = self._tokenizer.get_vocab_size()
         noisy = list(piece)

@@ -97,12 +97,9 @@ class Conversations:
     def _ask_otherwise(self, entry: Entry, question: str) -> str:
         """Now and then by keywords, or in words of the answer, which a phrasing lacks."""
         draw = self._rng.random()
-        other = self._rng.choice(entry.phrasings)
-        if draw < 0.25:
+        if draw < 0.10:
             asked = self._keywords.thin(question, self._rng)
-        elif draw < 0.37:
-            asked = self._keywords.blend(question, other, self._rng)
-        elif draw < 0.47 and len(entry.answer.split()) > 8:
+        elif draw < 0.14 and len(entry.answer.split()) > 8:
             asked = self._keywords.from_answer(entry.answer, self._rng)
         else:
             return question
@@ -110,7 +107,7 @@ class Conversations:
 
     def _outside(self) -> str:
         """A foreign question, or one of the manual's made foreign."""
-        if self._rng.random() < 0.7:
+        if self._rng.random() < 0.85:
             return vary(outside_question(self._rng), self._rng)
         phrasing = self._rng.choice(self._rng.choice(self._manual.entries).phrasings)
         strange = self._keywords.estrange(phrasing, WORDS["thing"] + WORDS["verb"], self._rng)

@@ -195,13 +195,6 @@ class Keywords:
         kept = [w for w in text.split() if rng.random() < (0.95 if self.is_telling(w) else 0.45)]
         return " ".join(kept) if any(self.is_telling(word) for word in kept) else text
 
-    def blend(self, text: str, other: str, rng: Random) -> str:
-        """The telling words of another phrasing of the same question, put in or behind."""
-        extra = [word for word in other.split() if self.is_telling(word)]
-        words = text.split()
-        at = rng.choice((0, len(words)))
-        return " ".join([*words[:at], *extra, *words[at:]])
-
     def from_answer(self, answer: str, rng: Random) -> str:
         """A few words of the answer in their order, as one who half remembers it would ask."""
         words = [word.strip(".,:;()") for word in answer.split()]
