@@ -358,7 +358,6 @@ def _kernels_are_built(device: torch.device) -> bool:
 
 def _start_upgrade(program: Program, sized: _Sized, level: int) -> Upgrade | None:
     """Exchange the step for better ones as they get ready: C++ ops, then Inductor's code."""
-    from llmc.compiler.inductor import compile_step
     from llmc.compiler.lower import StepFunction, lower
     from llmc.compiler.program import lowered
     from llmc.compiler.upgrade import Stage, Upgrade
@@ -371,6 +370,8 @@ def _start_upgrade(program: Program, sized: _Sized, level: int) -> Upgrade | Non
         return lower(lowered(program), sized.bound) if load() else None
 
     def compiled() -> StepFunction:
+        from llmc.compiler.inductor import compile_step  # imports the whole compiler
+
         return compile_step(
             lowered(program),
             sized.bound,

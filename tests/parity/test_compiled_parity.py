@@ -1,0 +1,42 @@
+"""At -O1 Inductor's code gives the same greedy tokens, for every size of step from one graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_engine
+import torch
+from tiny_engine import differences, generate
+from tiny_models import continue_greedily, load_reference, prompts, save_checkpoint
+
+LENGTHS = (1, 5, 19, 33)
+NUM_TOKENS = 10
+MOST_SECONDS = 300  # compiling is slow on a busy machine; an error ends the wait at once
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, in Inductor
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "mixtral"])
+def test_compiled_step_equals_transformers(family: str, tmp_path: Path) -> None:
+    path = save_checkpoint(family, tmp_path)
+    model = load_reference(path)
+    expected = [continue_greedily(model, p, NUM_TOKENS) for p in prompts(LENGTHS)]
+    running = tiny_engine.start(path, opt_level=1)
+    started = running.started
+    assert started.upgrade is not None
+    assert started.upgrade.wait(MOST_SECONDS), started.upgrade.error
+    assert started.runner.step.level == 1
+    compiled = _compiled_graphs()
+    for chunk, num_blocks in ((256, None), (5, None), (9, 12)):
+        engine = running.engine(max_num_batched_tokens=chunk, num_blocks=num_blocks)
+        got = generate(engine, [r.prompt for r in expected], NUM_TOKENS)
+        skipped, wrong = differences(expected, got)
+        assert not wrong, f"{family}, steps of {chunk} tokens: " + "; ".join(wrong)
+        assert skipped <= 2
+    assert _compiled_graphs() == compiled, "a step of another size was compiled anew"
+
+
+def _compiled_graphs() -> int:
+    counters = torch._dynamo.utils.counters
+    return counters["aot_autograd"]["total"] + counters["inductor"]["fxgraph_cache_miss"]
