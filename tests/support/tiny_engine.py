@@ -84,6 +84,9 @@ def start(path: Path, **options: Any) -> Running:
         mock.patch.object(ProgramCache, "save"),
     ):
         started = start_engine(EngineConfig(model=str(path), **{**defaults, **options}))
+    if started.upgrade is not None:
+        # waited for, else the step would be exchanged in the middle of a test
+        assert started.upgrade.wait(300), started.upgrade.error
     assert made, "start_engine no longer allocates through kv_cache.allocate"
     return Running(started=started, caches=made)
 
