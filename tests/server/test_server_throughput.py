@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,23 +48,32 @@ def test_only_an_idle_server_is_silent(field: str) -> None:
 def test_a_server_logs_its_throughput_and_then_is_silent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def often(read: Any) -> Any:
-        return log_throughput(read, interval_s=0.05)
+    num_reads = 0
 
-    monkeypatch.setattr(run, "log_throughput", often)
-    caplog.set_level(logging.INFO, logger="llmc.server.throughput")
+    def often(read: Callable[[], EngineStats]) -> Any:
+        def counted() -> EngineStats:
+            nonlocal num_reads
+            num_reads += 1
+            return read()
+
+        return log_throughput(counted, interval_s=0.02)
+
+    def wait_for_reads(count: int) -> None:
+        wanted, deadline = num_reads + count, time.monotonic() + 20
+        while num_reads < wanted:
+            assert time.monotonic() < deadline, "nothing is read any more"
+            time.sleep(0.01)
 
     def lines() -> list[str]:
         return [r.getMessage() for r in caplog.records if r.name == "llmc.server.throughput"]
 
+    monkeypatch.setattr(run, "log_throughput", often)
+    caplog.set_level(logging.INFO, logger="llmc.server.throughput")
     with live_server() as live:
         assert live.complete().status_code == 200
         live.wait_idle()
-        deadline = time.monotonic() + 10
-        while not lines() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.15)  # what was still to be told has been told
+        wait_for_reads(3)  # what was still to be told has been told
         told = len(lines())
-        time.sleep(0.3)
+        wait_for_reads(5)
         assert 1 <= told == len(lines())
     assert lines()[0].startswith("Avg prompt throughput: ")
