@@ -8,7 +8,7 @@
 namespace llmc {
 namespace {
 
-constexpr int64_t kMaxDotRows = 16, kMaxTileRows = 256, kTileChannels = 16;
+constexpr int64_t kMaxDotRows = 16, kMaxTileRows = 192, kTileChannels = 16;
 
 bool by_tiles(const LinearArgs& a) {  // one row gains nothing from being packed
   return a.rows > 1 && a.channels >= kTileChannels && amx_ready();
