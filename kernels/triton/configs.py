@@ -24,7 +24,7 @@ class AttentionConfig:
 def attention_config(rows: int, dim: int, itemsize: int) -> AttentionConfig:
     """rows: an average request's queries x heads of a group; dim: the wider padded head size."""
     if itemsize == 4:  # float32 is for checking, not for speed: small tiles that fit everywhere
-        block_n = 16 if dim > 128 else 32
+        block_n = 16 if dim >= 128 else 32
         return AttentionConfig(
             block_m=16, block_n=block_n, num_warps=4, num_stages=1, waves=2, min_tiles=8,
             combine_rows=1, combine_splits=8,
