@@ -3,6 +3,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
@@ -279,7 +280,12 @@ Tensor linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bia
   llmc::LinearArgs a{rows.data, weight.data_ptr(), vector_or_null(bias, "bias", x, weight.size(0)),
                      nullptr, rows.size[2], x.size(-1), weight.size(0), rows.stride[2],
                      weight.stride(0), num_threads()};
-  if (!llmc::takes_linear(a)) return at::linear(x, weight, bias).contiguous();
+  if (!llmc::takes_linear(a)) {
+    // oneDNN's tiles multiply what lies past a row of odd length by zero: a NaN there would spread
+    const int64_t past = (32 - a.depth % 32) % 32;
+    const Tensor safe = past ? at::constant_pad_nd(x, {0, past}).narrow(-1, 0, a.depth) : x;
+    return at::linear(safe, weight, bias).contiguous();
+  }
   auto sizes = x.sizes().vec();
   sizes.back() = a.channels;
   Tensor out = at::empty(sizes, x.options());

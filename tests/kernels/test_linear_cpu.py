@@ -77,7 +77,7 @@ def test_random_shapes(rows: int, k: int, n: int, has_bias: bool, seed: int) -> 
     assert_exact(linear(x, weight, given_bias), x, weight, given_bias)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("rows", [1, 3, 20, 200])
 def test_memory_around_the_rows_is_not_summed(rows: int) -> None:
     x, weight, bias = make(rows, 77, 53)
     wide_x = torch.full((rows, 100), float("nan"), dtype=torch.bfloat16)
@@ -86,9 +86,10 @@ def test_memory_around_the_rows_is_not_summed(rows: int) -> None:
     assert_exact(linear(wide_x[:, 3:80], wide_w[:53, 5:82], bias), x, weight, bias)
 
 
-@pytest.mark.parametrize("rows", [2, 5, 40])
-def test_a_bad_row_spoils_no_other(rows: int) -> None:
-    x, weight, _ = make(rows, 96, 64)
+@pytest.mark.parametrize("rows", [2, 5, 40, 200])
+@pytest.mark.parametrize("k", [77, 80, 96])
+def test_a_bad_row_spoils_no_other(rows: int, k: int) -> None:
+    x, weight, _ = make(rows, k, 64)
     clean = linear(x, weight)
     x[rows // 2] = float("nan")
     got = linear(x, weight)
