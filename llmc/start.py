@@ -281,6 +281,7 @@ def _size_and_bind(
     from llmc.runner.model_runner import ModelRunner
     from llmc.runner.rows import RowTables
     from llmc.runner.sizing import PeakMemory, free_bytes, size_pool
+    from llmc.runner.verify import LENGTHS, verify_packing
 
     per_token = bytes_per_token(program.caches, program.dtype)
     built = _kernels_are_built(device)
@@ -307,11 +308,14 @@ def _size_and_bind(
     tokens = min(config.max_num_batched_tokens, model_len)
     short = _PROFILE_TOKENS_CPU if built else _PROFILE_TOKENS_REFERENCE
     probed = min(tokens, short) if device.type == "cpu" else tokens
-    probe, _ = make(-(-probed // config.block_size), probed, 1)
+    probe, _ = make(max(-(-probed // config.block_size), sum(LENGTHS)), max(probed, *LENGTHS), 2)
     peak = PeakMemory(device)
     peak.start()
     probe.execute(_profile_plan(probed, config.block_size))
     activations = peak.grown_by() * tokens // probed
+    if not program.from_cache:
+        verify_packing(probe, program.dtype)
+        program.keep()
     del probe
     available = free_bytes(device, config) - activations
     pool = size_pool(config, bytes_per_token=per_token, model_len=model_len, available=available)

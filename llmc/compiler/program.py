@@ -45,11 +45,12 @@ class Program:
     device: torch.device
     caches: tuple[CacheSpec, ...]
     reports: tuple[PassReport, ...]
-    from_cache: bool = False
+    from_cache: bool
+    keep: Callable[[], None]  # save it for the next start; call once it has proved itself
 
     @property
     def module(self) -> nn.Module:
-        """The model's module on meta. Building it imports its code, so a warm start goes without."""
+        """The module on meta. Building it imports the model's code, so a warm start goes without."""
         return self.make_module()
 
     def weight_inputs(self) -> Iterator[tuple[fx.Node, WeightInput]]:
@@ -97,8 +98,11 @@ def compile_program(
             f"the graph has {len(caches)} attention calls and config.json {layers} layers: layers "
             "that are no attention (recurrent, convolution) can't be served yet"
         )
-    if cache is not None and not found:
-        cache.save(key, entry)
+
+    def keep() -> None:
+        if cache is not None and not found:
+            cache.save(key, entry)
+
     return Program(
         graph=graph,
         parameters=entry.parameters,
@@ -109,6 +113,7 @@ def compile_program(
         caches=caches,
         reports=entry.reports,
         from_cache=found,
+        keep=keep,
     )
 
 

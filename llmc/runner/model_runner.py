@@ -39,20 +39,33 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the plan's deltas, run the step, and bring the drawn tokens home."""
+        self._apply(plan)
+        if not plan.work:
+            return StepResult(token_ids=())
+        with torch.inference_mode():
+            packed, tokens, logits = self._compute(plan)
+            # the next step reads its input here; the host is told below
+            self.rows.tables["history"][packed.row, packed.length.long()] = tokens.int()
+            return self._result(plan, packed, tokens, logits)
+
+    def logits(self, plan: StepPlan) -> Tensor:
+        """The unprocessed logits [rows that sample, V] of a plan; nothing is drawn or kept."""
+        self._apply(plan)
+        with torch.inference_mode():
+            packed, _, logits = self._compute(plan)
+            return logits[: packed.num_sampled].clone()
+
+    def _apply(self, plan: StepPlan) -> None:
         for row in plan.released_rows:
             self.rows.release(row)
         for new in plan.new_rows:
             self.rows.fill(new)
         self.rows.append_blocks(plan.work)
-        if not plan.work:
-            return StepResult(token_ids=())
-        with torch.inference_mode():
-            step = self.step  # may be exchanged by another thread between two steps
-            packed = prepare(self.rows, plan, self._padding(plan, step), step.min_size)
-            tokens, logits = self._run(step, packed)
-            # the next step reads its input here; the host is told below
-            self.rows.tables["history"][packed.row, packed.length.long()] = tokens.int()
-            return self._result(plan, packed, tokens, logits)
+
+    def _compute(self, plan: StepPlan) -> tuple[PackedStep, Tensor, Tensor]:
+        step = self.step  # may be exchanged by another thread between two steps
+        packed = prepare(self.rows, plan, self._padding(plan, step), step.min_size)
+        return packed, *self._run(step, packed)
 
     def _padding(self, plan: StepPlan, step: StepFunction) -> int:
         """Dummy rows: up to the bucket in a decode step, up to the step's least size in any."""

@@ -39,8 +39,8 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             self._start = torch.cuda.memory_allocated()
             return
-        # Writing 5 resets the high-water mark (proc(5)); where that is not allowed, only growth past
-        # the old peak is seen.
+        # Writing 5 resets the high-water mark (proc(5)); where that is not allowed, only growth
+        # past the old peak is seen.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
         self._start = psutil.Process().memory_info().rss

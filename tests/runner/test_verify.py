@@ -1,0 +1,88 @@
+"""A model that mixes tokens outside its attention is refused at load, and not remembered as good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from tiny_models import save_checkpoint
+from torch import Tensor
+
+from llmc.compiler.cache import ProgramCache
+from llmc.config import EngineConfig
+from llmc.errors import CompileError
+from llmc.start import Started, start_engine
+
+
+class MixingConfig(tf.LlamaConfig):
+    model_type = "llmc-test-mixing"
+
+
+class MixingModel(tf.LlamaForCausalLM):
+    """Each token's embedding takes half of its predecessor's, across request borders too."""
+
+    config_class = MixingConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.embed_tokens = _Shifted(config.vocab_size, config.hidden_size)
+
+
+class _Shifted(torch.nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        x = super().forward(input)
+        return x + 0.5 * torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    tf.AutoConfig.register(MixingConfig.model_type, MixingConfig, exist_ok=True)
+    tf.AutoModelForCausalLM.register(MixingConfig, MixingModel, exist_ok=True)
+
+
+def start(path: Path) -> Started:
+    return start_engine(
+        EngineConfig(model=str(path), dtype="float32", device="cpu", max_model_len=32, block_size=4)
+    )
+
+
+def test_a_model_that_mixes_requests_is_refused_every_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProgramCache, "__init__", lambda self, root: _use(self, tmp_path))
+    config = MixingConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    tf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    for _ in range(2):
+        with pytest.raises(CompileError, match="mixes the tokens of requests"):
+            start(tmp_path / "model")
+    assert not list((tmp_path / "programs").glob("*")), "a refused program was kept"
+
+
+def test_a_sound_program_is_kept_and_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProgramCache, "__init__", lambda self, root: _use(self, tmp_path))
+    path = save_checkpoint("llama", tmp_path / "model")
+    first, second = start(path), start(path)
+    details = [next(p.detail for p in s.phases if p.name == "compile") for s in (first, second)]
+    assert "from cache" not in details[0]
+    assert "from cache" in details[1]
+    [entry] = (tmp_path / "programs").glob("*")
+    (entry / "graph.json").write_text("{", encoding="utf-8")
+    third = start(path)
+    assert "from cache" not in next(p.detail for p in third.phases if p.name == "compile")
+
+
+def _use(cache: Any, root: Path) -> None:
+    cache._root = root / "programs"
