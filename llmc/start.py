@@ -235,10 +235,14 @@ def _compile(
 ) -> Program:
     from llmc.compiler.cache import ProgramCache
     from llmc.compiler.program import compile_program
+    from llmc.kernels.cpu.compile import streams_plain_weights
     from llmc.passes.pipeline import PipelineOptions
 
     options = PipelineOptions(
-        block_size=config.block_size, max_positions=model_len, device_type=device.type
+        block_size=config.block_size,
+        max_positions=model_len,
+        device_type=device.type,
+        streams_plain_weights=device.type == "cpu" and streams_plain_weights(),
     )
     return compile_program(
         hf_config,

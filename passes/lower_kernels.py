@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from llmc.kernels.registry import OPS
 from llmc.passes.base import Notes, graph_pass
+
+# Ops of torch that an op of ours can stand in for, with the same arguments.
+_SAME_AS = {torch.ops.aten.linear.default: "linear"}
 
 
 @graph_pass(required=True)
@@ -20,17 +24,22 @@ def lower_kernels(gm: fx.GraphModule, *, prefer: Sequence[str]) -> Notes:
         o = llmc_cpu.paged_attention(q, ...)
     """
     by_target = {op.overload: op for op in OPS.values()}
+    by_target |= {target: OPS[name] for target, name in _SAME_AS.items() if name in OPS}
     notes = []
     slow: dict[str, int] = {}
     for node in gm.graph.nodes:
         op = by_target.get(node.target) if node.op == "call_function" else None
         if op is None:
             continue
+        if node.target in _SAME_AS:
+            node.args = (*node.args, None)[:3]  # linear's bias may be left out
         args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
         ranked = sorted(
             (i for i in op.impls if i.name in prefer), key=lambda i: prefer.index(i.name)
         )
         impl = next((i for i in ranked if i.available() and i.supports(*args)), None)
+        if impl is None and node.target in _SAME_AS:
+            continue  # torch's own op is no slow reference
         if impl is None:
             slow[op.name] = slow.get(op.name, 0) + 1
         else:

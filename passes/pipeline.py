@@ -24,6 +24,7 @@ class PipelineOptions:
     block_size: int
     max_positions: int
     device_type: str  # "cpu" or "cuda"
+    streams_plain_weights: bool = False  # a kernel reads weights as stored as fast as packed ones
 
 
 def pipeline(options: PipelineOptions) -> tuple[Pass, ...]:
@@ -42,6 +43,10 @@ def pipeline(options: PipelineOptions) -> tuple[Pass, ...]:
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output
         fuse_rope_write(),  # after share_rotary and fuse_rms_norm: reads the table, takes the norm
     ]
-    if options.device_type == "cpu" and packed_linear_available():
+    if (
+        options.device_type == "cpu"
+        and packed_linear_available()
+        and not options.streams_plain_weights
+    ):
         passes.append(pack_linears())  # after merge_linears: packs merged weights
     return tuple(passes)
