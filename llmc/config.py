@@ -42,7 +42,9 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     opt_level: Literal[0, 1, 2, 3] | None = None
-    passes: Mapping[str, bool] = field(default_factory=dict)  # {"merge_linears": False} switches off
+    passes: Mapping[str, bool] = field(
+        default_factory=dict
+    )  # {"merge_linears": False} switches off
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -122,8 +122,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             if len(self.logit_bias) > MAX_LOGIT_BIAS:
                 raise InvalidRequestError(
-                    f"logit_bias has {len(self.logit_bias)} entries; "
-                    f"the limit is {MAX_LOGIT_BIAS}",
+                    f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}",
                     param="logit_bias",
                 )
             for token, bias in self.logit_bias.items():

@@ -25,14 +25,18 @@ def packed_linear_available() -> bool:
 
 
 @graph_pass()
-def pack_linears(gm: fx.GraphModule) -> Notes:
+def pack_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
     """Run linears over prepacked weights; the plain weight is never kept.
+
+    `unwanted` says why this machine is better served without; then nothing is done.
 
     Before:
         y = aten.linear(x, w, b)
     After:
         y = mkldnn._linear_pointwise(x, packed w, b, "none", [], "")
     """
+    if unwanted is not None:
+        return [unwanted]
     graph = gm.graph
     notes = []
     for node in calls(graph, aten.linear.default):

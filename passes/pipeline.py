@@ -32,7 +32,7 @@ def pipeline(options: PipelineOptions) -> tuple[Pass, ...]:
 
     `lower_kernels` comes after them, when the step is bound and the machine's kernels are known.
     """
-    passes = [
+    return (
         canonicalize(),  # first: the others match on one spelling
         page_attention(block_size=options.block_size),
         last_token_logits(),
@@ -42,11 +42,15 @@ def pipeline(options: PipelineOptions) -> tuple[Pass, ...]:
         fuse_rms_norm(),
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output
         fuse_rope_write(),  # after share_rotary and fuse_rms_norm: reads the table, takes the norm
-    ]
-    if (
-        options.device_type == "cpu"
-        and packed_linear_available()
-        and not options.streams_plain_weights
-    ):
-        passes.append(pack_linears())  # after merge_linears: packs merged weights
-    return tuple(passes)
+        pack_linears(unwanted=_why_not_pack(options)),  # after merge_linears: packs merged weights
+    )
+
+
+def _why_not_pack(options: PipelineOptions) -> str | None:
+    if options.device_type != "cpu":
+        return "packing serves CPUs"
+    if options.streams_plain_weights:
+        return "this CPU reads weights as stored at the speed of memory"
+    if not packed_linear_available():
+        return "this build of torch has no packed linear"
+    return None

@@ -1,4 +1,5 @@
 // The torch side: schemas, checks of what the kernels take on trust, and outputs.
+#include "expert_linear.h"
 #include "kernels.h"
 
 #include <ATen/Parallel.h>
@@ -294,6 +295,11 @@ Tensor linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bia
   return out;
 }
 
+Tensor expert_linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
+                     const Tensor& expert, bool transposed) {
+  return llmc::expert_linear(&linear, x, weight, bias, expert, transposed);
+}
+
 template <class T>
 const T* column(const Tensor& t, const char* name, at::ScalarType dtype, int64_t size) {
   check(t, name, dtype, 1);
@@ -392,6 +398,9 @@ TORCH_LIBRARY(llmc_cpu, m) {
       "Tensor seed, Tensor position) -> Tensor");
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
+      "expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor expert, bool transposed) -> "
+      "Tensor");
+  m.def(
       "process_logits(Tensor logits, Tensor row, Tensor length, Tensor history, "
       "Tensor prompt_len, Tensor repetition, Tensor presence, Tensor frequency, "
       "Tensor bias_token, Tensor bias_value, Tensor bias_until, Tensor has_mask, Tensor mask) -> "
@@ -408,4 +417,5 @@ TORCH_LIBRARY_IMPL(llmc_cpu, CPU, m) {
   m.impl("sample", &sample);
   m.impl("process_logits", &process_logits);
   m.impl("linear", &linear);
+  m.impl("expert_linear", &expert_linear);
 }

@@ -47,6 +47,12 @@ def _linear(x: Tensor, weight: Tensor, *args: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+def _expert_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool
+) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2] if transposed else weight.shape[1])
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
@@ -57,6 +63,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "sample": _sample,
     "process_logits": _process_logits,
     "linear": _linear,
+    "expert_linear": _expert_linear,
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llmc.kernels.act_mul import act_mul
 from llmc.kernels.cpu.build import is_loaded
+from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.linear import linear
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.process_logits import process_logits
@@ -69,6 +70,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return _takes(x, weight, bias)
 
 
+def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> bool:
+    return _takes(x, weight, bias)
+
+
 def _logits(logits: Tensor, *args: Any) -> bool:
     return _takes(logits)
 
@@ -83,6 +88,7 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (sample, _logits),
     (process_logits, _logits),
     (linear, _linear),
+    (expert_linear, _expert_linear),
 )
 
 

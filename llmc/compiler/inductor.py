@@ -93,7 +93,9 @@ def _fake_step_input(
     if name in tables:
         return mode.from_tensor(tables[name], static_shapes=True)
     example = torch.empty(_SHAPES[name], dtype=val.dtype, device=val.device)
-    context: SymbolicContext = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK] * example.dim())
+    context: SymbolicContext = StatelessSymbolicContext(
+        dynamic_sizes=[DimDynamic.DUCK] * example.dim()
+    )
     return mode.from_tensor(example, symbolic_context=context)
 
 

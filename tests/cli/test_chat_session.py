@@ -42,6 +42,7 @@ def ask(backend: EngineBackend, chat: Conversation) -> tuple[list[str], TurnStat
 
 def test_an_answer_streams_and_joins_the_conversation() -> None:
     backend, _, scripted = make_backend()
+    scripted.runner.delay_s = 0.005  # else the engine may be done before the first piece is read
     chat = Conversation(model=backend.model, system="Be kind.", settings={"temperature": 0.0})
     chat.ask("say something")
     pieces, stats = ask(backend, chat)

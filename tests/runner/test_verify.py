@@ -1,4 +1,4 @@
-"""A model that mixes tokens outside its attention is refused at load, and not remembered as good."""
+"""A model that mixes tokens outside its attention is refused at load, and never kept."""
 
 from __future__ import annotations
 
