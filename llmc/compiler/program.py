@@ -50,7 +50,7 @@ class Program:
 
     @property
     def module(self) -> nn.Module:
-        """The module on meta. Building it imports the model's code, so a warm start goes without."""
+        """The module on meta; building it imports the model's code, so warm starts go without."""
         return self.make_module()
 
     def weight_inputs(self) -> Iterator[tuple[fx.Node, WeightInput]]:
