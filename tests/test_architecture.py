@@ -43,6 +43,7 @@ THIRD_PARTY = {  # name -> the only modules that may import it
         "llmc.compiler",
         "llmc.runner",
         "llmc.start",
+        "llmc.choices",
         "llmc.guide",
         "llmc.benchmark",
         "llmc.cli.collect_env",

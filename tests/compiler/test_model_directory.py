@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from tiny_models import make_config, save_checkpoint
 
+from llmc.choices import eos_token_ids
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, CompileError, ConfigError
 from llmc.model_files import generation_defaults, load_config, resolve_model
-from llmc.start import eos_token_ids, start_engine
+from llmc.start import start_engine
 
 
 def start(path: Path | str, **options: Any) -> None:
