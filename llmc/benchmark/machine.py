@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from llmc import __version__
+from llmc.kernels.cpu.pages import advise_huge_pages
 
 GIB = 2**30
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
@@ -76,7 +77,8 @@ def measure_read_bandwidth(device: str, *, repeats: int = 5, max_bytes: int = GI
     is_cuda = device.startswith("cuda")
     free = torch.cuda.mem_get_info()[0] if is_cuda else psutil.virtual_memory().available
     num_floats = max(1, min(max_bytes, free // 4) // 4)
-    buffer = torch.ones(num_floats, dtype=torch.float32, device="cuda" if is_cuda else "cpu")
+    buffer = torch.empty(num_floats, dtype=torch.float32, device="cuda" if is_cuda else "cpu")
+    advise_huge_pages(buffer).fill_(1)  # as weights are held: small pages would flatter them
 
     def read_once() -> None:
         total = buffer.sum()

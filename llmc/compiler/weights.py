@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from llmc.compiler.checkpoint import StoredTensor, staging
 from llmc.compiler.parameters import Parameters, describe_parameters
 from llmc.errors import CheckpointError
+from llmc.kernels.cpu.pages import advise_huge_pages
 from llmc.passes.inputs import WeightInput
 
 log = logging.getLogger(__name__)
@@ -225,7 +226,10 @@ def make_weight(
     """One recipe, filled: parts read into their slices, turned and packed as it says."""
     sizes = [shapes[p][::-1] if role.transposed else shapes[p] for p in role.parts]
     shape = (sum(s[0] for s in sizes), *sizes[0][1:]) if sizes[0] else ()
-    out = staging(shape, dtype) if role.packed else torch.empty(shape, dtype=dtype, device=device)
+    if role.packed:
+        out = staging(shape, dtype)
+    else:
+        out = advise_huge_pages(torch.empty(shape, dtype=dtype, device=device))
     start = 0
     for part, size in zip(role.parts, sizes, strict=True):
         if role.transposed:

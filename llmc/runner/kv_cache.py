@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from llmc.kernels.cpu.pages import advise_huge_pages
 from llmc.passes.page_attention import CacheSpec
 
 
@@ -27,12 +28,9 @@ def allocate(
 
     Not cleared: memory is taken as blocks are first written, and nothing unwritten is read.
     """
-    return [
-        (
-            torch.empty(num_blocks, s.kv_heads, block_size, s.head_dim, dtype=dtype, device=device),
-            torch.empty(
-                num_blocks, s.kv_heads, block_size, s.v_head_dim, dtype=dtype, device=device
-            ),
-        )
-        for s in specs
-    ]
+
+    def half(heads: int, dim: int) -> Tensor:
+        shape = (num_blocks, heads, block_size, dim)
+        return advise_huge_pages(torch.empty(shape, dtype=dtype, device=device))
+
+    return [(half(s.kv_heads, s.head_dim), half(s.kv_heads, s.v_head_dim)) for s in specs]
