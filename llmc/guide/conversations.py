@@ -23,6 +23,7 @@ SYSTEM_PROMPTS = (
     "You are an expert in inference engines.", "Be polite and precise.", "Answer the user.",
     "You are a bot.", "Help the user with llmc. Keep answers short.", "Answer in French.",
 )  # fmt: skip
+NUM_OPENING_WORDS = 8
 NUM_TURNS = (1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 6, 9, 14)
 
 
@@ -50,8 +51,11 @@ class Conversations:
 
     def __iter__(self) -> Iterator[list[Piece]]:
         while True:
-            if self._rng.random() < 0.08:
+            draw = self._rng.random()
+            if draw < 0.05:
                 yield self._running_text()
+            elif draw < 0.75:
+                yield self._opening()
             else:
                 yield self._conversation()
 
@@ -60,6 +64,20 @@ class Conversations:
         first = self._rng.randrange(len(chapter)) if self._rng.random() < 0.7 else 0
         text = " ".join(chapter[first : first + self._rng.randint(2, 8)])
         return [(text + END_OF_TEXT, ANSWER_WEIGHT)]
+
+    def _opening(self) -> list[Piece]:
+        """One question and how its answer begins: to choose the answer is what is hard to learn."""
+        *before, (question, answer) = self._turns()
+        pieces: list[Piece] = []
+        for earlier, reply in before:
+            pieces += message("user", earlier, weight=QUESTION_WEIGHT)
+            pieces += message("assistant", reply, weight=ANSWER_WEIGHT)
+        pieces += message("user", question, weight=QUESTION_WEIGHT)
+        words = answer.split(" ")
+        shown = " ".join(words[:NUM_OPENING_WORDS])
+        if len(words) <= NUM_OPENING_WORDS:
+            shown += END
+        return [*pieces, (f"{START}assistant\n", 0.0), (shown, ANSWER_WEIGHT), (END_OF_TEXT, 0.0)]
 
     def _conversation(self) -> list[Piece]:
         pieces: list[Piece] = []

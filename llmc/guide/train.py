@@ -43,7 +43,7 @@ SHAPES = ((4, 512), (4, 512), (4, 512), (1, 2048))
 class Training:
     """What decides the outcome; `shapes` are the (rows, length) of successive batches."""
 
-    num_steps: int = 1400
+    num_steps: int = 2600
     vocab_size: int = 3072
     seed: int = 0
     num_threads: int = 2

@@ -229,6 +229,6 @@ def vary(question: str, rng: Random) -> str:
         text = f"{rng.choice(PREFIXES)} {text}"
     if not is_short and rng.random() < 0.15:
         text = f"{text} {rng.choice(SUFFIXES)}"
-    if rng.random() < 0.15:
+    if rng.random() < 0.1:
         text = mistype(text, rng)
     return _recase(text, rng) + rng.choice(("", "", "?", "?", "?", ".", "!", " ?"))
