@@ -112,7 +112,7 @@ def train(model: Any, batches: Batches, training: Training) -> float:
             group["lr"] = learning_rate(step, training.num_steps)
         ids, weights = batches.draw(*training.shape(step))
         loss, answer_loss = losses(model, ids, weights)
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
