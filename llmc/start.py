@@ -108,7 +108,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         check_model_len(config, hf_config)
     from llmc.runner.bring_up import size_and_bind, start_kernels, start_upgrade
 
-    start_kernels(device)
+    build = start_kernels(device)
     level = pick_level(config.opt_level, device)
     model_len = config.max_model_len or model_context(hf_config)
     with clock.phase("compile") as detail:
@@ -123,7 +123,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         count = sum({id(w): w.numel() for w in weights.values()}.values())
         detail += [f"{count / 1e6:.1f}M parameters", f"{weight_bytes / 2**20:.0f} MiB"]
     with clock.phase("size cache") as detail:
-        sized = size_and_bind(config, program, weights, model_len, device)
+        sized = size_and_bind(config, program, weights, model_len, device, build)
         detail += [
             f"{sized.num_blocks} blocks of {config.block_size} tokens",
             f"{sized.cache_bytes / 2**20:.0f} MiB",

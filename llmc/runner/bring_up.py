@@ -19,6 +19,7 @@ from llmc.compiler.program import Program, bind, lowered
 from llmc.compiler.upgrade import Stage, Upgrade
 from llmc.config import EngineConfig
 from llmc.engine.plan import NewRow, RowWork, StepPlan
+from llmc.kernels.cpu.build import Build, load, start_build
 from llmc.runner import kv_cache
 from llmc.runner.model_runner import ModelRunner
 from llmc.runner.rows import RowTables
@@ -42,27 +43,23 @@ class SizedRunner:
     bytes_per_token: int
 
 
-def start_kernels(device: torch.device) -> None:
+def start_kernels(device: torch.device) -> Build | None:
     """Make the device's kernels known. On CPU a C++ compiler may have to build them first: it
     works in processes of its own while the model is captured, and nobody waits for it."""
     if device.type == "cpu":
-        import llmc.kernels.cpu  # noqa: F401 - lists the C++ versions
-        from llmc.kernels.cpu.build import start_build
-
-        start_build()
-    elif importlib.util.find_spec("triton") is not None:
+        return start_build()
+    if importlib.util.find_spec("triton") is not None:
         importlib.import_module("llmc.kernels.triton")
+    return None
 
 
-def _kernels_are_built(device: torch.device) -> bool:
+def _kernels_are_built(build: Build | None) -> bool:
     """Load the C++ ops if they are there; False while they are being built."""
-    if device.type != "cpu":
+    if build is None:
         return True
-    from llmc.kernels.cpu import build
-
-    if not build.start_build().done:
+    if not build.done:
         return False
-    build.load()  # False where they can't be built: the references are all there is
+    load()  # False where they can't be built: the references are all there is
     return True
 
 
@@ -72,10 +69,11 @@ def size_and_bind(
     weights: dict[str, Tensor],
     model_len: int,
     device: torch.device,
+    build: Build | None,
 ) -> SizedRunner:
     """Profile a step on a cache just large enough, size the pool from what is left, and bind."""
     per_token = kv_cache.bytes_per_token(program.caches, program.dtype)
-    built = _kernels_are_built(device)
+    built = _kernels_are_built(build)
     graph = lowered(program)
 
     def make(num_blocks: int, length: int, num_rows: int) -> tuple[ModelRunner, dict[str, Tensor]]:
@@ -129,8 +127,6 @@ def start_upgrade(
     runner = sized.runner
 
     def with_kernels() -> StepFunction | None:
-        from llmc.kernels.cpu.build import load
-
         return lower(lowered(program), sized.bound) if load() else None
 
     def compiled() -> StepFunction:

@@ -102,7 +102,8 @@ def test_the_interpreter_is_on_and_memory_is_poisoned() -> None:
 
 def test_every_op_of_a_step_has_a_triton_version() -> None:
     missing = set(OPS) - set(NAMES)
-    assert missing == {"attention"} & set(OPS), "the marker is replaced before a graph runs"
+    # The marker is replaced before a graph runs; `linear` stands in for torch's own on CPU only.
+    assert missing == {"attention", "linear"} & set(OPS)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -1,0 +1,62 @@
+"""Start-up uses the C++ ops at once where they are built, and does not wait where they are not."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import save_checkpoint
+
+from llmc.config import EngineConfig
+from llmc.kernels.cpu import build as cpu_build
+from llmc.runner import bring_up
+from llmc.start import start_engine
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("llama", tmp_path_factory.mktemp("bring_up"))
+
+
+def config(path: Path) -> EngineConfig:
+    return EngineConfig(model=str(path), dtype="float32", device="cpu", max_model_len=32)
+
+
+def test_built_kernels_serve_from_the_first_step(checkpoint: Path) -> None:
+    if not cpu_build.load():
+        pytest.skip("no C++ compiler here: the references serve")
+    build = bring_up.start_kernels(CPU)
+    assert build is not None
+    build.wait()
+    assert bring_up._kernels_are_built(build)
+    started = start_engine(config(checkpoint))
+    # A build that was found takes a moment; whatever the race, the better step is never lost.
+    if started.upgrade is not None:
+        assert started.upgrade.wait(60)
+    assert "llmc_cpu" in started.runner.step.source
+
+
+def test_nobody_waits_for_a_build(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not cpu_build.load():
+        pytest.skip("no C++ compiler here: the references serve")
+    finished = threading.Event()
+
+    class Unfinished:
+        done = False
+
+    def slow_load() -> bool:
+        assert finished.wait(60)
+        return True
+
+    monkeypatch.setattr(bring_up, "start_build", Unfinished)
+    monkeypatch.setattr(bring_up, "load", slow_load)
+    monkeypatch.setattr(cpu_build, "is_loaded", lambda: finished.is_set())
+    started = start_engine(config(checkpoint))
+    assert "still being built" in next(p.detail for p in started.phases if p.name == "size cache")
+    finished.set()
+    assert started.upgrade is not None and started.upgrade.wait(60)
+    assert "llmc_cpu" in started.runner.step.source
