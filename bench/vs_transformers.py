@@ -25,7 +25,11 @@ from typing import Any
 import torch
 
 from llmc import LLM, SamplingParams
-from llmc.benchmark.machine import measure_read_bandwidth
+from llmc.benchmark.machine import (
+    describe_machine,
+    measure_read_bandwidth,
+    package_versions,
+)
 from llmc.benchmark.report import context, write_json
 
 DECODE_TOKENS = 32
@@ -41,7 +45,9 @@ def main() -> None:
         result = run(Path(directory), args.rounds, args.opt_level)
     print_table(result)
     if args.output_json:
-        write_json(args.output_json, {**context(), "threads": args.threads, **result})
+        facts = {**context(), "versions": package_versions(), "machine": describe_machine()}
+        facts["command"] = f"python -m bench.vs_transformers --rounds {args.rounds}"
+        write_json(args.output_json, {**facts, "threads": args.threads, **result})
 
 
 def _arguments() -> argparse.Namespace:
