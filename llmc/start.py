@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -106,6 +105,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         dtype = pick_dtype(config.dtype, hf_config, device)
         detail += [files.name, str(dtype).removeprefix("torch."), str(device)]
         check_model_len(config, hf_config)
+    from llmc.kernels.cpu.build import cache_dir
     from llmc.runner.bring_up import size_and_bind, start_kernels, start_upgrade
 
     build = start_kernels(device)
@@ -176,6 +176,7 @@ def _compile(
 ) -> Program:
     from llmc.compiler.cache import ProgramCache
     from llmc.compiler.program import compile_program
+    from llmc.kernels.cpu.build import cache_dir
     from llmc.kernels.cpu.compile import streams_plain_weights
     from llmc.passes.pipeline import PipelineOptions
 
@@ -206,8 +207,3 @@ def _load_weights(config: EngineConfig, files: ModelFiles, program: Program) -> 
     else:
         source = open_weights(program, open_checkpoint(files.path))
     return load_weights(program, source)
-
-
-def cache_dir() -> Path:
-    """Where compiled artifacts are kept: $LLMC_CACHE_DIR, else ~/.cache/llmc."""
-    return Path(os.environ.get("LLMC_CACHE_DIR") or Path.home() / ".cache" / "llmc")

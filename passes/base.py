@@ -99,7 +99,7 @@ def run_passes(
     switches = switches or {}
     check_names(switches, passes)
     reports = []
-    current = fx.GraphModule(gm, _copy_graph(gm.graph))
+    current = fx.GraphModule(gm, copy_graph(gm.graph))
     before = histogram(current)
     for p in passes:
         if not switches.get(p.name, True):
@@ -126,7 +126,8 @@ def run_passes(
     return current, reports
 
 
-def _copy_graph(graph: fx.Graph) -> fx.Graph:
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """The same nodes with the same names and meta, in a graph of their own."""
     copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

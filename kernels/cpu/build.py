@@ -34,10 +34,15 @@ class BuildError(LlmcError):
     """The C++ ops can't be built here; the message holds the compiler's first error."""
 
 
-def cache_root() -> Path:
-    """$LLMC_CACHE_DIR or ~/.cache/llmc, its folder for this module made and checked."""
+def cache_dir() -> Path:
+    """Where everything that is compiled is kept: $LLMC_CACHE_DIR, else ~/.cache/llmc."""
     given = os.environ.get("LLMC_CACHE_DIR")
-    root = Path(given).expanduser() if given else Path.home() / ".cache" / "llmc"
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "llmc"
+
+
+def cache_root() -> Path:
+    """The folder of `cache_dir` for this module, made and checked."""
+    root = cache_dir()
     folder = root / "cpu"
     for path in (root, folder):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,20 +1,21 @@
 """Programs on disk: what capture and the passes made of an architecture, for the next start.
 
 The key covers everything that the result depends on: the model's config and code, llmc's own
-sources, the versions, the and the options. An entry is written aside and
-renamed; one that can't be read is deleted and made again. Weights are not in it.
+sources, the versions and the options. An entry is written aside and renamed; one that can't be
+read is deleted and made again. Weights are not in it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -125,6 +126,7 @@ def program_key(
     described = {
         "config": {k: v for k, v in config.to_dict().items() if k not in _NOT_ARCHITECTURE},
         "class": f"{type(config).__module__}.{type(config).__qualname__}",
+        "code": _code_digest(type(config)),
         "dtype": str(dtype),
         "device": str(device),
         "options": asdict(options),
@@ -136,6 +138,13 @@ def program_key(
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def _code_digest(config_class: type) -> str:
+    """Digest of the folder that a registered model's code lies in; transformers has its version."""
+    if config_class.__module__.partition(".")[0] == "transformers":
+        return ""
+    return _digest([str(Path(inspect.getfile(config_class)).parent)])
+
+
 @cache
 def _sources_digest() -> str:
     """Digest of the code that makes programs: compiler, passes and kernels."""
@@ -143,9 +152,14 @@ def _sources_digest() -> str:
     import llmc.kernels
     import llmc.passes
 
+    packages = (llmc.compiler, llmc.passes, llmc.kernels)
+    return _digest([folder for package in packages for folder in package.__path__])
+
+
+def _digest(folders: Iterable[str]) -> str:
+    """Of the Python files right in these folders."""
     digest = hashlib.blake2b(digest_size=16)
-    for package in (llmc.compiler, llmc.passes, llmc.kernels):
-        for folder in package.__path__:
-            for file in sorted(Path(folder).glob("*.py")):
-                digest.update(file.read_bytes())
+    for folder in folders:
+        for file in sorted(Path(folder).glob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()

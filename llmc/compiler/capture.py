@@ -178,7 +178,6 @@ def _to_aten(gm: fx.GraphModule) -> fx.GraphModule:
     mode = detect_fake_mode(fakes)
     if mode is None:
         raise CompileError("capture gave no fake tensors")
-    # Dynamo leaves calls in its graph that only tell a log; make_fx would stumble over them.
     with torch.no_grad(), mode:
         return make_fx(gm, pre_dispatch=True)(*fakes)
 

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from llmc.compiler.lower import StepFunction
+from llmc.passes.base import copy_graph
 from llmc.passes.inputs import StepInput, input_of
 
 MIN_SIZE = 2
@@ -56,10 +57,7 @@ def compile_step(
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir / "inductor"))
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
-    copy = fx.GraphModule(gm, fx.Graph())
-    env: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        env[node] = copy.graph.node_copy(node, lambda n: env[n])
+    copy = fx.GraphModule(gm, copy_graph(gm.graph))
     names: list[str] = []
     fixed: list[Tensor | None] = []
     fakes: list[Any] = []
