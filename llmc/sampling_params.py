@@ -12,7 +12,6 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 300
-GREEDY_EPSILON = 1e-5  # a temperature below this is greedy: dividing by it would overflow
 
 
 def _fail(name: str, value: object, rule: str) -> InvalidRequestError:
@@ -128,7 +127,3 @@ class SamplingParams:
             for token, bias in self.logit_bias.items():
                 _integer("logit_bias", token, 0, 2**31 - 1, "keyed by token ids")
                 _number("logit_bias", bias, -100.0, 100.0, "a number in [-100, 100]")
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_EPSILON

@@ -46,10 +46,6 @@ class TensorFacts:
         return True
 
     @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
 

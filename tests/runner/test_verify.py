@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import transformers as tf
 from tiny_models import save_checkpoint
 from torch import Tensor
 
-from llmc.compiler.cache import ProgramCache
+from llmc.compiler.cache import ProgramCache, program_key
 from llmc.config import EngineConfig
 from llmc.errors import CompileError
+from llmc.passes.pipeline import PipelineOptions
 from llmc.start import Started, start_engine
 
 
@@ -82,6 +84,23 @@ def test_a_sound_program_is_kept_and_used_again(
     (entry / "graph.json").write_text("{", encoding="utf-8")
     third = start(path)
     assert "from cache" not in next(p.detail for p in third.phases if p.name == "compile")
+
+
+def test_a_registered_model_is_keyed_by_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = PipelineOptions(block_size=4, max_positions=32, device_type="cpu")
+    code = tmp_path / "modeling_mixing.py"
+    monkeypatch.setattr(inspect, "getfile", lambda cls: str(code))
+
+    def key(config: Any) -> str:
+        return program_key(config, torch.float32, torch.device("cpu"), options, {})
+
+    code.write_text("a = 1", encoding="utf-8")
+    ours, theirs = key(MixingConfig()), key(tf.LlamaConfig())
+    code.write_text("a = 2", encoding="utf-8")
+    assert key(MixingConfig()) != ours, "a graph of the old code would be served"
+    assert key(tf.LlamaConfig()) == theirs
 
 
 def _use(cache: Any, root: Path) -> None:
