@@ -17,6 +17,7 @@ from llmc.benchmark.offline import (
     bandwidth_result,
     check_fits,
     run_offline,
+    speculation_result,
     usable_token_ids,
 )
 from llmc.benchmark.workloads import BenchRequest, load_dataset, random_workload
@@ -55,14 +56,17 @@ def run_throughput(
     if warmups:
         with progress_bar("warm-up", len(warmups)) as advance:
             run_offline(started.engine, warmups, sampling, advance)
+    before = started.engine.stats()
     with progress_bar("requests", len(requests)) as advance:
         run = run_offline(started.engine, requests, sampling, advance)
+    speculation = speculation_result(before, started.engine.stats())
     _refuse_failures(run)
 
     metrics = compute_metrics(run.traces, run.duration_s, percentiles=percentiles)
     memory = _memory()
     bytes_per_s = _read_bandwidth(output, started.info)
     rows = report.serving_rows(metrics, max_concurrency=None, request_rate=float("inf"))
+    rows += _speculation_rows(config, speculation)
     sections = [(None, rows), *report.latency_sections(metrics, ["ttft", "tpot", "itl", "e2el"])]
     sections.append(("Machine", _machine_rows(run.decode, started.info, bytes_per_s, memory)))
     print(report.format_block("Throughput Benchmark Result", sections))
@@ -80,6 +84,7 @@ def run_throughput(
         "tokens_per_second": metrics.total_token_throughput,
         **metrics.as_json(),
         **bandwidth_result(run.decode, started.info, bytes_per_s),
+        **speculation,
         **memory,
     }
     write_files(output, result, run.traces, title=f"throughput of {started.info.name}")
@@ -105,6 +110,7 @@ def run_latency(
         )
     started = load_engine(config, stderr_console())
     runs: list[OfflineRun] = []
+    before = started.engine.stats()
     with progress_bar("batches", num_iters_warmup + num_iters) as advance:
         for number in range(num_iters_warmup + num_iters):
             # New prompts each time: a prompt sent twice would come from the prefix cache.
@@ -115,6 +121,7 @@ def run_latency(
             _refuse_failures(runs[-1])
             advance()
     measured = runs[num_iters_warmup:]
+    speculation = speculation_result(before, started.engine.stats())
     seconds = [run.duration_s for run in measured]
     decode = _sum_steps([run.decode for run in measured])
     memory = _memory()
@@ -124,6 +131,7 @@ def run_latency(
     for percentile, value in found.items():
         print(f"{percentile}% percentile latency: {value:.6f} seconds")
     rows = _machine_rows(decode, started.info, bytes_per_s, memory)
+    rows += _speculation_rows(config, speculation)
     print(report.format_block("Machine", [(None, rows)]))
     traces = [trace for run in measured for trace in run.traces]
     result = {
@@ -136,6 +144,7 @@ def run_latency(
         "percentiles": {str(p): value for p, value in found.items()},
         **_latency_keys(traces, sum(seconds)),
         **bandwidth_result(decode, started.info, bytes_per_s),
+        **speculation,
         **memory,
     }
     write_files(output, result, traces, title=f"latency of {started.info.name}")
@@ -262,6 +271,16 @@ def _machine_rows(
         if size is not None:
             rows.append((label, f"{size / MIB:.0f}"))
     return rows
+
+
+def _speculation_rows(config: EngineConfig, counts: Mapping[str, int]) -> list[report.Row]:
+    if config.speculative_config is None:
+        return []
+    drafted, accepted = counts["num_draft_tokens"], counts["num_accepted_tokens"]
+    return [
+        ("Tokens guessed ahead:", str(drafted)),
+        ("Of those accepted (%):", f"{accepted / max(1, drafted) * 100:.1f}"),
+    ]
 
 
 def _about(config: EngineConfig, info: ModelInfo) -> dict[str, Any]:

@@ -7,10 +7,11 @@ watches, phases are plain lines without a spinner, so that logs stay readable.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +23,41 @@ NAME_WIDTH = 20
 
 def stderr_console() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def stdout_console() -> Console:
+    """For results. Where nobody watches, tables get room enough to be cut nowhere."""
+    console = Console(highlight=False, soft_wrap=True)
+    return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=120)
+
+
+def plain_table(*heads: str, left: int = 1) -> Table:
+    """A table without lines: the first `left` columns are text, others numbers.
+
+    Text is folded where the terminal is narrow, numbers never.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    for i, head in enumerate(heads):
+        is_text = i < left
+        table.add_column(
+            head,
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,
+            overflow="fold",
+        )
+    return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Set in by two; into a file or a pipe without the blanks that pad its cells."""
+    padded = Padding(table, (0, 0, 0, 2), expand=False)
+    if console.is_terminal:
+        console.print(padded)
+        return
+    with console.capture() as captured:
+        console.print(padded)
+    for line in captured.get().splitlines():
+        console.print(line.rstrip(), markup=False)
 
 
 @contextmanager
@@ -49,6 +85,11 @@ def phases(console: Console, *, quiet: bool = False) -> Iterator[Callable[[Phase
                 status.update(f"starting, {total_s:.1f} s so far")
 
             yield print_row
+
+
+def spinner(console: Console, text: str) -> AbstractContextManager[object]:
+    """Something that moves where somebody watches."""
+    return console.status(text, spinner="dots") if console.is_terminal else nullcontext()
 
 
 def _phase_line(phase: Phase) -> str:

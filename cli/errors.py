@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Mapping
 
 from llmc.cli.options import say_flag
-from llmc.errors import ConfigError, LlmcError
+from llmc.errors import ConfigError, EngineDeadError, LlmcError
 
 # Options of `vllm serve` that a ported command line may carry, and what to write instead.
 _VLLM_OPTIONS: Mapping[str, str] = {
@@ -22,9 +22,7 @@ _VLLM_OPTIONS: Mapping[str, str] = {
     "--tensor-parallel-size": "llmc runs on one device; start one server for each",
     "--pipeline-parallel-size": "llmc runs on one device; start one server for each",
     "--data-parallel-size": "start one llmc server for each device",
-    "--quantization": "llmc does not quantize weights",
     "--kv-cache-dtype": "the KV cache has the type given with --dtype",
-    "--speculative-config": "llmc has no speculative decoding",
     "--enable-lora": "llmc does not load LoRA adapters; merge them into the model first",
     "--enable-chunked-prefill": "chunked prefill is always on; leave the option out",
     "--disable-log-stats": "leave the option out, or set --log-level warning",
@@ -66,6 +64,8 @@ def describe(error: BaseException) -> tuple[str, str | None, int]:
     hint = getattr(error, "hint", None)
     if isinstance(error, ConfigError):
         return say_flag(_one_line(str(error))), hint, 2
+    if isinstance(error, EngineDeadError):
+        return _one_line(str(error)), hint, 1
     if isinstance(error, LlmcError | ValueError):
         if hint is None and not isinstance(error, LlmcError):
             hint = "run again with --debug to see where this came from"

@@ -1,4 +1,4 @@
-"""The `llmc` command: `serve`, `chat`, `bench`, `collect-env`. Parses, then hands over.
+"""The `llmc` command: `serve`, `chat`, `bench`, `inspect`, `check` ... Parses, then hands over.
 
 Nothing here or in the modules imported here loads torch, transformers or the web framework
 before a command runs, so `--help` and every usage error are instant.
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from llmc import __version__
-from llmc.cli import bench, chat, collect_env, errors, serve
+from llmc.cli import bench, chat, check, collect_env, errors, inspect, serve
 from llmc.cli.help import HelpCommand, HelpGroup
 
 app = typer.Typer(
@@ -26,6 +26,8 @@ app = typer.Typer(
 app.command("serve", cls=HelpCommand)(serve.command)
 app.command("chat", cls=HelpCommand)(chat.command)
 app.add_typer(bench.app, name="bench")
+app.command("inspect", cls=HelpCommand)(inspect.command)
+app.command("check", cls=HelpCommand)(check.command)
 app.command("collect-env", cls=HelpCommand)(collect_env.command)
 
 

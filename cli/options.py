@@ -17,8 +17,17 @@ from typing import Annotated, Any
 
 import typer
 
-from llmc.config import DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
+from llmc.config import (
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LOAD_FORMATS,
+    QUANTIZATIONS,
+    SCHEDULING_POLICIES,
+    EngineConfig,
+)
 from llmc.errors import ConfigError
+from llmc.speculative_config import SpeculativeConfig
 
 MODEL_PANEL = "Model"
 BATCH_PANEL = "Batching and memory"
@@ -36,6 +45,14 @@ def parse_size(text: str, flag: str = "--kv-cache-memory") -> int:
             f"{flag} must be a number of bytes such as 1048576, 512M or 2G, got {text!r}"
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_buckets(text: str) -> tuple[int, ...]:
+    """Batch sizes from `1,2,4`."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() for word in words):
+        raise ConfigError(f"--cuda-graph-buckets must be sizes such as 1,2,4,8, got {text!r}")
+    return tuple(int(word) for word in words)
 
 
 def option(*flags: str, help: str, panel: str | None = None, **settings: Any) -> Any:
@@ -121,6 +138,14 @@ ENGINE_OPTIONS = (
         help="dummy makes up the weights, to measure speed without them.",
     ),
     EngineOption(
+        field="quantization",
+        type=str | None,
+        panel=MODEL_PANEL,
+        flags=("--quantization", "-q"),
+        metavar=_choices(QUANTIZATIONS),
+        help="Hold the weights of linears in 8 or 4 bits; they are quantized while they load.",
+    ),
+    EngineOption(
         field="trust_remote_code",
         type=bool,
         panel=MODEL_PANEL,
@@ -160,6 +185,13 @@ ENGINE_OPTIONS = (
         help="Tokens in one block of the KV cache; a power of two.",
     ),
     EngineOption(
+        field="kv_cache_dtype",
+        type=str,
+        panel=BATCH_PANEL,
+        metavar=_choices(KV_CACHE_DTYPES),
+        help="Type of the KV cache; the fp8 ones hold twice the tokens of bfloat16.",
+    ),
+    EngineOption(
         field="kv_cache_memory",
         type=str | None,
         panel=BATCH_PANEL,
@@ -167,6 +199,16 @@ ENGINE_OPTIONS = (
         read=parse_size,
         flags=("--kv-cache-memory", "--kv-cache-memory-bytes"),
         help="Memory of the KV cache: 512M, 2G. Chosen from free memory when absent.",
+    ),
+    EngineOption(
+        field="swap_space",
+        type=str,
+        panel=BATCH_PANEL,
+        metavar="BYTES",
+        read=lambda text: parse_size(text, "--swap-space"),
+        default="0",
+        help="Host memory where preempted requests may keep their KV cache: 4G. They are computed "
+        "again where that was measured to be faster.",
     ),
     EngineOption(
         field="gpu_memory_utilization",
@@ -182,6 +224,33 @@ ENGINE_OPTIONS = (
         help="Reuse the KV cache of prompts that begin alike.",
     ),
     EngineOption(
+        field="async_scheduling",
+        type=bool | None,
+        panel=BATCH_PANEL,
+        flags=("--async-scheduling/--no-async-scheduling",),
+        help="Start the next step before the host has seen the tokens of the one before. "
+        "When absent: on a GPU.",
+    ),
+    EngineOption(
+        field="scheduling_policy",
+        type=str,
+        panel=BATCH_PANEL,
+        metavar=_choices(SCHEDULING_POLICIES),
+        help="Who is served first: fcfs by arrival, priority by the requests' `priority` "
+        "(lower first), then by arrival.",
+    ),
+    EngineOption(
+        field="speculative_config",
+        type=str | None,
+        panel=BATCH_PANEL,
+        metavar="JSON",
+        read=SpeculativeConfig.parse,
+        help="Guess tokens ahead and check several in one step: "
+        '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":4,"prompt_lookup_min":2} '
+        "guesses what followed the last 4 to 2 tokens where they stood before. The answers stay "
+        "the same; text that repeats itself or its prompt comes faster.",
+    ),
+    EngineOption(
         field="opt_level",
         type=int | None,
         panel=COMPILER_PANEL,
@@ -189,6 +258,15 @@ ENGINE_OPTIONS = (
         metavar="0..3",
         help="-O0 runs the rewritten graph as it is and starts at once, -O1 compiles it, "
         "-O2 adds CUDA graphs, -O3 autotuning. Chosen for the device when absent.",
+    ),
+    EngineOption(
+        field="cuda_graph_buckets",
+        type=str | None,
+        panel=COMPILER_PANEL,
+        metavar="N,N,...",
+        read=parse_buckets,
+        help="Batch sizes whose decode step is captured as a CUDA graph, such as 1,2,4,8. "
+        "Chosen up to --max-num-seqs when absent.",
     ),
     EngineOption(
         field="passes",
@@ -199,6 +277,16 @@ ENGINE_OPTIONS = (
         read=_disabled,
         default=(),
         help="Leave out this graph pass; may be repeated.",
+    ),
+    EngineOption(
+        field="extra_passes",
+        type=list[str],
+        panel=COMPILER_PANEL,
+        flags=("--extra-pass",),
+        metavar="MODULE:PASS",
+        read=tuple,
+        default=(),
+        help="Add a graph pass of yours, from a module or a file.py; may be repeated.",
     ),
     EngineOption(
         field="seed",

@@ -55,6 +55,15 @@ def command(
             panel=SERVER_PANEL,
         ),
     ] = None,
+    salt_by_api_key: Annotated[
+        bool,
+        option(
+            "--salt-by-api-key/--no-salt-by-api-key",
+            help="Let callers of different keys share no cached prefixes, so that nobody can tell "
+            "from the time of an answer what others have asked.",
+            panel=SERVER_PANEL,
+        ),
+    ] = False,
     allowed_host: Annotated[
         list[str] | None,
         option(
@@ -73,6 +82,38 @@ def command(
             panel=SERVER_PANEL,
         ),
     ] = 30.0,
+    stream_interval: Annotated[
+        int,
+        option(
+            "--stream-interval",
+            help="Tokens between two events of a stream; the first one comes at once.",
+            panel=SERVER_PANEL,
+        ),
+    ] = 1,
+    api_workers: Annotated[
+        int,
+        option(
+            "--api-workers",
+            help="Processes that answer HTTP, all on one engine; more for many short requests.",
+            panel=SERVER_PANEL,
+        ),
+    ] = 1,
+    engine_process: Annotated[
+        bool,
+        option(
+            "--engine-process/--no-engine-process",
+            help="Run the engine in a process of its own, which is started again when it dies.",
+            panel=SERVER_PANEL,
+        ),
+    ] = True,
+    verify: Annotated[
+        bool,
+        option(
+            "--verify",
+            help="Serve only a model whose rewrite is certified; see llmc check.",
+            panel=SERVER_PANEL,
+        ),
+    ] = False,
     log_level: Annotated[
         str,
         option(
@@ -101,18 +142,32 @@ def command(
         raise ConfigError(f"unknown log level {log_level!r}; choose one of {', '.join(LOG_LEVELS)}")
     if not shutdown_timeout >= 0:
         raise ConfigError(f"--shutdown-timeout must be at least 0, got {shutdown_timeout}")
+    for flag, number in (("--stream-interval", stream_interval), ("--api-workers", api_workers)):
+        if number < 1:
+            raise ConfigError(f"{flag} must be at least 1, got {number}")
+    if salt_by_api_key and not api_key:
+        raise ConfigError("--salt-by-api-key needs at least one --api-key")
+    if api_workers > 1 and not engine_process:
+        raise ConfigError("--api-workers needs the engine in a process of its own")
     from llmc.server.settings import ServerSettings
 
     settings = ServerSettings(
         host=host,
         port=port,
         uds=uds,
+        stream_interval=stream_interval,
+        api_workers=api_workers,
         served_model_names=tuple(served_model_name or ()),
         api_keys=tuple(api_key or ()),
+        salt_by_api_key=salt_by_api_key,
         allowed_hosts=tuple(allowed_host or ()),
         shutdown_timeout_s=shutdown_timeout,
         access_log=access_log,
     )
+    if verify:
+        from llmc.cli.verify import require_certificate
+
+        require_certificate(config)
     from llmc.cli.serve_run import run_server
 
-    run_server(config, settings, log_level=log_level)
+    run_server(config, settings, log_level=log_level, engine_process=engine_process)

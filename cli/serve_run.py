@@ -1,47 +1,142 @@
 """`llmc serve` after its flags: take the port, load the model, say where it is, serve.
 
 The port comes first: that it is taken is then known at once and not after a model was loaded.
+
+    this process (HTTP, text) --ZeroMQ--> engine process     unless --no-engine-process
+    further API processes ----ZeroMQ-->                      with --api-workers
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from llmc.cli.console import banner, model_rows, note, stderr_console
+from llmc.cli.console import banner, model_rows, note, phases, stderr_console
 from llmc.cli.loading import load_async_llm
 from llmc.config import EngineConfig
-from llmc.server.run import bind_socket, serve
+from llmc.server.run import Companions, bind_socket, serve
 from llmc.server.settings import ServerSettings
 from llmc.server.unix_socket import unix_socket
+
+if TYPE_CHECKING:
+    from llmc.async_llm import AsyncLLM
+    from llmc.front.supervisor import Supervisor
 
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def run_server(config: EngineConfig, settings: ServerSettings, *, log_level: str) -> None:
+def run_server(
+    config: EngineConfig, settings: ServerSettings, *, log_level: str, engine_process: bool
+) -> None:
     _set_up_logging(log_level)
-    console = stderr_console()
-    with _listening(settings) as sock:
-        llm = load_async_llm(config, console)
-        from llmc.server.app import create_app
+    run = _Run(config=config, settings=settings, log_level=log_level, console=stderr_console())
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(_listening(settings))
+        companions: Companions | None = None
+        if engine_process:
+            llm, companions = _load_in_process(run, sock, stack)
+        else:
+            llm = load_async_llm(config, run.console)
+        _serve(run, llm, sock, companions)
 
-        app = create_app(llm, settings)
-        rows = [
-            _where(settings, sock),
-            ("names", ", ".join(app.state.names)),
-            *model_rows(llm.info),
-            ("API key", "required" if settings.api_keys else "none"),
-        ]
-        if llm.info.is_builtin:
-            from llmc.guide import NOTICE
 
-            note(console, NOTICE, style="yellow")
-        _warn_if_open(console, settings)
-        serve(app, settings, sock, on_ready=lambda: banner(console, "llmc is ready", rows))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What one call of `llmc serve` was given."""
+
+    config: EngineConfig
+    settings: ServerSettings
+    log_level: str
+    console: Console
+
+
+def _serve(run: _Run, llm: AsyncLLM, sock: socket.socket, companions: Companions | None) -> None:
+    from llmc.server.app import create_app
+
+    settings = run.settings
+    app = create_app(llm, settings)
+    rows = [
+        _where(settings, sock),
+        ("names", ", ".join(app.state.names)),
+        *model_rows(llm.info),
+        ("API key", "required" if settings.api_keys else "none"),
+    ]
+    if llm.info.is_builtin:
+        from llmc.guide import NOTICE
+
+        note(run.console, NOTICE, style="yellow")
+    _warn_if_open(run.console, settings)
+    serve(
+        app,
+        settings,
+        sock,
+        on_ready=lambda: banner(run.console, "llmc is ready", rows),
+        companions=companions,
+    )
+
+
+def _load_in_process(
+    run: _Run, sock: socket.socket, stack: contextlib.ExitStack
+) -> tuple[AsyncLLM, Companions | None]:
+    """The engine in a process of its own, which ends with `stack`."""
+    from llmc.front.supervisor import Supervisor
+
+    with phases(run.console) as on_phase:
+        supervisor = stack.enter_context(
+            Supervisor(
+                run.config, on_phase=on_phase, log_level=run.log_level, log_format=LOG_FORMAT
+            )
+        )
+        folder = supervisor.folder
+        if run.settings.api_workers > 1:
+            # Before prometheus_client is imported, which reads it then.
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        import llmc.server.app  # noqa: F401 - while the engine loads
+        from llmc.text.tokenizer import preload
+
+        preload()
+        engine = supervisor.wait_ready()
+
+    from llmc.async_llm import AsyncLLM
+    from llmc.front.engine import load_tokenizer
+    from llmc.front.remote import RemoteEngine
+
+    tokenizer = load_tokenizer(run.config, engine.info)
+    llm = AsyncLLM.from_link(
+        RemoteEngine("api-0", supervisor),
+        engine.info,
+        engine.stats,
+        run.config,
+        tokenizer,
+        is_shared=run.settings.api_workers > 1,
+    )
+    return llm, _more_workers(run, supervisor, sock, stack)
+
+
+def _more_workers(
+    run: _Run, supervisor: Supervisor, sock: socket.socket, stack: contextlib.ExitStack
+) -> Companions | None:
+    if run.settings.api_workers == 1:
+        return None
+    from llmc.server.workers import Workers, order_maker
+
+    make_order = order_maker(
+        sock,
+        run.settings,
+        run.config,
+        metrics_folder=supervisor.folder,
+        log_level=run.log_level,
+        log_format=LOG_FORMAT,
+    )
+    workers = Workers(supervisor, make_order, sock, run.settings.api_workers - 1)
+    return stack.enter_context(workers)
 
 
 def _listening(settings: ServerSettings) -> contextlib.AbstractContextManager[socket.socket]:

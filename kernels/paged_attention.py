@@ -8,23 +8,11 @@ import torch
 from torch import Tensor
 
 from llmc.kernels.attention import attend
+from llmc.kernels.fp8 import FP8, from_cache, indexable, to_cache
 from llmc.kernels.registry import Case, op
 
 
-def _fake(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    block_table: Tensor,
-    scale: float,
-    window: int,
-    chunk: int,
-    softcap: float,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-) -> Tensor:
+def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: object) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
 
 
@@ -42,6 +30,8 @@ def paged_attention(
     softcap: float,
     sinks: Tensor | None,
     slopes: Tensor | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """query [T, H, D] of R requests laid end to end -> [T, H, Dv] in query's dtype.
 
@@ -52,9 +42,15 @@ def paged_attention(
 
     window, chunk (0: off): see `attention.visible`. softcap (0: off): cap * tanh(score / cap).
     sinks [H]: a logit per head with no value. slopes [H]: ALiBi, slope * (key pos - query pos).
+    Caches may be float8, with k_scale and v_scale as in `fp8.py`.
     A request with context_len 0, or with no queries, is padding: its outputs are zero, as are
     those of queries past query_start[R].
     """
+
+    def gather(cache: Tensor, scale: Tensor | None) -> Tensor:
+        picked = indexable(cache)[blocks].view(cache.dtype)
+        return from_cache(picked.transpose(1, 2).flatten(0, 1)[:length], scale)  # [K, Hkv, D]
+
     out = query.new_zeros(query.shape[0], query.shape[1], value_cache.shape[3])
     block_size = key_cache.shape[2]
     starts = query_start.tolist()
@@ -63,13 +59,11 @@ def paged_attention(
         if length == 0 or first == last:
             continue
         blocks = block_table[r, : (length + block_size - 1) // block_size].long()
-        key = key_cache[blocks].transpose(1, 2).flatten(0, 1)[:length]  # [K, Hkv, D]
-        value = value_cache[blocks].transpose(1, 2).flatten(0, 1)[:length]
         key_pos = torch.arange(length, device=query.device)
         out[first:last] = attend(
             query[first:last],
-            key,
-            value,
+            gather(key_cache, k_scale),
+            gather(value_cache, v_scale),
             key_pos[length - (last - first) :],
             key_pos,
             scale,
@@ -97,9 +91,13 @@ def make_case(
     softcap: float = 0.0,
     sinks: bool = False,
     alibi: bool = False,
+    cache: torch.dtype | None = None,  # None: dtype
     seed: int = 0,
 ) -> Case:
-    """Random inputs with shuffled blocks; blocks that nobody owns hold NaN."""
+    """Random inputs with shuffled blocks; blocks that nobody owns hold NaN.
+
+    A float8 cache comes with a scale for all keys, and one a head for values.
+    """
     gen = torch.Generator(device="cpu").manual_seed(seed)
     need = [(context + block_size - 1) // block_size for _, context in lengths]
     num_blocks = sum(need) + 2
@@ -110,16 +108,22 @@ def make_case(
         blocks = [order.pop() for _ in range(count)]
         owned += blocks
         table[r, :count] = torch.tensor(blocks, dtype=torch.int32)
-    key_cache = torch.full((num_blocks, kv_heads, block_size, dim), float("nan"))
-    value_cache = torch.full((num_blocks, kv_heads, block_size, v_dim), float("nan"))
-    key_cache[owned] = torch.randn(len(owned), kv_heads, block_size, dim, generator=gen)
-    value_cache[owned] = torch.randn(len(owned), kv_heads, block_size, v_dim, generator=gen)
+    k_scale, v_scale = (torch.rand(n, generator=gen) + 0.1 for n in (1, kv_heads))
+    cached = cache or dtype
+
+    def filled(width: int, scale: Tensor) -> Tensor:
+        whole = torch.full((num_blocks, kv_heads, block_size, width), float("nan"))
+        whole[owned] = torch.randn(len(owned), kv_heads, block_size, width, generator=gen)
+        stored = to_cache(whole.transpose(1, 2), cached, scale)
+        return stored.transpose(1, 2).contiguous().to(device)
+
+    key_cache, value_cache = filled(dim, k_scale), filled(v_dim, v_scale)
     starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).int()
     query = torch.randn(int(starts[-1]), heads, dim, generator=gen)
     return (
         query.to(device, dtype),
-        key_cache.to(device, dtype),
-        value_cache.to(device, dtype),
+        key_cache,
+        value_cache,
         starts.to(device),
         torch.tensor([context for _, context in lengths], dtype=torch.int32, device=device),
         table.to(device),
@@ -129,6 +133,7 @@ def make_case(
         softcap,
         torch.randn(heads, generator=gen).to(device, dtype) if sinks else None,
         (2.0 ** -torch.arange(1, heads + 1).float()).to(device) if alibi else None,
+        *(s.to(device) if cached in FP8 else None for s in (k_scale, v_scale)),
     )
 
 
@@ -143,3 +148,6 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_case(mixed, 4, 2, 32, 32, 16, device, dtype, chunk=12)
     yield make_case(mixed, 8, 2, 64, 64, 32, device, dtype, sinks=True, window=20)
     yield make_case(mixed, 4, 4, 32, 32, 16, device, dtype, alibi=True)
+    yield make_case(mixed, 8, 2, 64, 48, 16, device, dtype, cache=FP8[0], sinks=True)
+    yield make_case(mixed, 4, 4, 40, 32, 8, device, dtype, cache=FP8[1], window=7)
+    yield make_case([(1, 70), (12, 60)], 16, 1, 64, 64, 16, device, dtype, cache=FP8[0])

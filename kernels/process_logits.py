@@ -57,8 +57,8 @@ def process_logits(
     positive, multiplied when negative. presence, frequency [N] (0: off): subtracted once, and
     times the count, for tokens in the output. Then bias_value [N, B] is added at bias_token
     [N, B] int32 (-1: unused) while the output has fewer than bias_until [N, B] int32 tokens.
-    Last, where has_mask [N] is set, tokens whose bit of mask [N, ceil(V / 32)] int32 is 0 become
-    -inf. Token v has bit v % 32 of word v // 32. Tokens >= V in the tables are ignored.
+    Last, where has_mask [N] int32 is not 0, tokens whose bit of mask [N, ceil(V / 32)] int32 is 0
+    become -inf. Token v has bit v % 32 of word v // 32. Tokens >= V in the tables are ignored.
     """
     out = logits.float().clone()
     vocab = out.shape[-1]
@@ -108,7 +108,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             bias_token.int().to(device),
             torch.randn(rows, 4, generator=gen).to(device),
             until.expand(rows, 4).int().contiguous().to(device),
-            (pick % 2 == 1).to(device),
+            (pick % 2).int().to(device),
             torch.randint(-(2**31), 2**31, (rows, (vocab + 31) // 32), generator=gen)
             .int()
             .to(device),

@@ -26,6 +26,7 @@ class Impl:
     op: Callable[[], Any]  # the OpOverload; a call, since C++ ops exist only once built
     available: Callable[[], bool]
     supports: Fn = lambda *args: True
+    run: Fn | None = None  # the same without the dispatcher, where that costs less
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +47,16 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         return self.overload(*args)
+
+    def run(self, *args: Any) -> Any:
+        """Call the first version that is there and takes `args`, the reference failing that.
+
+        For calls outside a graph; inside one, `lower_kernels` chooses once.
+        """
+        for impl in self.impls:
+            if impl.available() and impl.supports(*args):
+                return (impl.run or impl.op())(*args)
+        return self.reference(*args)
 
     def impl(self, impl: Impl) -> Impl:
         self.impls.append(impl)

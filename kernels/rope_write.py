@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from llmc.kernels.fp8 import FP8
 from llmc.kernels.registry import Case, op
 from llmc.kernels.rms_norm import normalize
 from llmc.kernels.write_kv import write_kv
@@ -29,22 +30,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((rot * cos[:, None] + turned * sin[:, None], rest), dim=-1)
 
 
-def _fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    eps: float,
-    norm_offset: float,
-    cos_table: Tensor,
-    sin_table: Tensor,
-    positions: Tensor,
-    interleaved: bool,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-) -> Tensor:
+def _fake(query: Tensor, *args: object) -> Tensor:
     return query.new_empty(query.shape)
 
 
@@ -64,6 +50,8 @@ def rope_write(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """query [T, H, D], key [T, Hkv, D], value [T, Hkv, Dv] -> rotated query [T, H, D], contiguous.
 
@@ -75,10 +63,12 @@ def rope_write(
 
     def turn(x: Tensor, weight: Tensor | None) -> Tensor:
         y = x.float() if weight is None else normalize(x, weight, eps, norm_offset)
-        return rotate(y, cos.float(), sin.float(), interleaved).to(x.dtype).contiguous()
+        return rotate(y, cos.float(), sin.float(), interleaved)
 
-    write_kv.reference(turn(key, key_norm), value, key_cache, value_cache, slot_mapping)
-    return turn(query, query_norm)
+    write_kv.reference(
+        turn(key, key_norm), value, key_cache, value_cache, slot_mapping, k_scale, v_scale
+    )
+    return turn(query, query_norm).to(query.dtype).contiguous()
 
 
 @rope_write.cases
@@ -86,16 +76,19 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
     shapes = ((1, 2, 1, 16, 16, 16), (7, 4, 2, 64, 64, 32), (19, 6, 3, 80, 48, 80))
     for tokens, heads, kv_heads, dim, v_dim, width in shapes:
-        for interleaved, norm, offset in (
-            (False, True, 0.0),
-            (True, False, 0.0),
-            (False, True, 1.0),
+        for interleaved, norm, offset, cache in (
+            (False, True, 0.0, dtype),
+            (True, False, 0.0, dtype),
+            (False, True, 1.0, dtype),
+            (False, True, 0.0, FP8[0]),
+            (True, False, 0.0, FP8[1]),
         ):
             num_blocks, block_size = tokens // 16 + 2, 16
             angle = torch.rand(64, width // 2, generator=gen) * 6
             angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
             slots = torch.randperm(num_blocks * block_size, generator=gen)[:tokens]
             slots[3::4] = -1
+            scales = tuple(torch.rand(n, generator=gen) + 0.1 for n in (kv_heads, 1))
             packed = torch.randn(tokens, (heads + kv_heads) * dim + kv_heads * v_dim, generator=gen)
             q, k, v = packed.to(device, dtype).split(
                 [heads * dim, kv_heads * dim, kv_heads * v_dim], dim=-1
@@ -112,7 +105,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
                 angle.sin().to(device),
                 torch.randint(0, 64, (tokens,), generator=gen).to(device),
                 interleaved,
-                torch.zeros(num_blocks, kv_heads, block_size, dim, device=device, dtype=dtype),
-                torch.zeros(num_blocks, kv_heads, block_size, v_dim, device=device, dtype=dtype),
+                torch.zeros(num_blocks, kv_heads, block_size, dim, device=device, dtype=cache),
+                torch.zeros(num_blocks, kv_heads, block_size, v_dim, device=device, dtype=cache),
                 slots.to(device),
+                *(s.to(device) if cache in FP8 else None for s in scales),
             )

@@ -7,29 +7,35 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from llmc.kernels.fp8 import FP8, indexable, to_cache
 from llmc.kernels.registry import Case, op
 
 
-def _fake(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> None:
+def _fake(*args: object) -> None:
     return None
 
 
 @op(mutates=("key_cache", "value_cache"), fake=_fake)
 def write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """key [T, Hkv, D], value [T, Hkv, Dv] -> caches [num_blocks, Hkv, block_size, D or Dv].
 
     slot_mapping [T] int64 is block * block_size + offset; a negative slot is skipped (padding).
-    Slots of one call are distinct. Any strides with a dense last dimension.
+    Slots of one call are distinct. Any strides with a dense last dimension. Caches may be float8,
+    with k_scale and v_scale as in `fp8.py`.
     """
     block_size = key_cache.shape[2]
     live = slot_mapping >= 0
     block, offset = slot_mapping[live] // block_size, slot_mapping[live] % block_size
-    key_cache[block, :, offset] = key[live].to(key_cache.dtype)
-    value_cache[block, :, offset] = value[live].to(value_cache.dtype)
+    for x, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        indexable(cache)[block, :, offset] = indexable(to_cache(x[live], cache.dtype, scale))
 
 
 @write_kv.cases
@@ -40,13 +46,16 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         (7, 2, 64, 32, 16),
         (37, 3, 80, 80, 8),
     ):
-        num_blocks = tokens // block_size + 3
-        slots = torch.randperm(num_blocks * block_size, generator=gen)[:tokens]
-        slots[::5] = -1
-        yield (
-            torch.randn(tokens, heads, dim, generator=gen).to(device, dtype),
-            torch.randn(tokens, heads, v_dim, generator=gen).to(device, dtype),
-            torch.zeros(num_blocks, heads, block_size, dim, device=device, dtype=dtype),
-            torch.zeros(num_blocks, heads, block_size, v_dim, device=device, dtype=dtype),
-            slots.to(device),
-        )
+        for cache in (dtype, *FP8):
+            num_blocks = tokens // block_size + 3
+            slots = torch.randperm(num_blocks * block_size, generator=gen)[:tokens]
+            slots[::5] = -1
+            scales = tuple(torch.rand(n, generator=gen) + 0.1 for n in (1, heads))
+            yield (
+                torch.randn(tokens, heads, dim, generator=gen).to(device, dtype),
+                torch.randn(tokens, heads, v_dim, generator=gen).to(device, dtype),
+                torch.zeros(num_blocks, heads, block_size, dim, device=device, dtype=cache),
+                torch.zeros(num_blocks, heads, block_size, v_dim, device=device, dtype=cache),
+                slots.to(device),
+                *(s.to(device) if cache in FP8 else None for s in scales),
+            )

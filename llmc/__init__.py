@@ -23,6 +23,7 @@ _PUBLIC = {
     "AsyncLLM": "llmc.async_llm",
     "EngineConfig": "llmc.config",
     "SamplingParams": "llmc.sampling_params",
+    "StructuredOutputs": "llmc.structured_outputs",
     "RequestOutput": "llmc.outputs",
     "CompletionOutput": "llmc.outputs",
     "Logprob": "llmc.outputs",
@@ -37,6 +38,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 

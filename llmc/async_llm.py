@@ -1,10 +1,9 @@
 """`AsyncLLM`: many requests at once from asyncio, with streaming and cancellation.
 
-The engine runs in a thread (front/engine_thread.py); everything here runs on one event loop.
+The engine runs behind a link (front/link.py): in a thread, or in a process of its own. Everything
+here runs on one event loop.
 
-    stream() --submit--> engine thread --EngineNews--> _hear() --> ActiveRequest --wake--> reader
-
-Readers take what there is when they get to it, so a slow one makes nothing queue up.
+    submit() --messages--> link --EngineNews--> _hear() --> ActiveRequest --> Stream --> reader
 """
 
 from __future__ import annotations
@@ -22,11 +21,14 @@ from llmc.config import EngineConfig
 from llmc.engine.messages import AbortRequest, EngineStats
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from llmc.front.engine import EngineOptions, load_tokenizer, make_config, start
-from llmc.front.engine_thread import EngineNews, EngineThread, Stop
+from llmc.front.engine_thread import EngineThread
+from llmc.front.grammar_trial import make_trial
 from llmc.front.inputs import Input, InputProcessor, Prompt
-from llmc.front.outputs import ActiveRequest, CompletionDelta, Cursor, OutputProcessor
+from llmc.front.link import EngineLink, EngineNews, Processes
+from llmc.front.outputs import OutputProcessor
+from llmc.front.stream import Stream as Stream
 from llmc.front.watchdog import Watchdog
-from llmc.outputs import RequestOutput
+from llmc.outputs import FinishReason, RequestOutput
 from llmc.sampling_params import SamplingParams
 from llmc.text.chat import Message, render_chat
 from llmc.text.tokenizer import Tokenizer
@@ -41,49 +43,6 @@ RENDER_TIMEOUT_S = 5.0
 WATCHDOG_S = 60.0  # no news for so long while requests wait: not ready
 
 
-class Stream:
-    """Requests that were submitted together, and their one reader. Made by `AsyncLLM.submit`."""
-
-    def __init__(
-        self,
-        requests: Sequence[ActiveRequest],
-        wake: asyncio.Event,
-        check_health: Callable[[], None],
-    ) -> None:
-        self.requests = requests
-        self._wake = wake
-        self._check_health = check_health
-        self._readers = [
-            (index, completion, Cursor())
-            for index, request in enumerate(requests)
-            for completion in request.completions
-        ]
-
-    @property
-    def error(self) -> str | None:
-        """Why a request failed alone. The others go on."""
-        return next((r.error for r in self.requests if r.error is not None), None)
-
-    async def deltas(self) -> list[tuple[int, CompletionDelta]]:
-        """Waits for news: pairs of a request's place in `requests` and what it gained.
-
-        Empty at the end. A request that failed alone ends with finish_reason "error"; when the
-        whole engine is gone EngineDeadError is raised. May be cancelled and called again.
-        """
-        while True:
-            if any(request.error is not None for request in self.requests):
-                self._check_health()
-            self._wake.clear()
-            found = [
-                (index, delta)
-                for index, completion, cursor in self._readers
-                if (delta := completion.delta(cursor)) is not None
-            ]
-            if found or all(request.finished for request in self.requests):
-                return found
-            await self._wake.wait()
-
-
 class AsyncLLM:
     """A model served to many callers on one event loop. Options are those of `LLM`."""
 
@@ -96,33 +55,63 @@ class AsyncLLM:
     ) -> None:
         config = make_config(model, options)
         started = start(config, on_phase)
-        self._attach(started, config, load_tokenizer(config, started.info))
+        engine, info = started.engine, started.info
+        tokenizer = load_tokenizer(config, info)
+        self._attach(EngineThread(engine), info, engine.stats(), config, tokenizer)
 
     @classmethod
     def from_started(
         cls, started: Started, config: EngineConfig, tokenizer: Tokenizer | None = None
     ) -> AsyncLLM:
         """An AsyncLLM on an engine that is already there. `tokenizer` None: token ids only."""
+        engine = started.engine
+        link = EngineThread(engine)
+        return cls.from_link(link, started.info, engine.stats(), config, tokenizer)
+
+    @classmethod
+    def from_link(
+        cls,
+        link: EngineLink,
+        info: ModelInfo,
+        stats: EngineStats,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None = None,
+        *,
+        is_shared: bool = False,
+    ) -> AsyncLLM:
+        """An AsyncLLM on an engine that runs elsewhere. `is_shared`: with others like this one."""
         llm = cls.__new__(cls)
-        llm._attach(started, config, tokenizer)
+        llm._attach(link, info, stats, config, tokenizer)
+        llm._is_shared = is_shared
         return llm
 
-    def _attach(self, started: Started, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+    def _attach(
+        self,
+        link: EngineLink,
+        info: ModelInfo,
+        stats: EngineStats,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+    ) -> None:
         self.config = config
-        self.info: ModelInfo = started.info
+        self.info = info
         self.tokenizer = tokenizer
-        self.inputs = InputProcessor(started.info, tokenizer)
+        self.inputs = InputProcessor(info, tokenizer)
         self.max_queued = config.max_num_queued or 4 * config.max_num_seqs
         self._outputs = OutputProcessor(tokenizer)
-        self._wakes: dict[str, asyncio.Event] = {}
-        self._engine_thread = EngineThread(started.engine, self._publish)
-        self._stats: EngineStats = started.engine.stats()
+        self._streams: dict[str, Stream] = {}
+        self._link = link
+        self._stats = stats
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="llmc-text")
+        self._trial = make_trial(info)
+        self._trial_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmc-trial")
         self._dead: str | None = None
+        self._is_over = False
+        self._is_shared = False
         self._draining = False
         self._last_news = time.monotonic()
-        self._watchdog = Watchdog(self._seconds_left)
+        self._watchdog = Watchdog(self._seconds_left, link.dump_stacks)
 
     # ---- requests ----
 
@@ -155,7 +144,9 @@ class AsyncLLM:
 
     async def prepare(self, prompt: Prompt, sampling: SamplingParams) -> Input:
         """Check and tokenize; long texts in a worker thread, so that others go on."""
-        return await self._work(_size(prompt), self.inputs.process, prompt, sampling)
+        source = await self._work(_size(prompt), self.inputs.process, prompt, sampling)
+        await self._try_grammar(sampling)
+        return source
 
     async def prepare_many(
         self, prompts: Sequence[Prompt], sampling: SamplingParams
@@ -165,7 +156,16 @@ class AsyncLLM:
         def process() -> list[Input]:
             return [self._process_at(i, prompt, sampling) for i, prompt in enumerate(prompts)]
 
-        return await self._work(sum(map(_size, prompts)), process)
+        sources = await self._work(sum(map(_size, prompts)), process)
+        await self._try_grammar(sampling)
+        return sources
+
+    async def _try_grammar(self, sampling: SamplingParams) -> None:
+        """One at a time, in a thread of their own: a grammar may take its time."""
+        spec = sampling.structured_outputs
+        if spec is not None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._trial_worker, self._trial.check, spec)
 
     def _process_at(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Input:
         try:
@@ -200,37 +200,43 @@ class AsyncLLM:
         try:
             # Always in a worker: a template is a program, and may take its time.
             async with asyncio.timeout(RENDER_TIMEOUT_S):
-                return await self._work(LONG_TEXT + 1, render)
+                source = await self._work(LONG_TEXT + 1, render)
         except TimeoutError:
             raise InvalidRequestError(
                 f"the chat template took more than {RENDER_TIMEOUT_S:g} s on these messages",
                 param="messages",
                 code="chat_template_error",
             ) from None
+        await self._try_grammar(sampling)
+        return source
 
     @contextlib.asynccontextmanager
     async def submit(
-        self, *sources: Input, request_id: str | None = None, priority: int = 0
+        self,
+        *sources: Input,
+        request_id: str | None = None,
+        priority: int = 0,
+        stream_interval: int = 1,
     ) -> AsyncIterator[Stream]:
         """Hands prepared requests to the engine. Leaving the block aborts what still runs.
 
-        With several sources their ids are `request_id` with a number behind it.
+        With several sources their ids are `request_id` with a number behind it. Of each completion
+        the reader hears every `stream_interval` tokens, and of the first one at once.
         """
         base = request_id or f"req-{uuid.uuid4().hex}"
         ids = [base] if len(sources) == 1 else [f"{base}-{i}" for i in range(len(sources))]
         self._admit()
-        wake = asyncio.Event()
-        requests: list[ActiveRequest] = []
+        stream = Stream(stream_interval)
         try:
             for one, source in zip(ids, sources, strict=True):
-                requests.append(self._submit(one, source, wake, priority))
-            yield Stream(requests, wake, self.check_health)
+                self._submit(one, source, stream, priority)
+            yield stream
         finally:
-            for request in requests:
+            for request in stream.requests:
                 if not request.finished:  # else its id may be another's by now
                     self.abort(request.request_id)
-                elif self._wakes.get(request.request_id) is wake:
-                    del self._wakes[request.request_id]
+                elif self._streams.get(request.request_id) is stream:
+                    del self._streams[request.request_id]
 
     def _admit(self) -> None:
         """Whether there is room. One call may overshoot the limit, the next is refused."""
@@ -238,36 +244,34 @@ class AsyncLLM:
         if self._draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
         waiting = self._outputs.num_sequences - self.config.max_num_seqs
+        if self._is_shared:  # the others' requests are known from the engine alone, a bit late
+            waiting = max(waiting, self._stats.num_waiting)
         if waiting >= self.max_queued:
             raise QueueFullError(
                 f"{waiting} requests are waiting and the limit is {self.max_queued}; "
                 "try again in a moment"
             )
 
-    def _submit(
-        self, request_id: str, source: Input, wake: asyncio.Event, priority: int
-    ) -> ActiveRequest:
-        self._start_thread()
+    def _submit(self, request_id: str, source: Input, stream: Stream, priority: int) -> None:
+        self.open()
         was_idle = not self._outputs.active
         request, messages = self._outputs.add(request_id, source, priority)
         if was_idle:
             self._last_news = time.monotonic()  # the watchdog counts from here
             self._watchdog.watch()
-        self._wakes[request_id] = wake
+        stream.add(request)
+        self._streams[request_id] = stream
         for message in messages:
-            self._engine_thread.send(message)
-        return request
+            self._link.send(message)
 
     def abort(self, request_id: str) -> None:
         """End a request; its reader sees finish_reason "abort". Unknown or finished: nothing."""
-        self._end(request_id, "abort", None)
-
-    def _end(self, request_id: str, reason: Any, error: str | None) -> None:
-        for child in self._outputs.abort(request_id, reason, error):
-            self._engine_thread.send(AbortRequest(request_id=child))
-        wake = self._wakes.pop(request_id, None)
-        if wake is not None:
-            wake.set()
+        stream = self._streams.pop(request_id, None)
+        request = self._outputs.active.get(request_id)
+        for child in self._outputs.abort(request_id):
+            self._link.send(AbortRequest(request_id=child))
+        if stream is not None and request is not None:
+            stream.hear(request)
 
     # ---- state ----
 
@@ -282,6 +286,10 @@ class AsyncLLM:
     def stats(self) -> EngineStats:
         """The engine's numbers after its latest turn."""
         return self._stats
+
+    def processes(self) -> Processes:
+        """The processes that the model is served by."""
+        return self._link.processes()
 
     @property
     def num_active(self) -> int:
@@ -305,9 +313,19 @@ class AsyncLLM:
         return self._last_news + WATCHDOG_S - time.monotonic()
 
     @property
+    def failure(self) -> str | None:
+        """Why the engine stopped for good; None while it runs or may come back."""
+        return self._dead if self._is_over else None
+
+    @property
     def is_ready(self) -> bool:
         """Whether a request sent now can expect an answer."""
         return self._dead is None and not self._draining and not self.is_stalled
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is an engine at the moment."""
+        return self._dead is None
 
     def check_health(self) -> None:
         """Raises EngineDeadError when the engine is gone."""
@@ -318,13 +336,12 @@ class AsyncLLM:
         """Refuse new requests, let running ones end within `drain_timeout`, stop the engine."""
         await self.drain(drain_timeout)
         self._watchdog.stop()
-        for request_id in list(self._outputs.active):
-            self._end(request_id, "abort", "the server shut down before this request ended")
         self._dead = self._dead or "it was shut down"
-        self._workers.shutdown(wait=False, cancel_futures=True)
-        if self._loop is not None:
-            self._engine_thread.send(Stop())
-            await asyncio.to_thread(self._engine_thread.join, 10.0)
+        self._lose_all("abort")
+        for workers in (self._workers, self._trial_worker):
+            workers.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._trial.close)
+        await self._link.close()
 
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait for the running ones; whether all ended in time."""
@@ -334,42 +351,43 @@ class AsyncLLM:
             await asyncio.sleep(0.02)
         return not self._outputs.active
 
-    # ---- engine thread -> event loop ----
+    # ---- the engine's side ----
 
-    def _start_thread(self) -> None:
+    def open(self) -> None:
+        """Connect to the engine, from now on in the running event loop; the first request does."""
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
-            self._engine_thread.start()
+            self._link.open(self._hear)
         elif self._loop is not loop:
             raise EngineDeadError("this AsyncLLM belongs to another event loop; use it from there")
-
-    def _publish(self, news: EngineNews) -> None:
-        """Called in the engine thread."""
-        assert self._loop is not None, "the thread starts after the loop is known"
-        # A loop that closed has no readers left to tell.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._hear, news)
 
     def _hear(self, news: EngineNews) -> None:
         self._last_news = time.monotonic()
         if news.stats is not None:
             self._stats = news.stats
         if news.dead is not None:
-            self._die(news.dead)
-            return
+            self._dead, self._is_over = news.dead, news.is_final
+            self._lose_all("error")
+        if news.started is not None:
+            self._lose_all("error")
+            self._dead = None
+            self.info = news.started
+            self.inputs = InputProcessor(news.started, self.tokenizer)
         changed, aborts = self._outputs.apply(news.updates)
         for child in aborts:
-            self._engine_thread.send(AbortRequest(request_id=child))
+            self._link.send(AbortRequest(request_id=child))
         for request in changed:
-            wake = self._wakes.get(request.request_id)
-            if wake is not None:
-                wake.set()
+            stream = self._streams.get(request.request_id)
+            if stream is not None:
+                stream.hear(request)
 
-    def _die(self, reason: str) -> None:
-        self._dead = reason
+    def _lose_all(self, reason: FinishReason) -> None:
+        message = f"the engine has stopped: {self._dead}"
         for request_id in list(self._outputs.active):
-            self._end(request_id, "error", f"the engine has stopped: {reason}")
+            for child in self._outputs.abort(request_id, reason, message):
+                self._link.send(AbortRequest(request_id=child))
+            self._streams.pop(request_id).lose(message)
 
     async def _work(self, size: int, do: Callable[..., T], *args: Any) -> T:
         if size <= LONG_TEXT:

@@ -43,25 +43,59 @@ def pick_dtype(name: str, hf_config: Any, device: torch.device) -> torch.dtype:
 
 
 def pick_level(level: int | None, device: torch.device) -> int:
-    """The optimization level that will run; a level that this device has not falls back."""
-    return 0 if level is None else level
+    """The optimization level that will run.
+
+    On CPU, -O0 with packed ops is as fast as compiled code and starts at once (bench/results).
+    """
+    if level is not None:
+        return level
+    return 2 if device.type == "cuda" else 0
+
+
+def pick_async(wanted: bool | None, device: torch.device) -> bool:
+    """Whether steps are planned ahead of results.
+
+    On a GPU it hides the host's work. On CPU there is little to hide, the same cores compute, and
+    a stop that the plan did not foresee costs a row of a step.
+    """
+    return device.type == "cuda" if wanted is None else wanted
 
 
 def model_context(hf_config: Any) -> int:
     """Longest context that config.json states, 2048 where it states none."""
     text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+    context = 2048
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
+            context = value
+            break
+    return min(context, dense_context(hf_config) or context)
+
+
+def dense_context(hf_config: Any) -> int | None:
+    """Tokens up to which a sparse indexer chooses every key, so that attention is exact when dense.
+
+    None for models without an indexer.
+    """
+    from llmc.compiler.interface import INDEXER_BUDGETS
+
+    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+    for name in INDEXER_BUDGETS:
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
             return value
-    return 2048
+    return None
 
 
 def check_model_len(config: EngineConfig, hf_config: Any) -> None:
     limit = model_context(hf_config)
     if config.max_model_len is not None and config.max_model_len > limit:
+        dense = dense_context(hf_config)
+        why = ", of which a sparse indexer sees all (more is not served yet)" if dense else ""
         raise ConfigError(
-            f"max_model_len {config.max_model_len} exceeds the model's context of {limit} tokens"
+            f"max_model_len {config.max_model_len} exceeds the model's context of {limit} "
+            f"tokens{why}"
         )
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from llmc.errors import ConfigError
+from llmc.speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+QUANTIZATIONS = ("int8", "int4", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 DEVICES = ("auto", "cpu", "cuda")
+SchedulingPolicy = Literal["fcfs", "priority"]
+SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = ("fcfs", "priority")
 
 
 def _positive(name: str, value: int | None, hint: str = "") -> None:
@@ -33,28 +38,46 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
+    quantization: Literal["int8", "int4", "fp8"] | None = None  # None: weights as they are stored
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_num_queued: int | None = None  # None: unlimited offline, 4 * max_num_seqs when serving
     block_size: int = 16
+    kv_cache_dtype: str = "auto"  # auto: the dtype of weights and activations
     kv_cache_memory: int | None = None
+    swap_space: int = 0  # host memory for the blocks of preempted requests
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None  # plan a step while the one before it runs
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    speculative_config: SpeculativeConfig | None = None  # or a mapping of its fields
     opt_level: Literal[0, 1, 2, 3] | None = None
+    cuda_graph_buckets: Sequence[int] | None = None  # decode batch sizes captured at -O2
     passes: Mapping[str, bool] = field(
         default_factory=dict
     )  # {"merge_linears": False} switches off
+    extra_passes: Sequence[object] = ()  # passes, or `module:pass` and `file.py:pass`
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"unknown kv_cache_dtype {self.kv_cache_dtype!r}; "
+                f"choose one of {', '.join(KV_CACHE_DTYPES)}"
+            )
         if self.device not in DEVICES:
             raise ConfigError(f"unknown device {self.device!r}; choose one of {', '.join(DEVICES)}")
         if self.load_format not in LOAD_FORMATS:
             raise ConfigError(
                 f"unknown load format {self.load_format!r}; choose one of {', '.join(LOAD_FORMATS)}"
+            )
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise ConfigError(
+                f"unknown quantization {self.quantization!r}; "
+                f"choose one of {', '.join(QUANTIZATIONS)}"
             )
         _positive("max_model_len", self.max_model_len)
         _positive("max_num_seqs", self.max_num_seqs)
@@ -62,6 +85,8 @@ class EngineConfig:
         _positive("max_num_queued", self.max_num_queued)
         _positive("kv_cache_memory", self.kv_cache_memory, " (bytes)")
         _positive("block_size", self.block_size)
+        if isinstance(self.swap_space, bool) or self.swap_space < 0:
+            raise ConfigError(f"swap_space must be 0 or a number of bytes, got {self.swap_space}")
         if self.block_size & (self.block_size - 1) or self.block_size > 1024:
             raise ConfigError(
                 f"block_size must be a power of two of at most 1024, got {self.block_size}"
@@ -70,6 +95,21 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            raise ConfigError(
+                f"unknown scheduling_policy {self.scheduling_policy!r}; "
+                f"choose one of {', '.join(SCHEDULING_POLICIES)}"
+            )
+        if isinstance(self.speculative_config, Mapping):
+            given = SpeculativeConfig.of(self.speculative_config)
+            object.__setattr__(self, "speculative_config", given)
+        elif not isinstance(self.speculative_config, SpeculativeConfig | None):
+            raise ConfigError(
+                'speculative_config must be a mapping such as {"method": "ngram"}, '
+                f"got {self.speculative_config!r}"
+            )
+        for size in self.cuda_graph_buckets or ():
+            _positive("cuda_graph_buckets", size)
         if self.opt_level not in (None, 0, 1, 2, 3):
             raise ConfigError(f"opt_level must be 0, 1, 2 or 3, got {self.opt_level!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):

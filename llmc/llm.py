@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from llmc.config import EngineConfig
 from llmc.errors import EngineDeadError, InvalidRequestError, LlmcError, QueueFullError
 from llmc.front.engine import Engine, EngineOptions, load_tokenizer, make_config, start
+from llmc.front.grammar_trial import make_trial
 from llmc.front.inputs import Input, InputProcessor, Prompt
 from llmc.front.outputs import ActiveRequest, OutputProcessor
 from llmc.front.progress import GenerationProgress
@@ -73,6 +74,7 @@ class LLM:
         self._tokenizer = tokenizer
         self._inputs = InputProcessor(started.info, tokenizer)
         self._outputs = OutputProcessor(tokenizer)
+        self._trial = make_trial(started.info)
         self._ids = itertools.count()
 
     def generate(
@@ -80,6 +82,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,
+        priority: int | Sequence[int] = 0,
         progress: bool = True,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
@@ -89,6 +92,9 @@ class LLM:
         `sampling_params` is one for all, or one per prompt; None takes the model's own defaults
         (and max_tokens=16). In a list, a prompt that can't be served gets an output whose `error`
         says why, and the others are served; InvalidRequestError is raised when none can be.
+        With `scheduling_policy="priority"` prompts of lower `priority` (one, or one for each) are
+        served first. A prompt given as a dict may have a `cache_salt`: only prompts of the same
+        salt then share cached prefixes.
         `use_tqdm` is another name for `progress`.
         """
         items = _as_list(prompts)
@@ -97,7 +103,8 @@ class LLM:
             functools.partial(self._inputs.process, prompt, sampling)
             for prompt, sampling in zip(items, params, strict=True)
         ]
-        return self._run(jobs, items, progress if use_tqdm is None else use_tqdm)
+        ranks = _priorities(priority, len(items))
+        return self._run(jobs, items, progress if use_tqdm is None else use_tqdm, ranks)
 
     def chat(
         self,
@@ -153,6 +160,7 @@ class LLM:
 
     def close(self) -> None:
         """Give the model's memory back. The LLM can't be used afterwards; closing twice is fine."""
+        self._trial.close()
         engine, self._engine = self._engine, None
         self._upgrade = None
         if engine is not None:
@@ -188,12 +196,16 @@ class LLM:
         prepare: Sequence[Callable[[], Input]],
         prompts: Sequence[Any],
         progress: bool,
+        priorities: Iterable[int] = itertools.repeat(0),
     ) -> list[RequestOutput]:
         engine = self._engine
         if engine is None:
             raise EngineDeadError("this LLM is closed; make a new one")
         try:
-            outcomes = [self._submit(engine, make) for make in prepare]
+            outcomes = [
+                self._submit(engine, make, priority)
+                for make, priority in zip(prepare, priorities, strict=False)
+            ]
             errors = [item for item in outcomes if isinstance(item, InvalidRequestError)]
             if errors and len(errors) == len(outcomes):
                 raise errors[0]
@@ -206,10 +218,13 @@ class LLM:
             for item, prompt in zip(outcomes, prompts, strict=True)
         ]
 
-    def _submit(self, engine: Engine, make: Callable[[], Input]) -> Outcome:
+    def _submit(self, engine: Engine, make: Callable[[], Input], priority: int) -> Outcome:
         request_id = str(next(self._ids))
         try:
-            request, messages = self._outputs.add(request_id, make())
+            source = make()
+            if source.sampling.structured_outputs is not None:
+                self._trial.check(source.sampling.structured_outputs)
+            request, messages = self._outputs.add(request_id, source, priority)
             for message in messages:
                 engine.add(message)
         except InvalidRequestError as exc:
@@ -236,6 +251,8 @@ class LLM:
                 num_tokens += sum(len(update.new_token_ids) for update in updates)
                 num_done += sum(request.finished for request in changed)
                 bar.update(num_done, num_tokens)
+        while engine.has_work:  # what was submitted ahead for requests that have ended
+            engine.step()
 
     def _refused(self, error: InvalidRequestError, prompt: Any) -> RequestOutput:
         return RequestOutput(
@@ -268,6 +285,17 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         f"prompts must be text, token ids, a dict or a list of these; got {prompts!r:.80}",
         param="prompt",
     )
+
+
+def _priorities(priority: int | Sequence[int], count: int) -> Sequence[int]:
+    if isinstance(priority, int):
+        return [priority] * count
+    if len(priority) != count:
+        raise InvalidRequestError(
+            f"{len(priority)} priorities for {count} prompts; give one, or one for each",
+            param="priority",
+        )
+    return priority
 
 
 def _conversations(

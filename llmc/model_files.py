@@ -93,6 +93,15 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
             f"{wanted!r} is an encoder-decoder model ({loaded.model_type}); "
             "llmc serves decoder-only causal language models"
         )
+    for part in (loaded, text):
+        stored = getattr(part, "quantization_config", None)
+        if stored:
+            method = stored.get("quant_method") if isinstance(stored, dict) else None
+            raise CheckpointError(
+                f"{wanted!r} is stored quantized ({method or type(stored).__name__}), which llmc "
+                "can't read; take the checkpoint that it was made from, and --quantization int8, "
+                "int4 or fp8"
+            )
     for field in ("vocab_size", "num_hidden_layers", "hidden_size"):
         value = getattr(text, field, None)
         if value is not None and (not isinstance(value, int) or not 1 <= value <= 10**8):

@@ -50,7 +50,11 @@ class RequestMetrics:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """The answer to one prompt. `error` holds the reason when the request could not be served."""
+    """The answer to one prompt. `error` holds the reason when the request could not be served.
+
+    `prompt_logprobs[i]` is that of prompt token i, as in CompletionOutput.logprobs; None for the
+    first token, before which there is nothing.
+    """
 
     request_id: str
     prompt: str | None
@@ -58,5 +62,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
     error: str | None = None

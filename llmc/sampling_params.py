@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llmc.errors import InvalidRequestError
+from llmc.structured_outputs import StructuredOutputs
 
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 300
+MAX_BAD_WORDS = 64  # sequences of tokens; a text may need two
+MAX_BAD_WORD_TOKENS = 16
 
 
 def _fail(name: str, value: object, rule: str) -> InvalidRequestError:
@@ -41,6 +44,7 @@ class SamplingParams:
     """
 
     n: int = 1  # completions per prompt, 1 to 128
+    best_of: int | None = None  # generate so many, return the n likeliest; None: n
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: off
@@ -50,6 +54,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # (0, 10]
     logit_bias: Mapping[int, float] | None = None  # token id -> [-100, 100]
     allowed_token_ids: Sequence[int] | None = None  # only these may be sampled
+    bad_words: Sequence[str] | None = None  # texts that the output must not contain
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None  # the same as token ids
     seed: int | None = None  # None: drawn from the engine's seed
     max_tokens: int | None = 16  # None: until the context is full
     min_tokens: int = 0  # no stop token before this many
@@ -58,6 +64,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None  # top alternatives per output token, 0 to 20; None: none
+    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
+    structured_outputs: StructuredOutputs | None = None  # a grammar that the output must follow
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
@@ -65,6 +73,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N, f"an integer from 1 to {MAX_N}")
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, self.n, MAX_N, f"an integer from n to {MAX_N}")
         _number("temperature", self.temperature, 0.0, 100.0, "a finite number of at least 0")
         _number("top_p", self.top_p, 0.0, 1.0, "a number in (0, 1]")
         if self.top_p == 0:
@@ -86,10 +96,12 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
         self._check_stop()
         self._check_token_ids()
+        self._check_structured_outputs()
 
     def _check_stop(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -108,11 +120,45 @@ class SamplingParams:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")
         object.__setattr__(self, "stop_strings", stop)
 
+    def _check_structured_outputs(self) -> None:
+        spec = self.structured_outputs
+        if spec is None:
+            return
+        if not isinstance(spec, StructuredOutputs):
+            raise _fail("structured_outputs", spec, "a StructuredOutputs")
+        if self.allowed_token_ids is not None:
+            raise InvalidRequestError(
+                "structured_outputs and allowed_token_ids both say which tokens may be sampled; "
+                "give one of them",
+                param="allowed_token_ids",
+            )
+
+    def _check_bad_words(self) -> None:
+        for text in self.bad_words or ():
+            if not isinstance(text, str) or not text:
+                raise _fail("bad_words", text, "a list of strings that are not empty")
+        words = self.bad_words_token_ids or ()
+        if max(len(words), len(self.bad_words or ())) > MAX_BAD_WORDS:
+            raise InvalidRequestError(
+                f"bad_words has {max(len(words), len(self.bad_words or ()))} entries; "
+                f"the limit is {MAX_BAD_WORDS}",
+                param="bad_words",
+            )
+        for word in words:
+            if not 0 < len(word) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidRequestError(
+                    f"a bad word has {len(word)} tokens; 1 to {MAX_BAD_WORD_TOKENS} are allowed",
+                    param="bad_words",
+                )
+            for token in word:
+                _integer("bad_words_token_ids", token, 0, 2**31 - 1, "lists of token ids")
+
     def _check_token_ids(self) -> None:
         for name in ("stop_token_ids", "allowed_token_ids"):
             ids = getattr(self, name)
             for token in ids or ():
                 _integer(name, token, 0, 2**31 - 1, "a list of token ids")
+        self._check_bad_words()
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
             raise InvalidRequestError(
                 "allowed_token_ids is empty, so nothing could be sampled",

@@ -10,25 +10,43 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import fx
 
 from llmc.errors import ConfigError
+from llmc.passes.edit import remembered_values
+
+# Switched like a pass, though it comes before them: layers that repeat are captured once
+# (llmc/compiler/outline.py).
+OUTLINE = "outline_layers"
 
 Notes = list[str]
-PassFn = Callable[[fx.GraphModule], Notes]
+PassFn = Callable[..., Notes]
+Place = Literal["early", "late"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """A named rewrite. `required` ones can't be switched off: the engine needs what they insert."""
+    """A named rewrite: `fn` with its options bound.
+
+    `required` ones can't be switched off: the engine needs what they insert. The rest is for
+    passes of users: where they run (user.py), whether they mean to change what the model answers,
+    and whether their result may be kept for the next start.
+    """
 
     name: str
-    run: PassFn
+    fn: PassFn
     doc: str
+    options: Mapping[str, Any] = field(default_factory=dict)
     required: bool = False
+    place: Place = "early"
+    changes_model: bool = False
+    cached: bool = True
+
+    def run(self, gm: fx.GraphModule) -> Notes:
+        return self.fn(gm, **self.options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +69,35 @@ class PassReport:
         return f"{self.name}: {change}" + "".join(f"; {note}" for note in self.notes)
 
 
-def graph_pass(*, required: bool = False) -> Callable[[Callable[..., Notes]], Callable[..., Pass]]:
+def graph_pass(
+    *,
+    required: bool = False,
+    place: Place = "early",
+    changes_model: bool = False,
+    cached: bool = True,
+) -> Callable[[PassFn], Callable[..., Pass]]:
     """Make a pass factory of a function `(gm, *, options) -> notes`; calling it binds the options.
 
     The docstring must have `Before:` and `After:` parts; TypeError at import when it does not.
+    The keywords are explained at `Pass`; `cached=False` is for a pass that puts a tensor of the
+    caller into the graph to be written to.
     """
 
-    def define(fn: Callable[..., Notes]) -> Callable[..., Pass]:
+    def define(fn: PassFn) -> Callable[..., Pass]:
         doc = fn.__doc__ or ""
         if "Before:" not in doc or "After:" not in doc:
             raise TypeError(f"pass {fn.__name__} needs a docstring with `Before:` and `After:`")
 
         def bind(**options: Any) -> Pass:
             return Pass(
-                name=fn.__name__, run=lambda gm: fn(gm, **options), doc=doc, required=required
+                name=fn.__name__,
+                fn=fn,
+                doc=doc,
+                options=options,
+                required=required,
+                place=place,
+                changes_model=changes_model,
+                cached=cached,
             )
 
         bind.__name__, bind.__doc__ = fn.__name__, doc
@@ -86,8 +119,12 @@ def check_names(switches: Mapping[str, bool], passes: Iterable[Pass]) -> None:
     """ConfigError for a switch that names no pass, or switches off a required one."""
     known = {p.name: p for p in passes}
     for name, enabled in switches.items():
+        if name == OUTLINE:
+            continue
         if name not in known:
-            raise ConfigError(f"unknown pass {name!r}; the pipeline has {', '.join(known)}")
+            raise ConfigError(
+                f"unknown pass {name!r}; the pipeline has {', '.join((*known, OUTLINE))}"
+            )
         if known[name].required and not enabled:
             raise ConfigError(f"pass {name!r} can't be switched off: the engine needs it")
 
@@ -108,7 +145,8 @@ def run_passes(
             )
             continue
         start = time.perf_counter()
-        notes = p.run(current)
+        with remembered_values():
+            notes = p.run(current)
         remove_dead_code(current.graph)
         current.graph.lint()
         after = histogram(current)
@@ -140,11 +178,11 @@ def remove_dead_code(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.users or node.op == "output":
             continue
-        if node.op == "call_function" and _writes(node):
+        if node.op == "call_function" and writes(node):
             continue
         graph.erase_node(node)
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,27 +14,58 @@ from torch._guards import detect_fake_mode
 aten = torch.ops.aten
 
 
+# What calls gave, by op and arguments: layers are alike, and torch takes milliseconds for each.
+_worked_out: ContextVar[dict[Any, Any] | None] = ContextVar("worked_out", default=None)
+
+
+@contextmanager
+def remembered_values() -> Iterator[None]:
+    """Inside, a call that is emitted again for like values is not worked out again."""
+    token = _worked_out.set({})
+    try:
+        yield
+    finally:
+        _worked_out.reset(token)
+
+
 def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     """Call `target` at the graph's insertion point, with the value's shape and dtype worked out."""
     node = graph.call_function(target, args)
+    memory = _worked_out.get()
+    if memory is None:
+        node.meta["val"] = _work_out(node)
+        return node
     fakes = fx.node.map_arg(args, lambda n: n.meta.get("val"))
+    key = (target, _likeness(fakes))
+    if key not in memory:
+        memory[key] = _work_out(node)
+    node.meta["val"] = memory[key]
+    return node
+
+
+def _work_out(node: fx.Node) -> Any:
     mode = detect_fake_mode([n.meta.get("val") for n in node.all_input_nodes])
     if mode is None:
-        raise AssertionError(f"no fake value among the inputs of {target}")
+        raise AssertionError(f"no fake value among the inputs of {node}")
+    fakes = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
+    kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("val"))
     with mode, torch.no_grad():
-        node.meta["val"] = target(*fakes)
-    return node
+        return node.target(*fakes, **kwargs)  # type: ignore[operator]
+
+
+def _likeness(arg: Any) -> Any:
+    """All that the value of a call can depend on: of tensors, what is known without their data."""
+    if isinstance(arg, list | tuple):
+        return (type(arg), *(_likeness(a) for a in arg))
+    if isinstance(arg, Tensor):
+        sizes = (*arg.shape, *arg.stride(), arg.storage_offset())
+        return (arg.dtype, arg.device, *(n if isinstance(n, int) else str(n) for n in sizes))
+    return (type(arg), str(arg) if isinstance(arg, torch.SymInt) else arg)
 
 
 def update_val(node: fx.Node) -> None:
     """Work out a node's value again after its inputs changed shape."""
-    fakes = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
-    kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("val"))
-    mode = detect_fake_mode([n.meta.get("val") for n in node.all_input_nodes])
-    if mode is None:
-        raise AssertionError(f"no fake value among the inputs of {node}")
-    with mode, torch.no_grad():
-        node.meta["val"] = node.target(*fakes, **kwargs)  # type: ignore[operator]
+    node.meta["val"] = _work_out(node)
 
 
 def val(node: Any) -> Tensor:
@@ -54,6 +87,16 @@ def replace(old: fx.Node, new: fx.Node) -> None:
     """Send every user of `old` to `new` and erase `old`."""
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
+
+
+def insert_after(node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """Call `target(node, *args)` right behind `node`; whoever read `node` reads the result."""
+    readers = list(node.users)
+    with node.graph.inserting_after(node):
+        made = emit(node.graph, target, node, *args)
+    for reader in readers:
+        reader.replace_input_with(node, made)
+    return made
 
 
 def only_user(node: fx.Node) -> fx.Node | None:

@@ -17,16 +17,24 @@ from llmc.passes.edit import aten, calls, emit, is_call, only_user, operands, th
 from llmc.passes.inputs import ConstantInput, StepInput, add_input, input_of
 
 _VIEWS = (aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
+_CASTS = (aten.to.dtype, aten._to_copy.default)  # the op computes in float32 and rounds once
 
 
 @dataclass(frozen=True, slots=True)
 class _Rotary:
-    """x [1, H, T, D], of which the first channels are rotated by cos and sin."""
+    """x [1, H, T, D], of which the first channels are rotated by cos and sin.
+
+    Some models rotate before they move the heads first: then it is [1, T, H, D].
+
+    Channel i turns with i + Dr / 2, or with its neighbour when interleaved.
+    """
 
     x: fx.Node
     cos: fx.Node  # table placeholders [positions, Dr], or [positions, Dr / 2] when halved
     sin: fx.Node
     halved: bool = False
+    interleaved: bool = False
+    heads_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,8 @@ class _Source:
 def fuse_rope_write(gm: fx.GraphModule) -> Notes:
     """Rotate queries and keys (normalized first where the model does) and write the cache at once.
 
+    Halves or neighbours turn together, all channels or the first few; casts around them vanish.
+
     Before:
         q = rotary(llmc.rms_norm(q0), cos_table[positions], sin_table[positions])
         k = rotary(llmc.rms_norm(k0), cos_table[positions], sin_table[positions])
@@ -50,7 +60,7 @@ def fuse_rope_write(gm: fx.GraphModule) -> Notes:
         o = llmc.paged_attention(q, ...)
     After:
         q = llmc.rope_write(q0, k0, v, q_norm, k_norm, eps, offset, cos_table, sin_table, positions,
-                            False, key_cache, value_cache, slot_mapping)
+                            interleaved, key_cache, value_cache, slot_mapping)
         o = llmc.paged_attention(q, ...)
     """
     graph = gm.graph
@@ -72,18 +82,19 @@ def _fuse(
 ) -> str | None:
     """Rewrite one layer; the reason when it does not match."""
     key, value, key_cache, value_cache, slots = write.args
-    query_rope, key_rope = _rotary(_heads_first(attend.args[0])), _rotary(_heads_first(key))
+    query_rope, key_rope = _rotary(attend.args[0]), _rotary(key)
     if query_rope is None or key_rope is None:
         return "no rotary embedding that is known by its shape"
     if (query_rope.cos, query_rope.sin) != (key_rope.cos, key_rope.sin):
         return "query and key read different tables"
-    if query_rope.halved != key_rope.halved:
+    how = (query_rope.halved, query_rope.interleaved)
+    if how != (key_rope.halved, key_rope.interleaved):
         return "query and key rotate differently"
     positions = next(n for n in graph.nodes if input_of(n) == StepInput(name="positions"))
     with graph.inserting_before(write):
-        q, k = _source(graph, query_rope.x), _source(graph, key_rope.x)
+        q, k = _source(graph, query_rope), _source(graph, key_rope)
         if (q.weight is None) != (k.weight is None) or (q.eps, q.offset) != (k.eps, k.offset):
-            q, k = (_Source(_flatten(graph, r.x)) for r in (query_rope, key_rope))
+            q, k = (_Source(_flatten(graph, r)) for r in (query_rope, key_rope))
         cos, sin = (
             _table(graph, t, query_rope.halved, tables) for t in (key_rope.cos, key_rope.sin)
         )
@@ -100,7 +111,7 @@ def _fuse(
             cos,
             sin,
             positions,
-            False,
+            query_rope.interleaved,
             key_cache,
             value_cache,
             slots,
@@ -110,32 +121,55 @@ def _fuse(
     return None
 
 
-def _heads_first(node: Any) -> Any:
-    """Undo page_attention's squeeze and transpose: back to [1, H, T, D]."""
-    node = through(node, aten.squeeze.dim)
-    return node.args[0] if is_call(node, aten.transpose.int) else node
+def _rotary(flat: Any) -> _Rotary | None:
+    """What page_attention squeezed, and transposed first where the heads stood first."""
+    node = through(flat, aten.squeeze.dim)
+    heads_last = not is_call(node, aten.transpose.int)
+    node = through(node if heads_last else node.args[0], *_CASTS)
+    found = _turn(node) or _partial(node) or _two_halves(node)
+    return found and replace(found, x=through(found.x, *_CASTS), heads_last=heads_last)
 
 
-def _rotary(node: Any) -> _Rotary | None:
-    return _half_turn(node) or _partial(node) or _two_halves(node)
-
-
-def _half_turn(node: Any) -> _Rotary | None:
-    """x * cos + cat(-x[half:], x[:half]) * sin."""
+def _turn(node: Any) -> _Rotary | None:
+    """x * cos + turned * sin, with x turned by a quarter."""
     if not is_call(node, aten.add.Tensor):
         return None
     for straight, turned in operands(node):
         if not (is_call(straight, aten.mul.Tensor) and is_call(turned, aten.mul.Tensor)):
             continue
         for x, cos in operands(straight):
-            for cat, sin in operands(turned):
+            for swapped, sin in operands(turned):
                 c, s = _table_of(cos), _table_of(sin)
-                if c is not None and s is not None and _is_rotated(cat, x):
+                if c is None or s is None:
+                    continue
+                x, swapped = through(x, *_CASTS), through(swapped, *_CASTS)
+                if _swaps_halves(swapped, x):
                     return _Rotary(x, c, s)
+                if _swaps_neighbours(swapped, x):
+                    return _Rotary(x, c, s, interleaved=True)
     return None
 
 
-def _is_rotated(cat: Any, x: Any) -> bool:
+def _swaps_neighbours(flat: Any, x: Any) -> bool:
+    """flat = stack([-x[1::2], x[0::2]], -1).flatten(-2)."""
+    if not is_call(flat, aten.flatten.using_ints) or val(flat).dim() != val(x).dim():
+        return False
+    stack = flat.args[0]
+    if not is_call(stack, aten.stack.default) or len(stack.args[0]) != 2:
+        return False
+    dim = stack.args[1] if len(stack.args) > 1 else 0
+    if dim not in (-1, val(x).dim()):
+        return False
+    minus, even = stack.args[0]
+    return (
+        is_call(minus, aten.neg.default)
+        and _slice_is(minus.args[0], x, 1, None, step=2)
+        and _slice_is(even, x, 0, None, step=2)
+    )
+
+
+def _swaps_halves(cat: Any, x: Any) -> bool:
+    """cat = cat(-x[half:], x[:half])."""
     if not is_call(cat, aten.cat.default) or len(cat.args[0]) != 2:
         return False
     width = val(x).shape[-1]
@@ -145,13 +179,14 @@ def _is_rotated(cat: Any, x: Any) -> bool:
     return _slice_is(minus.args[0], x, width // 2, None) and _slice_is(first, x, 0, width // 2)
 
 
-def _slice_is(node: Any, source: Any, start: int, end: int | None) -> bool:
-    """Whether node is source[..., start:end]."""
-    if not is_call(node, aten.slice.Tensor) or node.args[0] is not source:
+def _slice_is(node: Any, source: Any, start: int, end: int | None, *, step: int = 1) -> bool:
+    """Whether node is source[..., start:end:step]."""
+    node = through(node, *_CASTS)
+    if not is_call(node, aten.slice.Tensor) or through(node.args[0], *_CASTS) is not source:
         return False
     args: list[Any] = [*node.args[1:], None, None, None, None]
-    dim, low, high, step = args[:4]
-    if dim not in (-1, val(source).dim() - 1) or (low or 0) != start or step not in (None, 1):
+    dim, low, high, stride = args[:4]
+    if dim not in (-1, val(source).dim() - 1) or (low or 0) != start or (stride or 1) != step:
         return False
     width = val(source).shape[-1]
     return bool((width if high is None else min(high, width)) == (width if end is None else end))
@@ -162,14 +197,14 @@ def _partial(node: Any) -> _Rotary | None:
     if not is_call(node, aten.cat.default) or len(node.args[0]) != 2:
         return None
     rotated, rest = node.args[0]
-    inner = _half_turn(rotated)
+    inner = _turn(rotated)
     if inner is None or not is_call(inner.x, aten.slice.Tensor):
         return None
-    x = inner.x.args[0]
+    x = through(inner.x.args[0], *_CASTS)
     width = int(val(inner.x).shape[-1])
     if not (_slice_is(inner.x, x, 0, width) and _slice_is(rest, x, width, None)):
         return None
-    return replace(inner, x=x)  # type: ignore[arg-type]
+    return replace(inner, x=x)
 
 
 def _two_halves(node: Any) -> _Rotary | None:
@@ -228,24 +263,30 @@ def _table_of(node: Any) -> fx.Node | None:
     return table if isinstance(input_of(table), ConstantInput) else None
 
 
-def _flatten(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """[1, H, T, D] -> [T, H, D]."""
-    if is_call(x, aten.transpose.int) and tuple(x.args[1:3]) in ((1, 2), (2, 1)):
+def _flatten(graph: fx.Graph, rope: _Rotary) -> fx.Node:
+    """[1, H, T, D] or [1, T, H, D] -> [T, H, D]."""
+    x = rope.x
+    if rope.heads_last:
+        source: Any = x
+    elif is_call(x, aten.transpose.int) and tuple(x.args[1:3]) in ((1, 2), (2, 1)):
         source = x.args[0]
     else:
         source = emit(graph, aten.transpose.int, x, 1, 2)
     return emit(graph, aten.squeeze.dim, source, 0)
 
 
-def _source(graph: fx.Graph, x: fx.Node) -> _Source:
+def _source(graph: fx.Graph, rope: _Rotary) -> _Source:
     """Above the head-wise norm, when nothing else reads the normalized value."""
+    x = rope.x
     heads_last: Any = x.args[0] if is_call(x, aten.transpose.int) else None
-    if is_call(heads_last, rms_norm.overload) and only_user(heads_last) is x:
+    if rope.heads_last:
+        heads_last = x
+    if is_call(heads_last, rms_norm.overload) and (heads_last is x or only_user(heads_last) is x):
         y, weight, eps, offset = heads_last.args
         if weight is not None and val(weight).shape[0] == val(x).shape[-1]:
             flat = emit(graph, aten.squeeze.dim, y, 0)
             return _Source(flat, weight, eps, offset)
-    return _Source(_flatten(graph, x))
+    return _Source(_flatten(graph, rope))
 
 
 def _table(

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from llmc.kernels.quantized_linear import Part, Quantization
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
@@ -31,17 +33,34 @@ class CacheInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedPart:
+    """One of the two tensors that a quantized weight becomes. Both have the same recipe else."""
+
+    to: Quantization
+    part: Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateInput:
+    """What a recurrent call keeps of every request, in slots: `call` counts them in order."""
+
+    call: int
+    op: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightInput:
     """A recipe over the model's parameters: `parts` by name, concatenated along dimension 0.
 
     `transposed`: each part is stored [in, out] and is turned to [out, in] first.
     `packed`: the result is reordered into the CPU library's blocked layout (a 2-D weight of a
-    linear, opaque from then on).
+    linear, opaque from then on). `quantized`: the low-bit form of the result, or its scales.
     """
 
     parts: tuple[str, ...]
     transposed: bool = False
     packed: bool = False
+    quantized: QuantizedPart | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,7 +70,7 @@ class ConstantInput:
     tensor: Tensor
 
 
-Input = StepInput | CacheInput | WeightInput | ConstantInput
+Input = StepInput | CacheInput | StateInput | WeightInput | ConstantInput
 
 
 def input_of(node: Any) -> Input | None:
@@ -67,9 +86,16 @@ def add_input(graph: fx.Graph, name: str, role: Input, val: Tensor) -> fx.Node:
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
         node = graph.placeholder(name)
+    node.target = node.name  # a name that is taken gets a number
     node.meta["input"] = role
     node.meta["val"] = val
     return node
+
+
+def add_constant(graph: fx.Graph, name: str, tensor: Tensor, like: fx.Node) -> fx.Node:
+    """A tensor of the caller as a new placeholder; `like` is any node that has a value."""
+    fake = fake_like(like, *tensor.shape, dtype=tensor.dtype)
+    return add_input(graph, name, ConstantInput(tensor=tensor), fake)
 
 
 def step_input(graph: fx.Graph, name: str, val: Tensor) -> fx.Node:

@@ -14,6 +14,9 @@ from llmc.passes.base import Notes, graph_pass
 _SAME_AS = {torch.ops.aten.linear.default: "linear"}
 
 
+PREFER = ("triton", "cpu", "torch")  # the implementations that may serve, best first
+
+
 @graph_pass(required=True)
 def lower_kernels(gm: fx.GraphModule, *, prefer: Sequence[str]) -> Notes:
     """Name the implementation of every llmc op in the graph.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,7 +14,7 @@ from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.write_kv import write_kv
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import aten, calls, emit, is_call, replace, val
-from llmc.passes.inputs import CacheInput, fake_like, input_of, step_input
+from llmc.passes.inputs import CacheInput, add_input, fake_like, input_of, step_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +27,17 @@ class CacheSpec:
     v_head_dim: int
     window: int
     chunk: int
+    dtype: torch.dtype
 
 
 @graph_pass(required=True)
-def page_attention(gm: fx.GraphModule, *, block_size: int) -> Notes:
+def page_attention(
+    gm: fx.GraphModule, *, block_size: int, cache_dtype: torch.dtype | None = None
+) -> Notes:
     """Write each layer's keys and values to its cache and attend over block tables.
+
+    `cache_dtype` None: caches are of the model's own dtype. Layers that attend to the keys and
+    values of an earlier one read its cache; a module that is called twice has a cache for each.
 
     Before:
         o = llmc.attention(q [1, H, T, D], k, v, key_cache, value_cache, scale, window, ...)
@@ -40,45 +47,66 @@ def page_attention(gm: fx.GraphModule, *, block_size: int) -> Notes:
                                  block_table, scale, window, ...)
     """
     graph = gm.graph
-    markers = calls(graph, attention.overload)
-    if not markers:
-        raise CompileError(
-            "no attention was found in the captured graph: the model does not call transformers' "
-            "attention interface, so it can't be paged"
-        )
-    seen: dict[int, str] = {}
-    for marker in markers:
+    notes = []
+    owners: dict[int, str] = {}  # cache layer -> the marker that writes it
+    written: dict[tuple[Any, Any], tuple[Any, Any]] = {}  # (key, value) -> their caches
+    for marker in calls(graph, attention.overload):
         role = input_of(marker.args[3])
         if not isinstance(role, CacheInput):
             raise CompileError(f"{marker.name} has no cache of its own")
-        if role.layer in seen:
-            raise CompileError(
-                f"{marker.name} and {seen[role.layer]} are one module called twice in a step, "
-                "which needs a cache for each call and is not supported yet"
-            )
-        seen[role.layer] = marker.name
-        _page(graph, marker, block_size)
-    return []
+        tensors = (marker.args[1], marker.args[2])
+        if tensors in written:
+            notes.append(f"{marker.name} reads the keys and values of an earlier layer")
+            marker.args = (*marker.args[:3], *written[tensors], *marker.args[5:])
+            _page(graph, marker, write=False)
+            continue
+        if role.layer in owners:
+            notes.append(f"{marker.name} and {owners[role.layer]} are one module called twice")
+            _give_caches(graph, marker)
+        else:
+            owners[role.layer] = marker.name
+        written[tensors] = (marker.args[3], marker.args[4])
+        _size_caches(marker, block_size, cache_dtype)
+        _page(graph, marker, write=True)
+    return notes
 
 
-def _page(graph: fx.Graph, marker: fx.Node, block_size: int) -> None:
+def _give_caches(graph: fx.Graph, marker: fx.Node) -> None:
+    """Caches of its own for a call whose module's are taken: the next numbers."""
+    roles = [input_of(n) for n in graph.nodes if n.op == "placeholder"]
+    layer = 1 + max(role.layer for role in roles if isinstance(role, CacheInput))
+    fakes = [val(marker.args[i]) for i in (3, 4)]
+    caches = (
+        add_input(graph, f"key_cache_{layer}", CacheInput(layer=layer, part="key"), fakes[0]),
+        add_input(graph, f"value_cache_{layer}", CacheInput(layer=layer, part="value"), fakes[1]),
+    )
+    marker.args = (*marker.args[:3], *caches, *marker.args[5:])
+
+
+def _size_caches(marker: fx.Node, block_size: int, cache_dtype: torch.dtype | None) -> None:
+    _, key, value, key_cache, value_cache, *_ = marker.args
+    for cache, source in ((key_cache, key), (value_cache, value)):
+        assert isinstance(cache, fx.Node)
+        heads, dim = val(source).shape[1], val(source).shape[3]
+        dtype = cache_dtype or val(source).dtype
+        cache.meta["val"] = val(source).new_empty(2, heads, block_size, dim, dtype=dtype)
+
+
+def _page(graph: fx.Graph, marker: fx.Node, *, write: bool) -> None:
     query, key, value, key_cache, value_cache, *rest = marker.args
     tokens = next(n for n in graph.nodes if n.op == "placeholder" and _is_flat(n))
-    for cache, source in ((key_cache, key), (value_cache, value)):
-        assert isinstance(cache, fx.Node) and isinstance(source, fx.Node)
-        heads, dim = val(source).shape[1], val(source).shape[3]
-        cache.meta["val"] = val(source).new_empty(2, heads, block_size, dim)
     slots = step_input(graph, "slot_mapping", val(tokens).new_empty(val(tokens).shape[0]))
     start = step_input(graph, "query_start", fake_like(tokens, 3, dtype=torch.int32))
     length = step_input(graph, "context_len", fake_like(tokens, 2, dtype=torch.int32))
     table = step_input(graph, "block_table", fake_like(tokens, 2, 2, dtype=torch.int32))
     with graph.inserting_before(marker):
-        q, k, v = (_flat(graph, n) for n in (query, key, value))
-        emit(graph, write_kv.overload, k, v, key_cache, value_cache, slots)
+        if write:
+            k, v = _flat(graph, key), _flat(graph, value)
+            emit(graph, write_kv.overload, k, v, key_cache, value_cache, slots)
         out = emit(
             graph,
             paged_attention.overload,
-            q,
+            _flat(graph, query),
             key_cache,
             value_cache,
             start,

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmc.kernels.fp8 import CACHE_DTYPES
+from llmc.kernels.quantized_linear import Format
 from llmc.passes.append_sampler import append_sampler
 from llmc.passes.base import Pass
 from llmc.passes.canonicalize import canonicalize
+from llmc.passes.find_attention import find_attention
+from llmc.passes.find_convolutions import find_convolutions
 from llmc.passes.fuse_act_mul import fuse_act_mul
+from llmc.passes.fuse_linears import fuse_linears
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.passes.fuse_rope_write import fuse_rope_write
 from llmc.passes.last_token_logits import last_token_logits
 from llmc.passes.merge_linears import merge_linears
 from llmc.passes.pack_linears import pack_linears, packed_linear_available
 from llmc.passes.page_attention import page_attention
+from llmc.passes.quantize_linears import quantize_linears
 from llmc.passes.share_rotary import share_rotary
+from llmc.passes.slot_state import slot_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +32,25 @@ class PipelineOptions:
     block_size: int
     max_positions: int
     device_type: str  # "cpu" or "cuda"
+    kv_cache_dtype: str = "auto"  # a name of fp8.CACHE_DTYPES, or the model's own
+    quantization: Format | None = None
     streams_plain_weights: bool = False  # a kernel reads weights as stored as fast as packed ones
 
 
-def pipeline(options: PipelineOptions) -> tuple[Pass, ...]:
-    """Rewrites first, then fusions of what they left.
+def pipeline(options: PipelineOptions, extra: Sequence[Pass] = ()) -> tuple[Pass, ...]:
+    """Rewrites first, then fusions of what they left. `extra` are the passes of users.
 
     `lower_kernels` comes after them, when the step is bound and the machine's kernels are known.
     """
     return (
         canonicalize(),  # first: the others match on one spelling
-        page_attention(block_size=options.block_size),
+        *(p for p in extra if p.place == "early"),  # see the model's own ops; ours fuse theirs too
+        find_attention(max_positions=options.max_positions),  # what page_attention then pages
+        page_attention(
+            block_size=options.block_size, cache_dtype=CACHE_DTYPES[options.kv_cache_dtype]
+        ),
+        find_convolutions(),
+        slot_state(),  # after find_convolutions: they have a state too
         last_token_logits(),
         append_sampler(),  # after last_token_logits: samples the selected rows
         merge_linears(),
@@ -42,7 +58,12 @@ def pipeline(options: PipelineOptions) -> tuple[Pass, ...]:
         fuse_rms_norm(),
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output
         fuse_rope_write(),  # after share_rotary and fuse_rms_norm: reads the table, takes the norm
+        quantize_linears(format=options.quantization),  # after merge_linears: whole merged weights
+        fuse_linears(  # after the norms and activations that it takes in
+            unwanted=None if options.device_type == "cuda" else "fusing serves GPUs"
+        ),
         pack_linears(unwanted=_why_not_pack(options)),  # after merge_linears: packs merged weights
+        *(p for p in extra if p.place == "late"),  # see what will run
     )
 
 

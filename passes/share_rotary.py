@@ -60,16 +60,31 @@ def share_rotary(gm: fx.GraphModule, *, max_positions: int) -> Notes:
     inside = _closure(graph, positions)
     bases = {_base(n, inside) for n in inside if any(user not in inside for user in n.users)}
     notes = []
+    texts: dict[fx.Node, str] = {}
+    rows: dict[str, fx.Node] = {}  # by what is computed: layers may compute the same anew
     for node in [n for n in graph.nodes if n in bases]:
         if not _is_float_rows(node, positions):
             notes.append(f"{node.name}: not one row of floats a token")
             continue
-        table = _tabulate(graph, node, inside, max_positions)
-        if table is None:
-            notes.append(f"{node.name}: its rows are not functions of one position each")
-            continue
-        _read_from_table(graph, node, table, positions)
+        text = _text(node, inside, texts)
+        if text not in rows:
+            table = _tabulate(graph, node, inside, max_positions)
+            if table is None:
+                notes.append(f"{node.name}: its rows are not functions of one position each")
+                continue
+            rows[text] = _read_rows(graph, node, table, positions)
+        _use_rows(graph, node, rows[text])
     return notes
+
+
+def _text(node: fx.Node, inside: set[fx.Node], texts: dict[fx.Node, str]) -> str:
+    """The whole expression of a node; equal texts are equal values."""
+    if node not in inside and not _from_constants(node):
+        return node.name
+    if node not in texts:
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: _text(n, inside, texts))
+        texts[node] = f"{node.target}{args}"
+    return texts[node]
 
 
 def _closure(graph: fx.Graph, positions: fx.Node) -> set[fx.Node]:
@@ -120,8 +135,8 @@ def _is_float_rows(node: fx.Node, positions: fx.Node) -> bool:
     return (
         isinstance(value, Tensor)
         and value.is_floating_point()
-        and value.dim() == 3
-        and [str(s) for s in value.shape[:2]] == ["1", tokens]
+        and value.dim() >= 3
+        and [str(s) for s in value.shape[:-1]] == ["1"] * (value.dim() - 2) + [tokens]
     )
 
 
@@ -159,16 +174,21 @@ def _tabulate(
     graph: fx.Graph, node: fx.Node, inside: set[fx.Node], max_positions: int
 ) -> Tensor | None:
     """Rows for positions 0 to max_positions - 1, or None when a row depends on its neighbours."""
-    table = _evaluate(graph, node, inside, torch.arange(max_positions))[0]
+    table = _evaluate(graph, node, inside, torch.arange(max_positions)).flatten(0, -2)
     probe = torch.randperm(max_positions, generator=torch.Generator().manual_seed(0))[:7]
-    again = _evaluate(graph, node, inside, probe)[0]
+    again = _evaluate(graph, node, inside, probe).flatten(0, -2)
     return table.contiguous() if torch.equal(table[probe], again) else None
 
 
-def _read_from_table(graph: fx.Graph, node: fx.Node, table: Tensor, positions: fx.Node) -> None:
+def _read_rows(graph: fx.Graph, node: fx.Node, table: Tensor, positions: fx.Node) -> fx.Node:
     fake = val(node).new_empty(table.shape)
     source = add_input(graph, f"{node.name}_table", ConstantInput(tensor=table), fake)
     with graph.inserting_before(node):
-        rows = emit(graph, aten.index_select.default, source, 0, positions)
-        batched = emit(graph, aten.unsqueeze.default, rows, 0)
-    node.replace_all_uses_with(batched)
+        return emit(graph, aten.index_select.default, source, 0, positions)
+
+
+def _use_rows(graph: fx.Graph, node: fx.Node, rows: fx.Node) -> None:
+    with graph.inserting_before(node):
+        while val(rows).dim() < val(node).dim():
+            rows = emit(graph, aten.unsqueeze.default, rows, 0)
+    node.replace_all_uses_with(rows)

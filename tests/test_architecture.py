@@ -18,11 +18,21 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = {"llmc": "llmc", "passes": "llmc.passes", "kernels": "llmc.kernels", "cli": "llmc.cli"}
 
 # Everything of ours that a package may import; itself is always allowed.
-LEAVES = ("llmc.errors", "llmc.config", "llmc.sampling_params", "llmc.outputs")
+LEAVES = (
+    "llmc.errors",
+    "llmc.config",
+    "llmc.sampling_params",
+    "llmc.structured_outputs",
+    "llmc.speculative_config",
+    "llmc.outputs",
+)
 MAY_IMPORT = {
     "llmc.errors": (),
     "llmc.config": LEAVES,
     "llmc.sampling_params": LEAVES,
+    "llmc.structured_outputs": ("llmc.errors",),
+    "llmc.speculative_config": ("llmc.errors",),
+    "llmc.structured": ("llmc.errors", "llmc.structured_outputs", "llmc.text"),
     "llmc.outputs": LEAVES,
     "llmc.kernels": ("llmc.errors",),
     "llmc.passes": ("llmc.errors", "llmc.kernels"),
@@ -46,13 +56,24 @@ THIRD_PARTY = {  # name -> the only modules that may import it
         "llmc.choices",
         "llmc.guide",
         "llmc.benchmark",
+        "llmc.inspection",
+        "llmc.verification",
         "llmc.cli.collect_env",
     ),
     "triton": ("llmc.kernels.triton",),
-    "transformers": ("llmc.compiler", "llmc.model_files", "llmc.text", "llmc.guide"),
+    "transformers": (
+        "llmc.verification.reference",
+        "llmc.compiler",
+        "llmc.model_files",
+        "llmc.text",
+        "llmc.guide",
+    ),
     "typer": ("llmc.cli",),
     "rich": ("llmc.cli", "llmc.front.progress"),  # the bar of LLM.generate
     "prompt_toolkit": ("llmc.cli",),
+    "zmq": ("llmc.front.remote", "llmc.front.engine_host", "llmc.front.engine_main"),
+    "msgspec": ("llmc.front.wire", "llmc.front.fleet", "llmc.front.supervisor", "llmc.server"),
+    "llguidance": ("llmc.structured",),
     **dict.fromkeys(SERVER, ("llmc.server",)),
 }
 FAMILIES = (

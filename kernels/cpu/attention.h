@@ -4,6 +4,7 @@
 // 2^(score - m). Rows of one item are (token, head of the group) pairs, heads fastest.
 #pragma once
 
+#include "fp8.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -59,6 +60,17 @@ void find_rows(const AttentionArgs& a, const Item& item, int64_t first, int64_t 
   }
 }
 
+// Widens n cached rows of 8 bits to T, one after the other, and points to them instead.
+template <class T>
+void widen_rows(Dtype cache, int64_t n, int64_t dim, const uint8_t* const* codes, T* to,
+                const T** rows) {
+  const Fp8Table& table = fp8_table(cache);
+  for (int64_t i = 0; i < n; ++i) {
+    rows[i] = to + i * dim;
+    decode_row(codes[i], dim, table, to + i * dim);
+  }
+}
+
 // Rounds acc / l to the output, after the sink has joined the softmax.
 template <class T>
 void write_output(const AttentionArgs& a, int64_t token, int64_t head, float m, float l,
@@ -68,7 +80,8 @@ void write_output(const AttentionArgs& a, int64_t token, int64_t head, float m, 
     // l grows by the sink's weight at the same scale as acc
     l += std::exp2(sink - top) / std::exp2(m - top);
   }
-  const float factor = l > 0 ? 1.0f / l : 0.0f;
+  const float scale = a.scales.value_of(head / (a.heads / a.kv_heads));
+  const float factor = l > 0 ? scale / l : 0.0f;
   T* out = static_cast<T*>(a.out) + (token * a.heads + head) * a.v_dim;
   int64_t i = 0;
   for (; i + kLanes <= a.v_dim; i += kLanes) store(out + i, load(acc + i) * factor);

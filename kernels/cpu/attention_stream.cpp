@@ -158,12 +158,13 @@ void stream(const Plan& plan, const Item& item) {
                    (item.kv_head * G + row) * a.query_stride[1],
                a.head_dim, dim, query + row * dim);
   alignas(64) float scores[G][kTile];
-  walk_tiles<T>(a, item, item.first_key, [&](const Tile<T>& tile) {
+  walk_tiles<T>(a, item, item.first_key, [&](const Tile<T>& tile) __attribute__((noinline)) {
     const int64_t row = tile.head * G;
+    const float scale = a.scale * a.scales.key_of(item.kv_head + tile.head);
     tile_scores<T, G>(tile.keys, tile.next_keys, a.head_dim, dim, query + row * dim, scores);
     for (int g = 0; g < G; ++g) {
       const float slope = a.slopes ? a.slopes[item.kv_head * G + row + g] : 0.0f;
-      finish_scores(scores[g], tile.first, tile.end, {a.scale, a.softcap, slope, item.position});
+      finish_scores(scores[g], tile.first, tile.end, {scale, a.softcap, slope, item.position});
       const float factor = softmax(scores[g], m[row + g], l[row + g]);
       if (factor != 1) scale_row(acc + (row + g) * v_dim, v_dim, factor);
     }

@@ -49,15 +49,15 @@ struct HeadState {
 };
 
 // Scores of the keys [begin, end) become weights; returns by what to scale the sums so far.
-v16f softmax(const AttentionArgs& a, HeadState& h, float* scores, int64_t begin, int64_t end,
-             float distance) {
-  const bool plain = a.softcap <= 0 && a.slopes == nullptr && a.scale > 0;
-  const float scale = plain ? a.scale * kLog2e : 1.0f;
+v16f softmax(const AttentionArgs& a, float raw_scale, HeadState& h, float* scores, int64_t begin,
+             int64_t end, float distance) {
+  const bool plain = a.softcap <= 0 && a.slopes == nullptr && raw_scale > 0;
+  const float scale = plain ? raw_scale * kLog2e : 1.0f;
   v16f top = splat(-kInf);
   for (int64_t k = begin; k < end; ++k) {
     v16f x = load(scores + k * kLanes);
     if (!plain) {
-      x *= a.scale;
+      x *= raw_scale;
       if (a.softcap > 0) x = a.softcap * tanh_lanes(x / a.softcap);
       x = (x + h.slope * (distance + float(k))) * kLog2e;
       store(scores + k * kLanes, x);
@@ -131,12 +131,13 @@ void run_stream_amx(const Plan& plan, const Item& item) {
       for (int64_t g = 0; g < group; ++g) state[h].slope[g] = a.slopes[first + g];
   }
   enter_amx();
-  walk_tiles<bf16>(a, item, item.first_key / kTileRows * kTileRows, [&](const Tile<bf16>& tile) {
+  const int64_t row_bytes = (is_fp8(a.cache) ? dim : a.key_stride[2]) * int64_t(sizeof(bf16));
+  const int64_t start = item.first_key / kTileRows * kTileRows;
+  walk_tiles<bf16>(a, item, start, [&](const Tile<bf16>& tile) __attribute__((noinline)) {
     const int64_t h = tile.head, begin = std::max<int64_t>(0, item.first_key - tile.first);
-    score_tile(tile, a.key_stride[2] * int64_t(sizeof(bf16)), dim, query + h * dim / 2 * kLanes,
-               scores);
-    const v16f factor =
-        softmax(a, state[h], scores, begin, tile.end, float(tile.first - item.position));
+    score_tile(tile, row_bytes, dim, query + h * dim / 2 * kLanes, scores);
+    const v16f factor = softmax(a, a.scale * a.scales.key_of(item.kv_head + h), state[h], scores,
+                                begin, tile.end, float(tile.first - item.position));
     float* sums = acc + h * group * v_dim;
     for (int64_t g = 0; g < group; ++g)
       if (factor[g] != 1) scale_row(sums + g * v_dim, v_dim, factor[g]);

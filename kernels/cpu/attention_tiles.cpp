@@ -44,12 +44,12 @@ void init_panel(const Plan& plan, const Item& item, int64_t row, int64_t rows, P
 }
 
 // Softcap, slopes and masks, where a tile needs any of them. Leaves scores in units of log2.
-void transform(const AttentionArgs& a, const Panel& p, float* scores, int64_t first, int64_t n,
-               bool plain, bool masked) {
+void transform(const AttentionArgs& a, const Panel& p, float raw_scale, float* scores,
+               int64_t first, int64_t n, bool plain, bool masked) {
   for (int64_t k = 0; k < n; ++k) {
     v16f x = load(scores + k * kLanes);
     if (!plain) {
-      x *= a.scale;
+      x *= raw_scale;
       if (a.softcap > 0) x = a.softcap * tanh_lanes(x / a.softcap);
       if (a.slopes) x += p.slope * (float(first + k) - p.position);
       x *= kLog2e;
@@ -105,6 +105,17 @@ void finish(const Plan& plan, const Item& item, const Panel& p, int64_t row, int
     finish_row<typename E::T>(plan, item, row + lane, p.m[lane], p.l[lane], lines + lane * v_dim);
 }
 
+// Pointers to n key and value rows from `first` on, as T: those of 8 bits are widened to `to`.
+template <class T>
+void find_wide_rows(const AttentionArgs& a, const Item& item, int64_t first, int64_t n, T* to,
+                    const T** keys, const T** values) {
+  if (!is_fp8(a.cache)) return find_rows(a, item, first, n, keys, values);
+  const uint8_t *key_codes[kTileKeys], *value_codes[kTileKeys];
+  find_rows(a, item, first, n, key_codes, value_codes);
+  widen_rows(a.cache, n, a.head_dim, key_codes, to, keys);
+  widen_rows(a.cache, n, a.v_dim, value_codes, to + kTileKeys * a.head_dim, values);
+}
+
 template <class E>
 void tiles(const Plan& plan, const Item& item) {
   using T = typename E::T;
@@ -116,7 +127,8 @@ void tiles(const Plan& plan, const Item& item) {
   static thread_local Arena arena;
   arena.reset(sizeof(float) * (panels * (words + v_dim * kLanes) + kTileKeys * (dim + v_dim) +
                                2 * E::kPanels * kPanelScores + kLanes * v_dim) +
-              panels * sizeof(Panel) + 2 * kTileKeys * sizeof(T*) + 16 * 64);
+              kTileKeys * (a.head_dim + a.v_dim) * sizeof(T) + panels * sizeof(Panel) +
+              2 * kTileKeys * sizeof(T*) + 16 * 64);
   uint32_t* query = arena.take<uint32_t>(panels * words);
   float* acc = arena.take<float>(panels * v_dim * kLanes);
   uint32_t* keys = arena.take<uint32_t>(kTileKeys * dim);
@@ -125,6 +137,7 @@ void tiles(const Plan& plan, const Item& item) {
   uint32_t* weights = arena.take<uint32_t>(E::kPanels * kPanelScores);
   float* lines = arena.take<float>(kLanes * v_dim);
   Panel* panel = arena.take<Panel>(panels);
+  T* wide = arena.take<T>(kTileKeys * (a.head_dim + a.v_dim));
   const T** key_rows = arena.take<const T*>(kTileKeys);
   const T** value_rows = arena.take<const T*>(kTileKeys);
 
@@ -142,12 +155,13 @@ void tiles(const Plan& plan, const Item& item) {
     }
     E::pack_panel(from, a.head_dim, query + p * words, dim);
   }
-  const bool plain = a.softcap <= 0 && a.slopes == nullptr && a.scale > 0;
-  const float scale = plain ? a.scale * kLog2e : 1.0f;
+  const float raw_scale = a.scale * a.scales.key_of(item.kv_head);
+  const bool plain = a.softcap <= 0 && a.slopes == nullptr && raw_scale > 0;
+  const float scale = plain ? raw_scale * kLog2e : 1.0f;
   E::enter();
   for (int64_t first = item.first_key; first < item.last_key; first += kTileKeys) {
     const int64_t n = std::min(kTileKeys, item.last_key - first);
-    find_rows(a, item, first, n, key_rows, value_rows);
+    find_wide_rows(a, item, first, n, wide, key_rows, value_rows);
     const int64_t padded = round_up(n, E::kKeyStep);
     E::pack_keys(key_rows, n, padded, a.head_dim, keys, dim);
     E::pack_values(value_rows, n, padded, a.v_dim, values, v_dim);
@@ -166,7 +180,7 @@ void tiles(const Plan& plan, const Item& item) {
         float* s = scores + i * kPanelScores;
         const bool masked = q.most_first > first || q.least_last < first + seen - 1 ||
                             (p + i + 1) * kLanes > rows;
-        if (masked || !plain) transform(a, q, s, first, seen, plain, masked);
+        if (masked || !plain) transform(a, q, raw_scale, s, first, seen, plain, masked);
         softmax<E>(q, s, seen, step, scale, weights + i * kPanelScores,
                    acc + (p + i) * v_dim * kLanes, v_dim);
       }

@@ -24,6 +24,17 @@ llmc::Dtype dtype_of(const Tensor& t) {
   }
 }
 
+llmc::Dtype cache_dtype_of(const Tensor& t, const Tensor& beside) {
+  switch (t.scalar_type()) {
+    case at::kFloat8_e4m3fn: return llmc::Dtype::e4m3;
+    case at::kFloat8_e5m2: return llmc::Dtype::e5m2;
+    default:
+      TORCH_CHECK(t.scalar_type() == beside.scalar_type(), "a cache must be ",
+                  beside.scalar_type(), " or float8, got ", t.scalar_type());
+      return dtype_of(t);
+  }
+}
+
 int num_threads() {
   return at::in_parallel_region() ? 1 : at::get_num_threads();
 }
@@ -115,13 +126,32 @@ void copy_strides(const Tensor& t, int64_t* to, int count) {
   for (int d = 0; d < count; ++d) to[d] = t.stride(d);
 }
 
+llmc::Scales scales_of(const optional<Tensor>& key, const optional<Tensor>& value,
+                       const Tensor& cache) {
+  llmc::Scales scales{};
+  auto read = [&](const optional<Tensor>& t, const char* name, int64_t& stride) -> const float* {
+    if (!t.has_value() || !t->defined()) return nullptr;
+    check(*t, name, at::kFloat, 1);
+    TORCH_CHECK(t->size(0) == 1 || t->size(0) == cache.size(1), name, " must have 1 element or ",
+                cache.size(1), ", got ", t->size(0));
+    TORCH_CHECK(cache.element_size() == 1, name, " is for caches of float8, got ",
+                cache.scalar_type());
+    stride = t->size(0) == 1 ? 0 : 1;
+    return t->data_ptr<float>();
+  };
+  scales.key = read(key, "k_scale", scales.key_stride);
+  scales.value = read(value, "v_scale", scales.value_stride);
+  return scales;
+}
+
 llmc::WriteArgs write_args(const Tensor& key, const Tensor& value, const Tensor& key_cache,
-                           const Tensor& value_cache, const Tensor& slots) {
+                           const Tensor& value_cache, const Tensor& slots,
+                           const optional<Tensor>& k_scale, const optional<Tensor>& v_scale) {
   const auto dtype = key.scalar_type();
   check(key, "key", dtype, 3);
   check(value, "value", dtype, 3);
-  check(key_cache, "key_cache", dtype, 4);
-  check(value_cache, "value_cache", dtype, 4);
+  check(key_cache, "key_cache", key_cache.scalar_type(), 4);
+  check(value_cache, "value_cache", key_cache.scalar_type(), 4);
   check(slots, "slot_mapping", at::kLong, 1);
   TORCH_CHECK(key.size(0) == value.size(0) && key.size(0) == slots.size(0) &&
                   key.size(1) == value.size(1) && key.size(1) == key_cache.size(1) &&
@@ -132,6 +162,8 @@ llmc::WriteArgs write_args(const Tensor& key, const Tensor& value, const Tensor&
               key_cache.sizes(), ", ", value_cache.sizes(), " do not fit together");
   llmc::WriteArgs w{};
   w.dtype = dtype_of(key);
+  w.cache = cache_dtype_of(key_cache, key);
+  w.scales = scales_of(k_scale, v_scale, key_cache);
   w.key = key.data_ptr();
   w.value = value.data_ptr();
   w.key_cache = key_cache.data_ptr();
@@ -151,21 +183,24 @@ llmc::WriteArgs write_args(const Tensor& key, const Tensor& value, const Tensor&
 }
 
 void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache,
-              const Tensor& value_cache, const Tensor& slot_mapping) {
-  llmc::write_kv(write_args(key, value, key_cache, value_cache, slot_mapping));
+              const Tensor& value_cache, const Tensor& slot_mapping,
+              const optional<Tensor>& k_scale, const optional<Tensor>& v_scale) {
+  llmc::write_kv(
+      write_args(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale));
 }
 
 Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
                   const optional<Tensor>& query_norm, const optional<Tensor>& key_norm, double eps,
                   double norm_offset, const Tensor& cos_table, const Tensor& sin_table,
                   const Tensor& positions, bool interleaved, const Tensor& key_cache,
-                  const Tensor& value_cache, const Tensor& slot_mapping) {
+                  const Tensor& value_cache, const Tensor& slot_mapping,
+                  const optional<Tensor>& k_scale, const optional<Tensor>& v_scale) {
   check(query, "query", key.scalar_type(), 3);
   check(cos_table, "cos_table", at::kFloat, 2);
   check(sin_table, "sin_table", at::kFloat, 2);
   check(positions, "positions", at::kLong, 1);
   llmc::RopeArgs a{};
-  a.write = write_args(key, value, key_cache, value_cache, slot_mapping);
+  a.write = write_args(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale);
   TORCH_CHECK(query.size(0) == key.size(0) && query.size(2) == key.size(2) &&
                   positions.size(0) == key.size(0) && cos_table.sizes() == sin_table.sizes() &&
                   cos_table.size(1) <= key.size(2) && cos_table.size(1) % 2 == 0,
@@ -214,11 +249,11 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
                        const Tensor& query_start, const Tensor& context_len,
                        const Tensor& block_table, double scale, int64_t window, int64_t chunk,
                        double softcap, const optional<Tensor>& sinks,
-                       const optional<Tensor>& slopes) {
-  const auto dtype = query.scalar_type();
-  check(query, "query", dtype, 3);
-  check(key_cache, "key_cache", dtype, 4);
-  check(value_cache, "value_cache", dtype, 4);
+                       const optional<Tensor>& slopes, const optional<Tensor>& k_scale,
+                       const optional<Tensor>& v_scale) {
+  check(query, "query", query.scalar_type(), 3);
+  check(key_cache, "key_cache", key_cache.scalar_type(), 4);
+  check(value_cache, "value_cache", key_cache.scalar_type(), 4);
   check(query_start, "query_start", at::kInt, 1);
   check(context_len, "context_len", at::kInt, 1);
   check(block_table, "block_table", at::kInt, 2);
@@ -236,6 +271,8 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   llmc::AttentionArgs a{};
   Tensor out = at::empty({query.size(0), heads, value_cache.size(3)}, query.options());
   a.dtype = dtype_of(query);
+  a.cache = cache_dtype_of(key_cache, query);
+  a.scales = scales_of(k_scale, v_scale, key_cache);
   a.query = query.data_ptr();
   a.key_cache = key_cache.data_ptr();
   a.value_cache = value_cache.data_ptr();
@@ -324,6 +361,21 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
   return out;
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprobs(const Tensor& logits,
+                                                          const Tensor& token, int64_t k) {
+  check(logits, "logits", logits.scalar_type(), 2);
+  TORCH_CHECK(k >= 0, "k must not be negative, got ", k);
+  const int64_t rows = logits.size(0);
+  const auto floats = logits.options().dtype(at::kFloat), longs = logits.options().dtype(at::kLong);
+  Tensor chosen = at::empty({rows}, floats), rank = at::empty({rows}, longs);
+  Tensor ids = at::empty({rows, k}, longs), values = at::empty({rows, k}, floats);
+  llmc::token_logprobs({dtype_of(logits), logits.data_ptr(), rows, logits.size(1),
+                        logits.stride(0), k, column<int64_t>(token, "token", at::kLong, rows),
+                        chosen.data_ptr<float>(), values.data_ptr<float>(),
+                        rank.data_ptr<int64_t>(), ids.data_ptr<int64_t>(), num_threads()});
+  return {chosen, rank, ids, values};
+}
+
 Tensor process_logits(const Tensor& logits, const Tensor& row, const Tensor& length,
                       const Tensor& history, const Tensor& prompt_len, const Tensor& repetition,
                       const Tensor& presence, const Tensor& frequency, const Tensor& bias_token,
@@ -365,7 +417,7 @@ Tensor process_logits(const Tensor& logits, const Tensor& row, const Tensor& len
   a.bias_stride[1] = bias_value.stride(0);
   a.bias_stride[2] = bias_until.stride(0);
   a.bias_width = bias_token.size(1);
-  a.has_mask = column<bool>(has_mask, "has_mask", at::kBool, rows);
+  a.has_mask = column<int32_t>(has_mask, "has_mask", at::kInt, rows);
   a.mask = mask.data_ptr<int32_t>();
   a.mask_stride = mask.stride(0);
   a.threads = num_threads();
@@ -383,19 +435,22 @@ TORCH_LIBRARY(llmc_cpu, m) {
   m.def("act_mul(Tensor gate_up, str act) -> Tensor");
   m.def(
       "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-      "Tensor slot_mapping) -> ()");
+      "Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
   m.def(
       "rope_write(Tensor query, Tensor key, Tensor value, Tensor? query_norm, Tensor? key_norm, "
       "float eps, float norm_offset, Tensor cos_table, Tensor sin_table, Tensor positions, "
-      "bool interleaved, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> "
-      "Tensor");
+      "bool interleaved, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
+      "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor");
   m.def(
       "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor query_start, "
       "Tensor context_len, Tensor block_table, float scale, SymInt window, SymInt chunk, "
-      "float softcap, Tensor? sinks, Tensor? slopes) -> Tensor");
+      "float softcap, Tensor? sinks, Tensor? slopes, Tensor? k_scale=None, "
+      "Tensor? v_scale=None) -> Tensor");
   m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
       "Tensor seed, Tensor position) -> Tensor");
+  m.def(
+      "token_logprobs(Tensor logits, Tensor token, SymInt k) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
       "expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor expert, bool transposed) -> "
@@ -415,6 +470,7 @@ TORCH_LIBRARY_IMPL(llmc_cpu, CPU, m) {
   m.impl("rope_write", &rope_write);
   m.impl("paged_attention", &paged_attention);
   m.impl("sample", &sample);
+  m.impl("token_logprobs", &token_logprobs);
   m.impl("process_logits", &process_logits);
   m.impl("linear", &linear);
   m.impl("expert_linear", &expert_linear);

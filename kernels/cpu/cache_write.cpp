@@ -1,7 +1,7 @@
 // write_kv and rope_write: what puts a step's keys and values into the paged cache.
+#include "fp8.h"
 #include "kernels.h"
 #include "parallel.h"
-#include "vec.h"
 
 #include <cstring>
 #include <vector>
@@ -9,45 +9,73 @@
 namespace llmc {
 namespace {
 
-template <class T>
+template <class T>  // of the cache's elements
 T* slot_pointer(void* cache, const int64_t stride[3], int64_t block_size, int64_t slot, int64_t h) {
   return static_cast<T*>(cache) + slot / block_size * stride[0] + h * stride[1] +
          slot % block_size * stride[2];
 }
 
+// Rows of a cache of the inputs' own type...
 template <class T>
+struct SameCache {
+  using Element = T;
+  LLMC_INLINE void copy(const T* row, int64_t n, float, T* to) {
+    std::memcpy(to, row, n * sizeof(T));
+  }
+  LLMC_INLINE void round(const float* row, int64_t n, float, T* to) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(to + i, load(row + i));
+    for (; i < n; ++i) assign(to[i], row[i]);
+  }
+};
+
+// ... and of one of 8 bits.
+template <class T, Dtype kDtype>
+struct Fp8Cache {
+  using Element = uint8_t;
+  LLMC_INLINE void copy(const T* row, int64_t n, float scale, uint8_t* to) {
+    encode_row(row, n, scale, fp8_format(kDtype), to);
+  }
+  LLMC_INLINE void round(const float* row, int64_t n, float scale, uint8_t* to) {
+    encode_row(row, n, scale, fp8_format(kDtype), to);
+  }
+};
+
+template <class T, class Cache>
 void write_value(const WriteArgs& w, int64_t t, int64_t slot) {
   const T* value = static_cast<const T*>(w.value) + t * w.value_stride[0];
   for (int64_t h = 0; h < w.kv_heads; ++h)
-    std::memcpy(slot_pointer<T>(w.value_cache, w.value_cache_stride, w.block_size, slot, h),
-                value + h * w.value_stride[1], w.v_dim * sizeof(T));
+    Cache::copy(value + h * w.value_stride[1], w.v_dim, w.scales.value_of(h),
+                slot_pointer<typename Cache::Element>(w.value_cache, w.value_cache_stride,
+                                                      w.block_size, slot, h));
 }
 
-template <class T>
+template <class T, class Cache>
 void write_key(const WriteArgs& w, int64_t t, int64_t slot) {
   const T* key = static_cast<const T*>(w.key) + t * w.key_stride[0];
   for (int64_t h = 0; h < w.kv_heads; ++h)
-    std::memcpy(slot_pointer<T>(w.key_cache, w.key_cache_stride, w.block_size, slot, h),
-                key + h * w.key_stride[1], w.head_dim * sizeof(T));
+    Cache::copy(key + h * w.key_stride[1], w.head_dim, w.scales.key_of(h),
+                slot_pointer<typename Cache::Element>(w.key_cache, w.key_cache_stride,
+                                                      w.block_size, slot, h));
 }
 
-template <class T>
+template <class T, class Cache>
 void write_rows(const WriteArgs& w) {
   const int64_t cost = w.kv_heads * (w.head_dim + w.v_dim);
   parallel_rows(w.tokens, cost, w.threads, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const int64_t slot = w.slots[t];
       if (slot < 0) continue;
-      write_key<T>(w, t, slot);
-      write_value<T>(w, t, slot);
+      write_key<T, Cache>(w, t, slot);
+      write_value<T, Cache>(w, t, slot);
     }
   });
 }
 
-// One head: norm, rotation and rounding, through a float row `x` of at least `dim` + 16 floats.
+// One head: norm and rotation, by way of `x`, to `y`: float rows of at least `dim` + 16.
 template <class T>
 void turn_head(const RopeArgs& a, const T* in, const void* norm, const float* cos, const float* sin,
-               float* __restrict__ x, float* __restrict__ y, T* out) {
+               float* __restrict__ x, float* __restrict__ y) {
   const int64_t dim = a.write.head_dim, width = a.rotary_dim, half = width / 2;
   int64_t i = 0;
   v16f squares = {};
@@ -78,11 +106,9 @@ void turn_head(const RopeArgs& a, const T* in, const void* norm, const float* co
     for (i = half; i < width; ++i) y[i] = x[i] * cos[i] + x[i - half] * sin[i];
   }
   for (i = width; i < dim; ++i) y[i] = x[i];
-  for (i = 0; i + kLanes <= dim; i += kLanes) store(out + i, load(y + i));
-  for (; i < dim; ++i) assign(out[i], y[i]);
 }
 
-template <class T>
+template <class T, class Cache>
 void rope_rows(const RopeArgs& a) {
   const WriteArgs& w = a.write;
   const int64_t cost = (a.heads + w.kv_heads) * w.head_dim * 3 + w.kv_heads * w.v_dim;
@@ -94,28 +120,50 @@ void rope_rows(const RopeArgs& a) {
       const float* sin = a.sin + a.positions[t] * a.sin_stride;
       const T* query = static_cast<const T*>(a.query) + t * a.query_stride[0];
       T* out = static_cast<T*>(a.out) + t * a.heads * w.head_dim;
-      for (int64_t h = 0; h < a.heads; ++h)
-        turn_head<T>(a, query + h * a.query_stride[1], a.query_norm, cos, sin, x, y,
-                     out + h * w.head_dim);
+      for (int64_t h = 0; h < a.heads; ++h) {
+        turn_head<T>(a, query + h * a.query_stride[1], a.query_norm, cos, sin, x, y);
+        SameCache<T>::round(y, w.head_dim, 1.0f, out + h * w.head_dim);
+      }
       const int64_t slot = w.slots[t];
       if (slot < 0) continue;
       const T* key = static_cast<const T*>(w.key) + t * w.key_stride[0];
-      for (int64_t h = 0; h < w.kv_heads; ++h)
-        turn_head<T>(a, key + h * w.key_stride[1], a.key_norm, cos, sin, x, y,
-                     slot_pointer<T>(w.key_cache, w.key_cache_stride, w.block_size, slot, h));
-      write_value<T>(w, t, slot);
+      for (int64_t h = 0; h < w.kv_heads; ++h) {
+        turn_head<T>(a, key + h * w.key_stride[1], a.key_norm, cos, sin, x, y);
+        Cache::round(y, w.head_dim, w.scales.key_of(h),
+                     slot_pointer<typename Cache::Element>(w.key_cache, w.key_cache_stride,
+                                                           w.block_size, slot, h));
+      }
+      write_value<T, Cache>(w, t, slot);
     }
   });
+}
+
+// run(Cache()) with what the cache's type calls for.
+template <class T, class Run>
+void with_cache(const WriteArgs& w, const Run& run) {
+  if (w.cache == Dtype::e4m3) return run(Fp8Cache<T, Dtype::e4m3>());
+  if (w.cache == Dtype::e5m2) return run(Fp8Cache<T, Dtype::e5m2>());
+  run(SameCache<T>());
+}
+
+template <class T>
+void write_any(const WriteArgs& w) {
+  with_cache<T>(w, [&](auto cache) { write_rows<T, decltype(cache)>(w); });
+}
+
+template <class T>
+void rope_any(const RopeArgs& a) {
+  with_cache<T>(a.write, [&](auto cache) { rope_rows<T, decltype(cache)>(a); });
 }
 
 }  // namespace
 
 void write_kv(const WriteArgs& w) {
-  w.dtype == Dtype::f32 ? write_rows<float>(w) : write_rows<bf16>(w);
+  w.dtype == Dtype::f32 ? write_any<float>(w) : write_any<bf16>(w);
 }
 
 void rope_write(const RopeArgs& a) {
-  a.write.dtype == Dtype::f32 ? rope_rows<float>(a) : rope_rows<bf16>(a);
+  a.write.dtype == Dtype::f32 ? rope_any<float>(a) : rope_any<bf16>(a);
 }
 
 }  // namespace llmc

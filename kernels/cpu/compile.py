@@ -1,6 +1,6 @@
 """Runs the C++ compiler: which one, with which flags, and the key that names the result.
 
-The kernels know no torch headers and compile in seconds; only bindings.cpp does. Linked to the
+The kernels know no torch headers and compile in seconds; only the *bindings.cpp do. Linked to the
 OpenMP runtime that torch brings, since two in one process fight over the cores.
 """
 
@@ -79,7 +79,7 @@ def _torch_openmp() -> list[str]:
 
 def _compile_command(toolchain: Toolchain, source: Path, target: Path) -> list[str]:
     command = [*toolchain.compiler, *_FLAGS, "-c", str(source), "-o", str(target)]
-    if source.name != "bindings.cpp":
+    if not source.name.endswith("bindings.cpp"):
         return [*command, "-O3"]
     include = _TORCH / "include"
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
@@ -116,6 +116,10 @@ def first_error(output: str) -> str:
     return lines[0] if lines else "no message"
 
 
+def _slowest_first(source: Path) -> tuple[bool, int]:
+    return not source.name.endswith("bindings.cpp"), -source.stat().st_size
+
+
 def _run_all(commands: list[list[str]], folder: Path) -> str | None:
     """Run commands, as many at once as there are cores; the first error, or None."""
     limit = os.cpu_count() or 1
@@ -146,7 +150,7 @@ def compile_library(toolchain: Toolchain, library: Path) -> str | None:
     """Build `library`; the compiler's first error line, or None when all went well."""
     folder = library.parent
     # the slowest first, so that the others fit beside it
-    order = sorted(sources(), key=lambda path: (path.name != "bindings.cpp", -path.stat().st_size))
+    order = sorted(sources(), key=_slowest_first)
     objects = [folder / f"{source.stem}.o" for source in order]
     compiles = [_compile_command(toolchain, s, o) for s, o in zip(order, objects, strict=True)]
     error = _run_all(compiles, folder)

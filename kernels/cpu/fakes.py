@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmc.kernels.quantized_linear import CHANNELS
+from llmc.kernels.token_logprobs import fake as token_logprobs_fake
+
 
 def _rms_norm(x: Tensor, *args: object) -> Tensor:
     return x.new_empty(x.shape)
@@ -53,6 +56,19 @@ def _expert_linear(
     return x.new_empty(x.shape[0], weight.shape[2] if transposed else weight.shape[1])
 
 
+def _nothing(*args: object) -> None:
+    return None
+
+
+def _quantized_linear(x: Tensor, weight: Tensor, *args: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] * CHANNELS)
+
+
+def _fused_linear(x: Tensor, weight: Tensor, *args: object) -> Tensor:
+    act = args[4]
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if act is None else 2))
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
@@ -62,8 +78,15 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _paged_attention,
     "sample": _sample,
     "process_logits": _process_logits,
+    "token_logprobs": token_logprobs_fake,
     "linear": _linear,
     "expert_linear": _expert_linear,
+    "quantized_linear": _quantized_linear,
+    "fused_linear": _fused_linear,
+    "write_segments": _nothing,
+    "prepare_step": _nothing,
+    "record_tokens": _nothing,
+    "ban_words": _nothing,
 }
 
 

@@ -9,16 +9,24 @@ import torch
 from torch import Tensor
 
 from llmc.kernels.act_mul import act_mul
+from llmc.kernels.ban_words import ban_words
 from llmc.kernels.cpu.build import is_loaded
 from llmc.kernels.expert_linear import expert_linear
+from llmc.kernels.fp8 import FP8, scales_fit
+from llmc.kernels.fused_linear import fused_linear
 from llmc.kernels.linear import linear
 from llmc.kernels.paged_attention import paged_attention
+from llmc.kernels.prepare_step import prepare_step
 from llmc.kernels.process_logits import process_logits
+from llmc.kernels.quantized_linear import quantized_linear
+from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.registry import Fn, Impl, Op
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.kernels.rope_write import rope_write
 from llmc.kernels.sample import sample
+from llmc.kernels.token_logprobs import token_logprobs
 from llmc.kernels.write_kv import write_kv
+from llmc.kernels.write_segments import write_segments
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 1024
@@ -48,22 +56,45 @@ def _act_mul(gate_up: Tensor, act: str) -> bool:
     return _takes(gate_up)
 
 
-def _write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+def _takes_caches(
+    x: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> bool:
-    return _takes(key, value, key_cache, value_cache)
+    """Of x's dtype or of 8 bits, dense in their last dimension."""
+    caches = (key_cache, value_cache)
+    return scales_fit(*caches, k_scale, v_scale) and all(
+        c.dtype in (x.dtype, *FP8) and c.device.type == "cpu" and c.stride(-1) == 1 for c in caches
+    )
+
+
+def _write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    *scales: Tensor | None,
+) -> bool:
+    return _takes(key, value) and _takes_caches(key, key_cache, value_cache, *scales)
 
 
 def _rope_write(*args: Any) -> bool:
-    query, key, value, query_norm, key_norm, _, _, cos, sin, _, _, key_cache, value_cache, _ = args
-    return _takes(query, key, value, query_norm, key_norm, key_cache, value_cache) and (
-        cos.dtype == sin.dtype == torch.float32 and cos.stride(-1) == sin.stride(-1) == 1
+    query, key, value, query_norm, key_norm, _, _, cos, sin, _, _, *caches = args
+    key_cache, value_cache, _, *scales = caches
+    return (
+        _takes(query, key, value, query_norm, key_norm)
+        and _takes_caches(query, key_cache, value_cache, *scales)
+        and cos.dtype == sin.dtype == torch.float32
+        and cos.stride(-1) == sin.stride(-1) == 1
     )
 
 
 def _paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any) -> bool:
     fits = query.shape[2] <= _MAX_HEAD_DIM and value_cache.shape[3] <= _MAX_HEAD_DIM
-    return fits and _takes(query, key_cache, value_cache)
+    return fits and _takes(query) and _takes_caches(query, key_cache, value_cache, *args[9:])
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -74,8 +105,31 @@ def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -
     return _takes(x, weight, bias)
 
 
+def _quantized_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+) -> bool:
+    return _takes(x, bias) and weight.device.type == "cpu" and weight.is_contiguous()
+
+
+def _fused_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float | None,
+    offset: float,
+    act: str | None,
+    residual: Tensor | None,
+) -> bool:
+    return _takes(x, weight, bias, norm_weight, residual)
+
+
 def _logits(logits: Tensor, *args: Any) -> bool:
     return _takes(logits)
+
+
+def _on_cpu(first: Tensor, *args: Any) -> bool:
+    return first.device.type == "cpu"
 
 
 _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
@@ -87,8 +141,15 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (paged_attention, _paged_attention),
     (sample, _logits),
     (process_logits, _logits),
+    (token_logprobs, _logits),
     (linear, _linear),
     (expert_linear, _expert_linear),
+    (quantized_linear, _quantized_linear),
+    (fused_linear, _fused_linear),
+    (write_segments, _on_cpu),
+    (prepare_step, _on_cpu),
+    (record_tokens, _on_cpu),
+    (ban_words, _on_cpu),
 )
 
 

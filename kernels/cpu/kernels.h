@@ -6,7 +6,7 @@
 
 namespace llmc {
 
-enum class Dtype { f32, bf16 };
+enum class Dtype { f32, bf16, e4m3, e5m2 };  // the last two: caches only
 
 struct Rows {  // a tensor seen as rows with a dense last dimension: up to three outer dimensions
   void* data;
@@ -35,8 +35,17 @@ struct ActArgs {
   int threads;
 };
 
+struct Scales {  // of an 8-bit cache: null, or by KV head where stride is 1
+  const float *key, *value;
+  int64_t key_stride, value_stride;
+
+  float key_of(int64_t head) const { return key ? key[head * key_stride] : 1.0f; }
+  float value_of(int64_t head) const { return value ? value[head * value_stride] : 1.0f; }
+};
+
 struct WriteArgs {
-  Dtype dtype;
+  Dtype dtype, cache;
+  Scales scales;
   const void *key, *value;
   void *key_cache, *value_cache;
   const int64_t* slots;
@@ -60,7 +69,8 @@ struct RopeArgs {
 };
 
 struct AttentionArgs {
-  Dtype dtype;
+  Dtype dtype, cache;  // the cache's is dtype, or one of 8 bits
+  Scales scales;
   const void *query, *key_cache, *value_cache;
   void* out;  // [T, H, Dv] dense
   const int32_t *query_start, *context_len, *block_table;
@@ -83,6 +93,16 @@ struct SampleArgs {
   int threads;
 };
 
+struct TokenLogprobsArgs {
+  Dtype dtype;
+  const void* logits;
+  int64_t rows, vocab, logits_stride, k;
+  const int64_t* token;
+  float *chosen, *top_values;  // [S], [S, k]
+  int64_t *rank, *top_ids;
+  int threads;
+};
+
 struct ProcessArgs {
   Dtype dtype;
   const void* logits;
@@ -95,7 +115,7 @@ struct ProcessArgs {
   const int32_t *bias_token, *bias_until;
   const float* bias_value;
   int64_t bias_stride[3], bias_width;  // strides of token, value, until
-  const bool* has_mask;
+  const int32_t* has_mask;
   const int32_t* mask;
   int64_t mask_stride;
   int threads;
@@ -114,6 +134,7 @@ void write_kv(const WriteArgs&);
 void rope_write(const RopeArgs&);
 void paged_attention(const AttentionArgs&);
 void sample(const SampleArgs&);
+void token_logprobs(const TokenLogprobsArgs&);
 void process_logits(const ProcessArgs&);
 bool takes_linear(const LinearArgs&);  // whether linear() is the fastest way here
 void linear(const LinearArgs&);

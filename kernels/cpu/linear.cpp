@@ -9,9 +9,10 @@ namespace llmc {
 namespace {
 
 constexpr int64_t kMaxDotRows = 16, kMaxTileRows = 192, kTileChannels = 16;
+constexpr int64_t kMaxStreamRows = 2;  // up to here reading is faster line by line than by tiles
 
-bool by_tiles(const LinearArgs& a) {  // one row gains nothing from being packed
-  return a.rows > 1 && a.channels >= kTileChannels && amx_ready();
+bool by_tiles(const LinearArgs& a) {
+  return a.rows > kMaxStreamRows && a.channels >= kTileChannels && amx_ready();
 }
 
 }  // namespace

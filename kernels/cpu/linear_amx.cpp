@@ -16,7 +16,6 @@ namespace {
 constexpr int64_t kTile = 16, kStep = 32, kTileWords = kTile * kLanes;
 constexpr int64_t kBlock = 2 * kTile;          // channels multiplied together
 constexpr int64_t kPackedBytes = 1000 * 1000;  // of x: what stays in the L2 cache beside the weight
-constexpr int kToL2 = 2;                       // the locality that __builtin_prefetch takes
 
 struct Packed {  // rows of x from `row` on as panels of 16 rows
   uint32_t* words;
@@ -64,8 +63,9 @@ LLMC_INLINE void step(const bf16* w, int64_t stride, const uint32_t* x, int64_t 
   }
 }
 
-// sums[panel][channel][row of x]. kFetch asks for the block of channels after this one.
-template <int R, int P, bool kFetch>
+// sums[panel][channel][row of x]. The CPU's own prefetcher follows the rows of the tiles better than
+// requests of ours do.
+template <int R, int P>
 void product(const LinearArgs& a, int64_t n, const uint32_t* x, int64_t panel_words, float* sums) {
   const bf16* w = weight_row(a, n);
   const int64_t stride = a.weight_stride, whole = a.depth / kStep * kStep;
@@ -73,14 +73,8 @@ void product(const LinearArgs& a, int64_t n, const uint32_t* x, int64_t panel_wo
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t k = 0; k < whole; k += kStep) {
-    if (kFetch) {
-#pragma GCC unroll 32
-      for (int i = 0; i < R * kTile; ++i)
-        __builtin_prefetch(w + (R * kTile + i) * stride + k, 0, kToL2);
-    }
+  for (int64_t k = 0; k < whole; k += kStep)
     step<R, P>(w + k, stride, x + k / kStep * kTileWords, panel_words);
-  }
   if (whole < a.depth) {  // zeros past the end, where memory may hold anything
     alignas(64) bf16 rest[R * kTile][kStep] = {};
     for (int64_t i = 0; i < R * kTile; ++i)
@@ -130,9 +124,7 @@ void channel_block(const LinearArgs& a, const Packed& x, int64_t n) {
   for (int64_t p = 0; p < x.panels; p += 2) {
     const uint32_t* words = x.words + p * x.panel_words;
     const bool two = p + 1 < x.panels;
-    auto run = two ? (p ? &product<R, 2, false> : &product<R, 2, true>)
-                   : (p ? &product<R, 1, false> : &product<R, 1, true>);
-    run(a, n, words, x.panel_words, sums);
+    (two ? &product<R, 2> : &product<R, 1>)(a, n, words, x.panel_words, sums);
     for (int64_t i = 0; i < 1 + two; ++i)
       write_rows<R>(a, sums + i * 2 * kTileWords, n, x.row + (p + i) * kTile);
   }

@@ -1,11 +1,14 @@
 // linear by dot products: rows of the weight, each read once and in order, with up to four rows of
-// x at a time. For CPUs without tiles, and for the channels that do not fill a tile.
+// x at a time. For one or two rows of x, for CPUs without tiles, and for the channels that do not
+// fill a tile.
 #include "linear.h"
 
 namespace llmc {
 namespace {
 
-constexpr int kToL2 = 2;  // the locality that __builtin_prefetch takes
+constexpr int kToL2 = 2;          // the locality that __builtin_prefetch takes
+constexpr int64_t kAhead = 3072;  // bytes; measured: docs/cpu.md
+constexpr int64_t kLine = 32;     // elements of a cache line
 
 #ifdef LLMC_AVX512_BF16
 struct Words {  // 32 products an instruction
@@ -62,8 +65,60 @@ LLMC_INLINE v16f sum_each(const v16f* acc) {
 }
 #endif
 
-// kSums / M rows of the weight by M rows of x, of which `rows` count. kFetch asks for the same part
-// of the next kSums rows: the CPU's own prefetcher follows too few streams to hide the latency.
+// Rows [m, m + rows) of the sums of kSums / M channels from `n` on.
+template <int M>
+LLMC_INLINE void write_sums(const LinearArgs& a, int64_t n, int64_t m, int64_t rows,
+                            const v16f* acc) {
+  constexpr int R = kSums / M;
+  float sums[kLanes];
+  store(sums, sum_each(acc));
+  for (int64_t j = 0; j < rows; ++j)
+    for (int64_t i = 0; i < R; ++i)
+      out_row(a, m + j)[n + i] = to_bf16(sums[j * R + i] + bias_of(a, n + i));
+}
+
+// kSums / M rows of the weight, one after the other as they lie in memory, by M rows of x. One
+// stream of lines, with one request ahead of each, is what memory answers fastest.
+template <int M>
+LLMC_INLINE void stream(const LinearArgs& a, int64_t n, int64_t m) {
+  constexpr int R = kSums / M, kSteps = 2;  // two sums in turn: no step waits for the one before
+  constexpr int64_t kStep = Words::kStep, kRound = kSteps * kStep;
+  const bf16* x[M];
+#pragma GCC unroll 2
+  for (int j = 0; j < M; ++j) x[j] = x_row(a, m + j);
+  const int64_t depth = a.depth;
+  v16f sums[kSums];
+  for (int i = 0; i < R; ++i) {
+    const bf16* w = weight_row(a, n + i);
+    v16f acc[M][kSteps] = {};
+    int64_t k = 0;
+    for (; k + kRound <= depth; k += kRound) {
+#pragma GCC unroll 2
+      for (int s = 0; s < kSteps; ++s) {
+        const bf16* at = w + k + s * kStep;
+        if (s * kStep % kLine == 0) __builtin_prefetch(at + kAhead / 2, 0, kToL2);
+        const auto v = Words::get(at);
+#pragma GCC unroll 2
+        for (int j = 0; j < M; ++j)
+          acc[j][s] = Words::add(acc[j][s], v, Words::get(x[j] + k + s * kStep));
+        asm volatile("" ::: "memory");  // requests and loads in turn: two of a kind cost a tenth
+      }
+    }
+    for (; k < depth; k += kStep) {
+      const int64_t left = depth - k;
+      auto get = [=](const bf16* p) { return left < kStep ? Words::get_n(p, left) : Words::get(p); };
+      const auto v = get(w + k);
+#pragma GCC unroll 2
+      for (int j = 0; j < M; ++j) acc[j][0] = Words::add(acc[j][0], v, get(x[j] + k));
+    }
+#pragma GCC unroll 2
+    for (int j = 0; j < M; ++j) sums[j * R + i] = acc[j][0] + acc[j][1];
+  }
+  write_sums<M>(a, n, m, M, sums);
+}
+
+// kSums / M rows of the weight side by side, by M rows of x, of which `rows` count: what is loaded
+// of either serves several products. kFetch asks for the same part of the next kSums rows.
 template <int M, bool kFetch>
 LLMC_INLINE void block(const LinearArgs& a, int64_t n, int64_t m, int64_t rows) {
   constexpr int R = kSums / M;
@@ -93,11 +148,7 @@ LLMC_INLINE void block(const LinearArgs& a, int64_t n, int64_t m, int64_t rows) 
   }
   if (tail)
     step([=](const bf16* p) __attribute__((always_inline)) { return Words::get_n(p, tail); }, whole);
-  float sums[kLanes];
-  store(sums, sum_each(acc));
-  for (int64_t j = 0; j < rows; ++j)
-    for (int64_t i = 0; i < R; ++i)
-      out_row(a, m + j)[n + i] = to_bf16(sums[j * R + i] + bias_of(a, n + i));
+  write_sums<M>(a, n, m, rows, acc);
 }
 
 // One channel and one row: what is left at the edges.
@@ -125,9 +176,11 @@ void dot_share(const LinearArgs& a, int64_t row, int64_t rows, int64_t begin, in
           block<4, true>(a, n + i, m, std::min<int64_t>(4, last - m));
         else
           block<4, false>(a, n + i, m, std::min<int64_t>(4, last - m));
-    if (last - m == 2)
-      for (int64_t i = 0; i < kSums; i += kSums / 2) block<2, true>(a, n + i, m, 2);
-    if (last - m == 1) block<1, true>(a, n, m, 1);
+    if (last - m == 2) {
+      stream<2>(a, n, m);
+      stream<2>(a, n + kSums / 2, m);
+    }
+    if (last - m == 1) stream<1>(a, n, m);
   }
   for (; n < end; ++n)
     for (int64_t m = row; m < last; ++m) single(a, n, m);

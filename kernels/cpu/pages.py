@@ -7,15 +7,23 @@ Linux gives them on request where /sys/kernel/mm/transparent_hugepage/enabled sa
 from __future__ import annotations
 
 import ctypes
+import math
+import os
 import sys
+import threading
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _MADV_HUGEPAGE = 14  # madvise(2)
+_MADV_POPULATE_WRITE = 23  # makes pages present without changing them; Linux 5.14
+_IDLE = 19  # the lowest priority
 _PAGE = 4096
-_LEAST_BYTES = 4 << 20  # two huge pages: below, the ends would not be covered
+_HUGE_PAGE = 2 << 20
+_LEAST_BYTES = 2 * _HUGE_PAGE  # below, the ends would not be covered
 
 
 @cache
@@ -34,3 +42,49 @@ def advise_huge_pages(tensor: Tensor) -> Tensor:
         # A refusal (no such pages on this system) changes nothing.
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
     return tensor
+
+
+def empty_in_huge_pages(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
+    """`torch.empty` that, on CPU, begins with a huge page, so that all but the last part has some.
+
+    What lies before it is never touched, and so takes addresses but no memory.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or size < _HUGE_PAGE or _madvise() is None:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    room = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
+    start = -room.data_ptr() % _HUGE_PAGE
+    advise_huge_pages(room)
+    return room[start : start + size].view(dtype).view(*shape)
+
+
+def touch_in_background(tensors: Sequence[Tensor], limit_bytes: int) -> threading.Thread:
+    """Make the first pages of CPU tensors present, an equal share of `limit_bytes` of each.
+
+    The first write to a page costs several times the second, and a request should not pay for it.
+    A thread of the lowest priority does it; contents do not change, so others may write meanwhile.
+    """
+    thread = threading.Thread(
+        target=_touch, args=(tuple(tensors), limit_bytes), name="llmc-touch", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _touch(tensors: Sequence[Tensor], limit_bytes: int) -> None:
+    madvise = _madvise()
+    if madvise is None or not tensors:
+        return
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE)
+    share = limit_bytes // len(tensors)
+    for offset in range(0, share, _HUGE_PAGE):  # the first blocks of all tensors come first
+        for tensor in tensors:
+            start = -(-tensor.data_ptr() // _PAGE) * _PAGE + offset
+            end = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
+            size = min(_HUGE_PAGE, share - offset, end - start)
+            if size > 0 and madvise(
+                ctypes.c_void_p(start), ctypes.c_size_t(size // _PAGE * _PAGE), _MADV_POPULATE_WRITE
+            ):
+                return  # an older kernel: pages come as they are written

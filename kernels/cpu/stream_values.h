@@ -101,9 +101,10 @@ struct Tile {  // the keys [first, first + end) of one KV head; row pointers pas
   const T* const *next_keys, *const *next_values;  // of the tile to come, or null
 };
 
-// Calls body(tile) for every tile from `start` on, for each of the item's heads in turn.
+// Calls body(tile) for every tile from `start` on, for each of the item's heads in turn: rows as
+// the cache holds them.
 template <class T, class Body>
-void walk_tiles(const AttentionArgs& a, const Item& item, int64_t start, const Body& body) {
+void walk_cached_tiles(const AttentionArgs& a, const Item& item, int64_t start, const Body& body) {
   const T* rows[2][2][kTile];  // [this, next][keys, values]
   auto count = [&](int64_t first) { return std::min(kTile, item.last_key - first); };
   auto find = [&](int64_t first, int64_t head, const T** keys, const T** values) {
@@ -126,6 +127,27 @@ void walk_tiles(const AttentionArgs& a, const Item& item, int64_t start, const B
       body(Tile<T>{head, first, count(first), rows[now][0], rows[now][1],
                    more ? rows[now ^ 1][0] : nullptr, more ? rows[now ^ 1][1] : nullptr});
     }
+}
+
+// The same with rows as T: those of 8 bits are widened first, while the next tile's are fetched.
+template <class T, class Body>
+void walk_tiles(const AttentionArgs& a, const Item& item, int64_t start, const Body& body) {
+  if (!is_fp8(a.cache)) return walk_cached_tiles<T>(a, item, start, body);
+  static thread_local Arena arena;
+  arena.reset(kTile * (a.head_dim + a.v_dim) * sizeof(T) + 4096);
+  T* keys = arena.take<T>(kTile * a.head_dim);
+  T* values = arena.take<T>(kTile * a.v_dim);
+  const T *key_rows[kTile], *value_rows[kTile];
+  walk_cached_tiles<uint8_t>(a, item, start, [&](const Tile<uint8_t>& codes) {
+    if (codes.next_keys)
+      for (int64_t k = 0; k < kTile; ++k) {
+        prefetch_row(codes.next_keys[k], a.head_dim);
+        prefetch_row(codes.next_values[k], a.v_dim);
+      }
+    widen_rows(a.cache, kTile, a.head_dim, codes.keys, keys, key_rows);
+    widen_rows(a.cache, kTile, a.v_dim, codes.values, values, value_rows);
+    body(Tile<T>{codes.head, codes.first, codes.end, key_rows, value_rows, nullptr, nullptr});
+  });
 }
 
 }  // namespace llmc

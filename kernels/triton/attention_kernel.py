@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from llmc.kernels.triton.attention_plan import at, divide, first_visible, locate, total_before
+from llmc.kernels.triton.fp8 import NONE, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # a plain float: float("-inf") in a kernel would be a call
@@ -27,22 +28,22 @@ def tanh(x):
 
 
 @triton.jit
-def load_tile(cache, blocks, inside, stride_block, stride_slot, live, BLOCK_SIZE: tl.constexpr,
+def load_tile(cache, blocks, inside, stride_block, stride_slot, live, DTYPE: tl.constexpr,
               DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr,
-              UPCAST: tl.constexpr):  # fmt: skip
-    """[BLOCK_N, DIM_PAD] of a cache of which `cache` points to the head."""
+              FORMAT: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """[BLOCK_N, DIM_PAD] of a cache of which `cache` points to the head, in DTYPE."""
     d = tl.arange(0, DIM_PAD)[None, :]
     at_key = blocks * stride_block + inside * stride_slot
     pointers = cache + at_key[:, None] + d
     if MASKED:
-        tile = tl.load(pointers, mask=live[:, None] & (d < DIM), other=0.0)
+        tile = tl.load(pointers, mask=live[:, None] & (d < DIM), other=0)
     elif DIM_PAD != DIM:
-        tile = tl.load(pointers, mask=d < DIM, other=0.0)
+        tile = tl.load(pointers, mask=d < DIM, other=0)
     else:
         tile = tl.load(pointers)
-    if UPCAST:
-        tile = tile.to(tl.float32)
-    return tile
+    if FORMAT != NONE:
+        tile = widen(tile, FORMAT, NATIVE)
+    return tile.to(DTYPE)
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def attend_tile(q, m, norm, acc, start, hi, pos, slope, table, key_cache, value_
                 V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
                 WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
                 ALIBI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-                UPCAST: tl.constexpr):  # fmt: skip
+                FORMAT: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     """One step of the online softmax over keys [start, start + BLOCK_N).
 
     m is the running maximum in base 2, norm the sum of weights, acc the weighted values.
@@ -66,8 +67,8 @@ def attend_tile(q, m, norm, acc, start, hi, pos, slope, table, key_cache, value_
     else:
         blocks = tl.load(table + n // BLOCK_SIZE).to(tl.int64)
     inside = n % BLOCK_SIZE
-    k = load_tile(key_cache, blocks, inside, kc_block, kc_slot, live, BLOCK_SIZE,
-                  DIM, DIM_PAD, MASKED, UPCAST)  # fmt: skip
+    k = load_tile(key_cache, blocks, inside, kc_block, kc_slot, live, q.dtype,
+                  DIM, DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if SOFTCAP:
         s = softcap * tanh(s / softcap)
@@ -86,8 +87,8 @@ def attend_tile(q, m, norm, acc, start, hi, pos, slope, table, key_cache, value_
     p = tl.exp2(s - base[:, None])
     fade = tl.exp2(m - base)
     norm = norm * fade + tl.sum(p, axis=1)
-    v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, BLOCK_SIZE,
-                  V_DIM, V_DIM_PAD, MASKED, UPCAST)  # fmt: skip
+    v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, q.dtype,
+                  V_DIM, V_DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
     acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     return higher, norm, acc
 
@@ -95,6 +96,7 @@ def attend_tile(q, m, norm, acc, start, hi, pos, slope, table, key_cache, value_
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_row", "target"])
 def attention_kernel(
     query, key_cache, value_cache, query_start, context_len, block_table, sinks, slopes,
+    k_scale, v_scale,
     out, part_acc, part_m, part_l,
     query_token, query_head, out_token, out_head,
     kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, table_row,
@@ -105,7 +107,8 @@ def attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+    K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
     items, splits = divide(query_start, context_len, num_rows, num_tokens, target, ROWS,
@@ -124,6 +127,8 @@ def attention_kernel(
     q_end = tl.load(query_start + row + 1, mask=row < num_rows, other=num_tokens)
     context = tl.load(context_len + row, mask=row < num_rows, other=0)
     kv_head = tl.program_id(1) // GROUP_TILES
+    if k_scale is not None:
+        scale *= tl.load(k_scale + kv_head * K_SCALE_STRIDE)
     m_index = tl.arange(0, BLOCK_M)
     token = q_start + item * BLOCK_Q + m_index // GROUP_TILE
     group_head = (tl.program_id(1) % GROUP_TILES) * GROUP_TILE + m_index % GROUP_TILE
@@ -173,7 +178,7 @@ def attention_kernel(
                 q, m, norm, acc, start, hi, pos, slope, table, keys_of_head, values_of_head,
                 kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
                 BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
-                WINDOW, CHUNK, SOFTCAP, ALIBI, False, PRECISION, UPCAST,
+                WINDOW, CHUNK, SOFTCAP, ALIBI, False, PRECISION, FORMAT, NATIVE,
             )  # fmt: skip
         lo = open_end
     for start in tl.range(lo, hi, BLOCK_N):
@@ -181,9 +186,11 @@ def attention_kernel(
             q, m, norm, acc, start, hi, pos, slope, table, keys_of_head, values_of_head,
             kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
             BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
-            WINDOW, CHUNK, SOFTCAP, ALIBI, True, PRECISION, UPCAST,
+            WINDOW, CHUNK, SOFTCAP, ALIBI, True, PRECISION, FORMAT, NATIVE,
         )  # fmt: skip
 
+    if v_scale is not None:
+        acc *= tl.load(v_scale + kv_head * V_SCALE_STRIDE)
     dv = tl.arange(0, V_DIM_PAD)
     if row_splits == 1:
         result = acc / tl.where(norm > 0, norm, 1.0)[:, None]

@@ -21,8 +21,9 @@ class AttentionConfig:
     combine_splits: int
 
 
-def attention_config(rows: int, dim: int, itemsize: int) -> AttentionConfig:
+def attention_config(rows: int, dim: int, itemsize: int, cache_itemsize: int) -> AttentionConfig:
     """rows: an average request's queries x heads of a group; dim: the wider padded head size."""
+    widens = cache_itemsize < itemsize  # which takes registers
     if itemsize == 4:  # float32 is for checking, not for speed: small tiles that fit everywhere
         block_n = 16 if dim >= 128 else 32
         return AttentionConfig(
@@ -34,7 +35,7 @@ def attention_config(rows: int, dim: int, itemsize: int) -> AttentionConfig:
             block_m=16, block_n=32 if dim > 128 else 64, num_warps=4, num_stages=3, waves=4,
             min_tiles=4, combine_rows=1, combine_splits=8,
         )  # fmt: skip
-    if rows <= 64 or dim > 128:  # a few drafted or prompt tokens a request, or wide heads
+    if rows <= 64 or dim > 128 or widens:  # a few drafted or prompt tokens a request, or wide heads
         return AttentionConfig(
             block_m=64 if rows > 32 else 32, block_n=32 if dim > 128 else 64,
             num_warps=8 if dim > 128 and rows > 32 else 4, num_stages=2,

@@ -26,6 +26,7 @@ class Launch:
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 2
+    pdl: bool = False  # may start before the kernel ahead of it ends, and waits inside
 
     def run(self) -> None:
         if 0 in self.grid:
@@ -35,6 +36,7 @@ class Launch:
             **self.constants,
             num_warps=self.num_warps,
             num_stages=self.num_stages,
+            **({"launch_pdl": True} if self.pdl else {}),
         )
 
 

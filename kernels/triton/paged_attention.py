@@ -16,7 +16,8 @@ from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.triton.attention_combine import combine_kernel
 from llmc.kernels.triton.attention_kernel import attention_kernel
 from llmc.kernels.triton.configs import attention_config, rows_capacity
-from llmc.kernels.triton.define import define, needs_upcast, same_dtype, takes
+from llmc.kernels.triton.define import define, needs_upcast, takes, takes_caches
+from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides
 
@@ -37,14 +38,17 @@ def plan(
     softcap: float,
     sinks: Tensor | None,
     slopes: Tensor | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Plan[Tensor]:
     tokens, heads, dim = query.shape
     kv_heads, block_size, v_dim = key_cache.shape[1], key_cache.shape[2], value_cache.shape[3]
     rows, group = context_len.shape[0], heads // kv_heads
     dim_pad, v_dim_pad = power_of_2(dim, 16), power_of_2(v_dim, 16)
     config = attention_config(
-        group * cdiv(tokens, max(rows, 1)), max(dim_pad, v_dim_pad), query.element_size()
-    )
+        group * cdiv(tokens, max(rows, 1)), max(dim_pad, v_dim_pad), query.element_size(),
+        key_cache.element_size(),
+    )  # fmt: skip
     block_m = config.block_m
     group_tile = min(group, block_m)
     group_tiles = cdiv(group, group_tile)
@@ -78,8 +82,9 @@ def plan(
         kernel=attention_kernel,
         grid=(items + (target if split else 0), head_tiles),
         args={
-            "query": query, "key_cache": key_cache, "value_cache": value_cache,
-            "block_table": block_table, "sinks": sinks, "slopes": slopes, **args,
+            "query": query, "key_cache": as_bytes(key_cache), "value_cache": as_bytes(value_cache),
+            "block_table": block_table, "sinks": sinks, "slopes": slopes,
+            "k_scale": k_scale, "v_scale": v_scale, **args,
             "query_token": query.stride(0), "query_head": query.stride(1),
             **cache_strides(key_cache, value_cache), "table_row": block_table.stride(0),
             "scale": scale, "softcap": softcap,
@@ -88,7 +93,8 @@ def plan(
             **constants, "BLOCK_SIZE": block_size, "DIM": dim, "DIM_PAD": dim_pad,
             "SOFTCAP": softcap > 0, "SINKS": sinks is not None, "ALIBI": slopes is not None,
             "SPLIT": split, "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
-            "UPCAST": needs_upcast(query.dtype),
+            "UPCAST": needs_upcast(query.dtype), "NATIVE": converts(query.device),
+            **format_constants(key_cache, k_scale, v_scale),
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -125,8 +131,8 @@ def _supports(
     # requests of a step are a symbolic size while a graph is lowered: only a known one is checked
     rows = context_len.shape[0]
     return (
-        takes(query, key_cache, value_cache)
-        and same_dtype(query, key_cache, value_cache)
+        takes(query)
+        and takes_caches(query, key_cache, value_cache, *args[7:])
         and max(query.shape[2], value_cache.shape[3]) <= _MAX_HEAD_DIM
         and (not isinstance(rows, int) or rows <= _MAX_REQUESTS)
     )

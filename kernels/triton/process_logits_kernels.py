@@ -65,7 +65,7 @@ def apply_kernel(
         times = (count >> 1).to(tl.float32)
         penalty = tl.load(presence + r) + tl.load(frequency + r) * times
         x = tl.where(count > 1, x - penalty, x)
-    if tl.load(has_mask + r):
+    if tl.load(has_mask + r) != 0:
         word = tl.load(allowed + r * mask_row + v // 32, mask=inside, other=0)
         x = tl.where((word >> (v % 32)) & 1 == 1, x, float("-inf"))
     tl.store(out + s * vocab + v, x, mask=inside)
@@ -85,7 +85,7 @@ def bias_kernel(
     token = tl.load(bias_token + r * bias_row + b, mask=listed, other=-1)
     until = tl.load(bias_until + r * bias_row + b, mask=listed, other=0)
     live = (token >= 0) & (token < vocab) & (output < until)
-    if tl.load(has_mask + r):
+    if tl.load(has_mask + r) != 0:
         word = tl.load(allowed + r * mask_row + token // 32, mask=live, other=0)
         live = live & ((word >> (token % 32)) & 1 == 1)
     value = tl.load(bias_value + r * bias_row + b, mask=live, other=0.0)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from llmc.kernels.rope_write import rope_write
 from llmc.kernels.triton.configs import ROPE_ELEMENTS
-from llmc.kernels.triton.define import define, same_dtype, takes
+from llmc.kernels.triton.define import define, same_dtype, takes, takes_caches
+from llmc.kernels.triton.fp8 import as_bytes, format_constants, scales_of, store_cached
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides, copy_heads
 
@@ -52,7 +53,7 @@ def turn(src, src_head, weight, cos, sin, head, heads, eps, offset, NORM: tl.con
 @triton.jit
 def rope_write_kernel(
     query, key, value, out, query_norm, key_norm, cos_table, sin_table, positions,
-    key_cache, value_cache, slots,
+    key_cache, value_cache, slots, k_scale, v_scale,
     query_token, query_head, key_token, key_head, value_token, value_head,
     cos_row, sin_row, kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, eps, offset,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
@@ -60,6 +61,7 @@ def rope_write_kernel(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
+    FORMAT: tl.constexpr, K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -86,15 +88,18 @@ def rope_write_kernel(
                 x = turn(key + token * key_token, key_head, key_norm, cos, sin, head, KV_HEADS,
                          eps, offset, KEY_NORM, DIM, DIM_PAD, WIDTH, INTERLEAVED)  # fmt: skip
                 place = key_cache + block * kc_block + inside * kc_slot
-                tl.store(
+                store_cached(
                     place + head[:, None] * kc_head + d[None, :],
-                    x.to(key_cache.dtype.element_ty),
-                    mask=(head < KV_HEADS)[:, None] & (d < DIM)[None, :],
+                    x,
+                    scales_of(k_scale, head, KV_HEADS, K_SCALE_STRIDE)[:, None],
+                    (head < KV_HEADS)[:, None] & (d < DIM)[None, :],
+                    FORMAT,
                 )
             else:
                 copy_heads(value + token * value_token,
                            value_cache + block * vc_block + inside * vc_slot,
-                           value_head, vc_head, KV_HEADS, HEADS, V_DIM, V_DIM_PAD,
+                           value_head, vc_head, KV_HEADS, v_scale, HEADS, V_DIM, V_DIM_PAD,
+                           FORMAT, V_SCALE_STRIDE,
                            (part - QUERY_BLOCKS - KV_BLOCKS) * HEADS)  # fmt: skip
 
 
@@ -113,6 +118,8 @@ def plan(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Plan[Tensor]:
     tokens, query_heads, dim = query.shape
     kv_heads, v_dim = value.shape[1:]
@@ -127,7 +134,8 @@ def plan(
             "query": query, "key": key, "value": value, "out": out,
             "query_norm": query_norm, "key_norm": key_norm,
             "cos_table": cos_table, "sin_table": sin_table, "positions": positions,
-            "key_cache": key_cache, "value_cache": value_cache, "slots": slot_mapping,
+            "key_cache": as_bytes(key_cache), "value_cache": as_bytes(value_cache),
+            "slots": slot_mapping, "k_scale": k_scale, "v_scale": v_scale,
             "query_token": query.stride(0), "query_head": query.stride(1),
             "key_token": key.stride(0), "key_head": key.stride(1),
             "value_token": value.stride(0), "value_head": value.stride(1),
@@ -141,6 +149,7 @@ def plan(
             "DIM": dim, "DIM_PAD": power_of_2(dim), "V_DIM": v_dim, "V_DIM_PAD": power_of_2(v_dim),
             "WIDTH": cos_table.shape[-1], "INTERLEAVED": interleaved,
             "QUERY_NORM": query_norm is not None, "KEY_NORM": key_norm is not None,
+            **format_constants(key_cache, k_scale, v_scale),
         },
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))
@@ -165,11 +174,12 @@ def _supports(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    *scales: Tensor | None,
 ) -> bool:
-    moved = (query, key, value, key_cache, value_cache)
     return (
-        takes(*moved, query_norm, key_norm, cos_table, sin_table)
-        and same_dtype(*moved)
+        takes(query, key, value, query_norm, key_norm, cos_table, sin_table)
+        and takes_caches(query, key_cache, value_cache, *scales)
+        and same_dtype(query, key, value)
         and same_dtype(cos_table, sin_table)
         and cos_table.dtype.itemsize == 4
         and positions.is_contiguous()

@@ -9,29 +9,33 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.triton.configs import WRITE_ELEMENTS
-from llmc.kernels.triton.define import define, takes
+from llmc.kernels.triton.define import define, takes, takes_caches
+from llmc.kernels.triton.fp8 import as_bytes, format_constants, scales_of, store_cached
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.write_kv import write_kv
 
 
 @triton.jit
-def copy_heads(src, dst, src_head, dst_head, heads, HEADS: tl.constexpr, DIM: tl.constexpr,
-               DIM_PAD: tl.constexpr, head0):  # fmt: skip
+def copy_heads(src, dst, src_head, dst_head, heads, scale, HEADS: tl.constexpr, DIM: tl.constexpr,
+               DIM_PAD: tl.constexpr, FORMAT: tl.constexpr, SCALE_STRIDE: tl.constexpr,
+               head0):  # fmt: skip
     """src [heads, DIM] -> dst, HEADS of them from head0."""
     head = head0 + tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, DIM_PAD)[None, :]
     mask = (head < heads) & (d < DIM)
     x = tl.load(src + head * src_head + d, mask=mask)
-    tl.store(dst + head * dst_head + d, x.to(dst.dtype.element_ty), mask=mask)
+    store_cached(dst + head * dst_head + d, x, scales_of(scale, head, heads, SCALE_STRIDE), mask,
+                 FORMAT)  # fmt: skip
 
 
 @triton.jit
 def write_kv_kernel(
-    key, value, key_cache, value_cache, slots,
+    key, value, key_cache, value_cache, slots, k_scale, v_scale,
     key_token, key_head, value_token, value_head,
     kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
+    FORMAT: tl.constexpr, K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head0 = tl.program_id(1) * HEADS
@@ -40,9 +44,11 @@ def write_kv_kernel(
         block = slot // BLOCK_SIZE
         offset = slot % BLOCK_SIZE
         copy_heads(key + token * key_token, key_cache + block * kc_block + offset * kc_slot,
-                   key_head, kc_head, KV_HEADS, HEADS, DIM, DIM_PAD, head0)  # fmt: skip
+                   key_head, kc_head, KV_HEADS, k_scale, HEADS, DIM, DIM_PAD, FORMAT,
+                   K_SCALE_STRIDE, head0)  # fmt: skip
         copy_heads(value + token * value_token, value_cache + block * vc_block + offset * vc_slot,
-                   value_head, vc_head, KV_HEADS, HEADS, V_DIM, V_DIM_PAD, head0)  # fmt: skip
+                   value_head, vc_head, KV_HEADS, v_scale, HEADS, V_DIM, V_DIM_PAD, FORMAT,
+                   V_SCALE_STRIDE, head0)  # fmt: skip
 
 
 def cache_strides(key_cache: Tensor, value_cache: Tensor) -> dict[str, int]:
@@ -54,7 +60,13 @@ def cache_strides(key_cache: Tensor, value_cache: Tensor) -> dict[str, int]:
 
 
 def plan(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Plan[None]:
     tokens, kv_heads, dim = key.shape
     v_dim = value.shape[2]
@@ -67,8 +79,9 @@ def plan(
                 kernel=write_kv_kernel,
                 grid=(tokens, cdiv(kv_heads, heads)),
                 args={
-                    "key": key, "value": value, "key_cache": key_cache,
-                    "value_cache": value_cache, "slots": slot_mapping,
+                    "key": key, "value": value, "key_cache": as_bytes(key_cache),
+                    "value_cache": as_bytes(value_cache), "slots": slot_mapping,
+                    "k_scale": k_scale, "v_scale": v_scale,
                     "key_token": key.stride(0), "key_head": key.stride(1),
                     "value_token": value.stride(0), "value_head": value.stride(1),
                     **cache_strides(key_cache, value_cache),
@@ -77,6 +90,7 @@ def plan(
                     "BLOCK_SIZE": key_cache.shape[2], "KV_HEADS": kv_heads, "HEADS": heads,
                     "DIM": dim, "DIM_PAD": power_of_2(dim),
                     "V_DIM": v_dim, "V_DIM_PAD": power_of_2(v_dim),
+                    **format_constants(key_cache, k_scale, v_scale),
                 },
             ),
         ),
@@ -88,9 +102,18 @@ def _run(*args: Any) -> None:
 
 
 def _supports(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *scales: Tensor | None,
 ) -> bool:
-    return takes(key, value, key_cache, value_cache) and slot_mapping.is_contiguous()
+    return (
+        takes(key, value)
+        and takes_caches(key, key_cache, value_cache, *scales)
+        and slot_mapping.is_contiguous()
+    )
 
 
 define(write_kv, _run, fake=lambda *args: None, supports=_supports)

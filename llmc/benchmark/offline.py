@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc.benchmark.metrics import RequestTrace
 from llmc.benchmark.workloads import BenchRequest
-from llmc.engine.messages import AddRequest
+from llmc.engine.messages import AddRequest, EngineStats
 from llmc.errors import InvalidRequestError, LlmcError
 from llmc.sampling_params import SamplingParams
 
@@ -191,3 +191,11 @@ def bandwidth_result(
         result["read_bandwidth_bytes_per_s"] = bytes_per_s
         result["decode_bandwidth_share"] = decode.share_of_bandwidth(info, bytes_per_s)
     return result
+
+
+def speculation_result(before: EngineStats, after: EngineStats) -> dict[str, int]:
+    """The part of a JSON result that tells of tokens guessed ahead, between two readings."""
+    return {
+        "num_draft_tokens": after.num_draft_tokens - before.num_draft_tokens,
+        "num_accepted_tokens": after.num_accepted_tokens - before.num_accepted_tokens,
+    }

@@ -6,7 +6,7 @@ the model computes from its config (rotary frequencies) get their real values.
 
 from __future__ import annotations
 
-import inspect
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llmc.compiler import interface
-from llmc.errors import CheckpointError, CompileError
+from llmc.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +27,24 @@ class BuiltModel:
     buffers: dict[str, Tensor]  # name -> value, for buffers that no checkpoint holds
 
 
-def build(config: Any, dtype: torch.dtype) -> BuiltModel:
-    """Raise CheckpointError where the config is no decoder-only causal language model."""
+def build(config: Any, dtype: torch.dtype, attention: str = interface.NAME) -> BuiltModel:
+    """Raise CheckpointError where the config is no decoder-only causal language model.
+
+    `attention` is a name of transformers' attention interface: ours, or `eager` for models whose
+    own code spells their attention out.
+    """
+    config = copy.deepcopy(config)  # its fields are set below
     from transformers import AutoModelForCausalLM
 
     interface.register()
-    config._attn_implementation = interface.NAME
+    config._attn_implementation = attention
     for side_output in ("output_router_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, side_output, False):
             setattr(config, side_output, False)
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(
-                config, attn_implementation=interface.NAME, dtype=dtype
+                config, attn_implementation=attention, dtype=dtype
             )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError) as e:
         raise CheckpointError(
@@ -47,11 +52,6 @@ def build(config: Any, dtype: torch.dtype) -> BuiltModel:
             f"({type(config).__name__}): {_first_line(e)}"
         ) from e
     module.eval()
-    parameters = inspect.signature(module.forward).parameters
-    if "position_ids" not in parameters:
-        raise CompileError(
-            f"{type(module).__name__}.forward takes no position_ids, so requests can't be packed"
-        )
     interface.use_experts(module)
     buffers = _materialize_buffers(module)
     # Which modules attend is known only once their code has run; an unused buffer costs nothing.
@@ -73,32 +73,40 @@ def _materialize_buffers(module: nn.Module) -> dict[str, Tensor]:
     go back to meta afterwards, so that the whole module can be traced on one device.
     """
     persistent = set(module.state_dict())
-    values: dict[str, Tensor] = {}
+    owners = dict(module.named_modules(remove_duplicate=False))
+    old = {
+        name: (owners[name.rpartition(".")[0]], buffer)
+        for name, buffer in module.named_buffers(remove_duplicate=False)
+        if name not in persistent
+    }
+    for name, (owner, buffer) in old.items():
+        owner._buffers[name.rpartition(".")[2]] = _unset_like(buffer)
     with torch.no_grad():
-        for prefix, child in module.named_modules():
-            names = [
-                n
-                for n, b in child._buffers.items()
-                if b is not None and f"{prefix}.{n}".lstrip(".") not in persistent
-            ]
-            if not names:
-                continue
-            old = {n: child._buffers[n] for n in names}
-            for n in names:
-                child._buffers[n] = _unset_like(old[n])
-            module._init_weights(child)  # type: ignore[operator]
-            for n in names:
-                value = child._buffers[n]
-                if value is not None:
-                    values[f"{prefix}.{n}".lstrip(".")] = value
-                child._buffers[n] = old[n]
+        for prefix in dict.fromkeys(name.rpartition(".")[0] for name in old):
+            _initialize(owners, prefix)
+        for name in old:  # what its own module leaves to one around it
+            prefix = name.rpartition(".")[0]
+            while prefix and is_unset(module.get_buffer(name)):
+                prefix = prefix.rpartition(".")[0]
+                _initialize(owners, prefix)
+    values = {name: module.get_buffer(name) for name in old}
+    for name, (owner, buffer) in old.items():
+        owner._buffers[name.rpartition(".")[2]] = buffer
     return values
 
 
-def _unset_like(buffer: Tensor | None) -> Tensor | None:
+def _initialize(modules: dict[str, nn.Module], prefix: str) -> None:
+    """By the initializer of the nearest model around a module, as transformers' loader does."""
+    from transformers import PreTrainedModel
+
+    around = prefix
+    while around and not isinstance(modules[around], PreTrainedModel):
+        around = around.rpartition(".")[0]
+    modules[around]._init_weights(modules[prefix])  # type: ignore[operator]
+
+
+def _unset_like(buffer: Tensor) -> Tensor:
     """A CPU tensor of the same shape full of NaN (of the lowest value for integers)."""
-    if buffer is None:
-        return None
     if buffer.is_floating_point():
         return torch.full(buffer.shape, float("nan"), dtype=buffer.dtype)
     low = 0 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min

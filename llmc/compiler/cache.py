@@ -1,8 +1,8 @@
 """Programs on disk: what capture and the passes made of an architecture, for the next start.
 
 The key covers everything that the result depends on: the model's config and code, llmc's own
-sources, the versions and the options. An entry is written aside and renamed; one that can't be
-read is deleted and made again. Weights are not in it.
+sources, the versions and the options. An entry is written aside and renamed; one whose files are
+not what was written is deleted and made again. Weights are not in it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -32,6 +33,8 @@ from llmc.passes.base import PassReport
 
 log = logging.getLogger(__name__)
 
+_GRAPH, _CONSTANTS, _DIGEST = "graph.json", "constants.safetensors", "digest"
+_STALE_SECONDS = 3600
 _NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
@@ -57,8 +60,10 @@ class ProgramCache:
         if not entry.is_dir() or entry.stat().st_uid != os.getuid():
             return None
         try:
-            data = json.loads((entry / "graph.json").read_text(encoding="utf-8"))
-            constants = load_file(entry / "constants.safetensors")
+            if (entry / _DIGEST).read_text(encoding="ascii") != _digest_of(entry):
+                raise ValueError("its files are damaged")
+            data = json.loads((entry / _GRAPH).read_text(encoding="utf-8"))
+            constants = load_file(entry / _CONSTANTS)
             parameters = data["parameters"]
             return CachedProgram(
                 graph=load_graph(data["nodes"], constants, device),
@@ -88,6 +93,7 @@ class ProgramCache:
         try:
             nodes, constants = dump_graph(program.graph.graph)
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._remove_stale()
             aside = Path(tempfile.mkdtemp(dir=self._root, prefix=".new-"))
         except CannotSerialize as e:
             log.info("this program is not cached: %s", e)
@@ -102,15 +108,30 @@ class ProgramCache:
                 "vocab_size": program.vocab_size,
                 "parameters": asdict(program.parameters),
             }
-            save_file(constants, aside / "constants.safetensors")
-            (aside / "graph.json").write_text(json.dumps(data), encoding="utf-8")
+            save_file(constants, aside / _CONSTANTS)
+            (aside / _GRAPH).write_text(json.dumps(data), encoding="utf-8")
+            (aside / _DIGEST).write_text(_digest_of(aside), encoding="ascii")
             os.rename(aside, self._root / key)
-        except OSError as e:
+        except (OSError, SafetensorError) as e:  # the latter where a tensor can't be written
             if not (self._root / key).is_dir():  # another process was first: its entry is as good
                 log.warning("compiled programs can't be cached: %s", e)
         finally:
             with contextlib.suppress(OSError):
                 shutil.rmtree(aside)
+
+    def _remove_stale(self) -> None:
+        """Delete what writers that died have left."""
+        for path in self._root.glob(".new-*"):
+            with contextlib.suppress(FileNotFoundError):  # its writer was done just now
+                if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _digest_of(entry: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in (_GRAPH, _CONSTANTS):
+        digest.update((entry / name).read_bytes())
+    return digest.hexdigest()
 
 
 def program_key(
@@ -119,8 +140,9 @@ def program_key(
     device: torch.device,
     options: Any,
     switches: Mapping[str, bool],
+    extra: str = "",
 ) -> str:
-    """128 bits of everything that a rewritten graph depends on."""
+    """128 bits of all that a rewritten graph depends on. `extra`: a digest of users' passes."""
     import transformers
 
     described = {
@@ -131,6 +153,7 @@ def program_key(
         "device": str(device),
         "options": asdict(options),
         "switches": dict(switches),
+        "extra": extra,
         "versions": [torch.__version__, transformers.__version__],
         "sources": _sources_digest(),
     }

@@ -8,6 +8,7 @@ the line of the model's code.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +18,29 @@ import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
+from llmc.compiler.branches import sizes_in_doubt, text_of
 from llmc.compiler.build import BuiltModel, is_unset
+from llmc.compiler.functional import make_functional
 from llmc.compiler.interface import KEY_CACHE, VALUE_CACHE
+from llmc.compiler.recurrent import replaced_functions
+from llmc.compiler.traceable import lists_to_slices, traceable_torch
 from llmc.errors import CompileError
 from llmc.passes.base import remove_dead_code
 from llmc.passes.inputs import CacheInput, ConstantInput, Input, StepInput, WeightInput
 
+# What a model's code may raise where it is handed what it does not expect.
+_MODEL_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    AssertionError,
+    ConstraintViolationError,
+)
 _EXAMPLE_TOKENS = 19  # unlike any size in a model, so that nothing is equal to it by chance
 
 
@@ -33,6 +50,7 @@ class CapturedModel:
 
     graph: fx.GraphModule
     vocab_size: int
+    note: str = ""  # how its layers were captured
 
 
 class _LogitsOnly(nn.Module):
@@ -41,17 +59,30 @@ class _LogitsOnly(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        logits: Tensor = self.model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False
-        ).logits
+        given = {"position_ids": position_ids} if self.takes_positions else {}
+        logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **given).logits
         return logits
 
 
 def capture(built: BuiltModel, device: torch.device) -> CapturedModel:
     """Raise CompileError where the model's code can't be captured in one graph."""
-    dynamo, examples = _run_dynamo(built.module)
+    captured = _capture(built, device, _EXAMPLE_TOKENS)
+    for tokens in sizes_in_doubt(captured.graph.graph, built.config):
+        other = _capture(built, device, tokens)
+        if text_of(other.graph.graph) != text_of(captured.graph.graph):
+            raise CompileError(
+                f"{type(built.module).__name__} computes {tokens} tokens in another way than "
+                f"{_EXAMPLE_TOKENS}: its code asks for their number, so no one graph serves all"
+            )
+    return captured
+
+
+def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedModel:
+    dynamo, examples = _run_dynamo(built.module, tokens)
+    lists_to_slices(dynamo.graph)
     roles = _roles(built, dynamo, examples)
     aten = _to_aten(dynamo)
     for node, role in zip(
@@ -62,6 +93,7 @@ def capture(built: BuiltModel, device: torch.device) -> CapturedModel:
     _single_output(aten.graph)
     _move_devices(aten.graph, device)
     _strip_grad_mode(aten.graph)
+    make_functional(aten.graph)
     remove_dead_code(aten.graph)
     for node in aten.graph.nodes:
         role = node.meta.get("input")
@@ -77,7 +109,7 @@ class _Captured(Exception):
     """Ends the call that was captured: its inputs are on meta, there is nothing to run."""
 
 
-def _run_dynamo(model: nn.Module) -> tuple[fx.GraphModule, Sequence[Any]]:
+def _run_dynamo(model: nn.Module, tokens: int) -> tuple[fx.GraphModule, Sequence[Any]]:
     captured: list[tuple[fx.GraphModule, Sequence[Any]]] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
@@ -87,18 +119,25 @@ def _run_dynamo(model: nn.Module) -> tuple[fx.GraphModule, Sequence[Any]]:
     def stop(*args: Any) -> Any:
         raise _Captured
 
-    ids = torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long, device="meta")
-    positions = torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long, device="meta")
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    positions = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     torch._dynamo.mark_dynamic(ids, 1)
     torch._dynamo.mark_dynamic(positions, 1)
     wrapper = _LogitsOnly(model).eval()
     torch._dynamo.reset()
     try:
-        with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+        with (
+            torch.no_grad(),
+            torch._dynamo.config.patch(specialize_float=True),
+            replaced_functions(model),
+            traceable_torch(),
+        ):
             torch.compile(wrapper, backend=backend, fullgraph=True)(ids, positions)
     except _Captured:
         pass
     except torch._dynamo.exc.TorchDynamoException as e:
+        raise CompileError(_explain(e, model)) from e
+    except _MODEL_ERRORS as e:
         raise CompileError(_explain(e, model)) from e
     finally:
         torch._dynamo.reset()

@@ -22,6 +22,9 @@ NAME = "llmc"
 KEY_CACHE = "llmc_key_cache"
 VALUE_CACHE = "llmc_value_cache"
 
+# Fields of a config that say how many keys a sparse indexer chooses.
+INDEXER_BUDGETS = ("index_topk", "indexer_budget")
+
 # Tensors among the keyword arguments that say what the packed step already carries. Any other
 # tensor (a position bias, sparse indices) would change the result, so it is refused.
 _IGNORED = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
@@ -35,18 +38,30 @@ class MaskMarker:
     chunk: int = 0
 
     def encode(self) -> Tensor:
-        return torch.empty(0, self.window + 1, self.chunk + 1, device="meta", dtype=torch.bool)
+        shape = (0, self.window + 1, self.chunk + 1, 1)  # four dimensions, as masks have
+        return torch.empty(shape, device="meta", dtype=torch.bool)
 
     @staticmethod
     def decode(mask: Tensor | None) -> MaskMarker:
         if mask is None:
             return MaskMarker()
-        if mask.dim() != 3 or mask.shape[0] != 0:
+        if mask.dim() != 4 or mask.shape[0] != 0 or mask.shape[3] != 1:
             raise CompileError(
                 f"the model's code changed the attention mask before its attention "
                 f"(shape {tuple(mask.shape)}), which llmc can't page yet"
             )
         return MaskMarker(window=int(mask.shape[1]) - 1, chunk=int(mask.shape[2]) - 1)
+
+
+def _chosen_by_marker(module: nn.Module, indices: Tensor) -> bool:
+    """Whether these are the keys that a sparse indexer chose by the scores under a mask marker.
+
+    Up to as many tokens as it chooses it chooses all: the context is limited to them
+    (llmc/choices.py), and attention is dense.
+    """
+    config = getattr(module, "config", None)
+    known = any(getattr(config, name, None) for name in INDEXER_BUDGETS)
+    return known and indices.dim() >= 3 and indices.shape[0] == 0
 
 
 def mask_function(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -74,7 +89,11 @@ def attention_function(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, T, D] ... -> ([1, T, H, Dv], None)."""
-    unknown = [k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in _IGNORED]
+    unknown = [
+        k
+        for k, v in kwargs.items()
+        if isinstance(v, Tensor) and k not in _IGNORED and not _chosen_by_marker(module, v)
+    ]
     if unknown:
         raise CompileError(
             f"{type(module).__name__} passes {unknown} to its attention, which llmc does not know"

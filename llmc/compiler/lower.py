@@ -7,6 +7,7 @@ source is one line a node, so what runs can be printed and read (`StepFunction.s
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +101,8 @@ class _Writer:
 
     def _callable(self, target: Any) -> str:
         if target not in self.callables:
-            label = str(target).replace("::", ".").replace(".", "_").replace("<", "").split(" ")[0]
+            is_op = isinstance(target, torch._ops.OpOverload)
+            label = re.sub(r"\W+", "_", str(target) if is_op else target.__name__)
             name = f"{label}_{len(self.callables)}"
             self.callables[target] = name
             # the overload's own call, one Python frame less

@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from llmc.compiler.build import build as build_module
 from llmc.compiler.cache import CachedProgram, ProgramCache, program_key
-from llmc.compiler.capture import capture
 from llmc.compiler.checkpoint import StoredTensor
+from llmc.compiler.forms import build_any, capture_any
 from llmc.compiler.parameters import Parameters, describe_parameters
-from llmc.compiler.weights import CheckpointWeights, DirectWeights, WeightSource, make_weight
+from llmc.compiler.weights import CheckpointWeights, DirectWeights, WeightSource, make_weights
 from llmc.errors import CompileError
-from llmc.passes.base import PassReport, check_names, run_passes
-from llmc.passes.inputs import CacheInput, ConstantInput, WeightInput, input_of
-from llmc.passes.lower_kernels import lower_kernels
+from llmc.passes.base import OUTLINE, Pass, PassReport, check_names, run_passes
+from llmc.passes.inputs import CacheInput, ConstantInput, StateInput, WeightInput, input_of
+from llmc.passes.lower_kernels import PREFER, lower_kernels
 from llmc.passes.page_attention import CacheSpec
 from llmc.passes.pipeline import PipelineOptions, pipeline
+from llmc.passes.slot_state import StateSpec
+from llmc.passes.user import digest
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +45,10 @@ class Program:
     dtype: torch.dtype
     device: torch.device
     caches: tuple[CacheSpec, ...]
+    states: tuple[StateSpec, ...]
     reports: tuple[PassReport, ...]
     from_cache: bool
+    capture_note: str  # how its layers were captured, where that was done now
     keep: Callable[[], None]  # save it for the next start; call once it has proved itself
 
     @property
@@ -67,19 +70,25 @@ def compile_program(
     device: torch.device,
     options: PipelineOptions,
     switches: Mapping[str, bool],
+    extra: Sequence[Pass] = (),
     cache: ProgramCache | None = None,
 ) -> Program:
     """Build, capture and rewrite; no weight is read. CompileError where the model can't be served.
 
-    What an earlier start left in `cache` is used instead of capturing again.
+    `extra` are passes of users. What an earlier start left in `cache` is used instead of
+    capturing again.
     """
-    passes = pipeline(options)
+    passes = pipeline(options, extra)
     check_names(switches, passes)
-    make = functools.cache(lambda: build_module(config, dtype))
-    key = program_key(config, dtype, device, options, switches) if cache else ""
+    make = functools.cache(lambda: build_any(config, dtype))
+    extra_digest = digest(extra)
+    if extra_digest is None:  # no name tells the results of these passes apart
+        cache = None
+    key = program_key(config, dtype, device, options, switches, extra_digest or "") if cache else ""
     entry = cache.load(key, device) if cache else None
     if entry is None:
-        captured = capture(make(), device)
+        outline = switches.get(OUTLINE, True)
+        captured = capture_any(make(), config, dtype, device, outline=outline)
         graph, reports = run_passes(captured.graph, passes, switches)
         entry = CachedProgram(
             graph=graph,
@@ -87,16 +96,14 @@ def compile_program(
             vocab_size=captured.vocab_size,
             parameters=describe_parameters(make().module),
         )
-        found = False
+        found, note = False, captured.note
     else:
-        graph, found = entry.graph, True
-    caches = _caches(graph)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers = getattr(text, "num_hidden_layers", len(caches))
-    if len(caches) != layers:
+        graph, found, note = entry.graph, True, ""
+    caches, states = _caches(graph), _states(graph)
+    if not caches and not states:
         raise CompileError(
-            f"the graph has {len(caches)} attention calls and config.json {layers} layers: layers "
-            "that are no attention (recurrent, convolution) can't be served yet"
+            "no attention and no recurrence was found in the model's graph, so nothing in it would "
+            "see more than the newest token"
         )
 
     def keep() -> None:
@@ -111,13 +118,15 @@ def compile_program(
         dtype=dtype,
         device=device,
         caches=caches,
+        states=states,
         reports=entry.reports,
         from_cache=found,
+        capture_note=note,
         keep=keep,
     )
 
 
-def lowered(program: Program, prefer: Sequence[str] = ("triton", "cpu")) -> fx.GraphModule:
+def lowered(program: Program, prefer: Sequence[str] = PREFER) -> fx.GraphModule:
     """The graph with every op replaced by its fastest version that is there now."""
     graph, reports = run_passes(program.graph, (lower_kernels(prefer=prefer),))
     log.info("%s", reports[0])
@@ -127,16 +136,20 @@ def lowered(program: Program, prefer: Sequence[str] = ("triton", "cpu")) -> fx.G
 def _caches(graph: fx.GraphModule) -> tuple[CacheSpec, ...]:
     """Cache shapes from the placeholders; windows are in the attention calls' arguments."""
     parts: dict[int, dict[str, tuple[int, int]]] = {}
+    dtypes: dict[int, torch.dtype] = {}
     limits: dict[int, tuple[int, int]] = {}
     for node in graph.graph.nodes:
         role = input_of(node)
         if isinstance(role, CacheInput):
             _, heads, _, dim = node.meta["val"].shape
             parts.setdefault(role.layer, {})[role.part] = (int(heads), int(dim))
+            dtypes[role.layer] = node.meta["val"].dtype
         if node.op == "call_function" and "paged_attention" in str(node.target):
             owner = input_of(node.args[1])
             assert isinstance(owner, CacheInput)
-            limits[owner.layer] = (int(node.args[7]), int(node.args[8]))
+            seen = limits.get(owner.layer, (int(node.args[7]), int(node.args[8])))
+            # of layers that share a cache, the one that sees most: 0 is no limit
+            limits[owner.layer] = (_wider(seen[0], node.args[7]), _wider(seen[1], node.args[8]))
     return tuple(
         CacheSpec(
             layer=layer,
@@ -145,9 +158,26 @@ def _caches(graph: fx.GraphModule) -> tuple[CacheSpec, ...]:
             v_head_dim=part["value"][1],
             window=limits[layer][0],
             chunk=limits[layer][1],
+            dtype=dtypes[layer],
         )
         for layer, part in sorted(parts.items())
     )
+
+
+def _wider(a: int, b: Any) -> int:
+    return max(a, int(b)) if a and b else 0
+
+
+def _states(graph: fx.GraphModule) -> tuple[StateSpec, ...]:
+    """State shapes from the placeholders, whose first dimension counts slots."""
+    specs = []
+    for node in graph.graph.nodes:
+        role = input_of(node)
+        if isinstance(role, StateInput):
+            value = node.meta["val"]
+            shape = tuple(int(n) for n in value.shape[1:])
+            specs.append(StateSpec(call=role.call, op=role.op, shape=shape, dtype=value.dtype))
+    return tuple(sorted(specs, key=lambda s: s.call))
 
 
 def open_weights(program: Program, tensors: Mapping[str, StoredTensor]) -> WeightSource:
@@ -162,14 +192,30 @@ def open_weights(program: Program, tensors: Mapping[str, StoredTensor]) -> Weigh
 
 def load_weights(program: Program, source: WeightSource) -> dict[str, Tensor]:
     """Every weight of the program in its final form, by placeholder name."""
-    roles = list(program.weight_inputs())
-    source.check(part for _, role in roles for part in role.parts)
+    source.check(part for _, role in program.weight_inputs() for part in role.parts)
+    return graph_weights(
+        program.graph, program.parameters, source, dtype=program.dtype, device=program.device
+    )
+
+
+def graph_weights(
+    graph: fx.GraphModule,
+    parameters: Parameters,
+    source: WeightSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """The same for any graph of a model. `dtype` is that of the model."""
     made: dict[WeightInput, Tensor] = {}
     weights = {}
-    for node, role in roles:
+    for node in graph.graph.nodes:
+        role = input_of(node)
+        if not isinstance(role, WeightInput):
+            continue
         if role not in made:
-            dtype = node.meta["val"].dtype
-            made[role] = make_weight(role, program.parameters.shapes, dtype, source, program.device)
+            own = dtype if role.quantized else node.meta["val"].dtype
+            made |= make_weights(role, parameters.shapes, own, source, device)
         weights[node.name] = made[role]
     return weights
 
@@ -178,13 +224,20 @@ def bind(
     program: Program,
     weights: Mapping[str, Tensor],
     caches: Sequence[tuple[Tensor, Tensor]],
+    states: Sequence[Tensor] = (),
 ) -> dict[str, Tensor]:
-    """The tensor of every placeholder that is no step input; `caches[layer]` is (key, value)."""
+    """The tensor of every placeholder that is no step input.
+
+    `caches[layer]` is (key, value); `states` are in the order of the program's.
+    """
+    slots = {spec.call: state for spec, state in zip(program.states, states, strict=True)}
     bound: dict[str, Tensor] = dict(weights)
     for node in program.graph.graph.nodes:
         role = input_of(node)
         if isinstance(role, CacheInput):
             bound[node.name] = caches[role.layer][0 if role.part == "key" else 1]
+        elif isinstance(role, StateInput):
+            bound[node.name] = slots[role.call]
         elif isinstance(role, ConstantInput):
             bound[node.name] = role.tensor.to(program.device)
     return bound

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from llmc.passes.inputs import CacheInput, ConstantInput, Input, StepInput, WeightInput
+from llmc.kernels.quantized_linear import Quantization
+from llmc.passes.inputs import (
+    CacheInput,
+    ConstantInput,
+    Input,
+    QuantizedPart,
+    StateInput,
+    StepInput,
+    WeightInput,
+)
 
 Json = Any
 
@@ -132,12 +141,15 @@ def _dump_role(node: fx.Node, constants: dict[str, Tensor]) -> Json:
         return {"kind": "step", "name": role.name}
     if isinstance(role, CacheInput):
         return {"kind": "cache", "layer": role.layer, "part": role.part}
+    if isinstance(role, StateInput):
+        return {"kind": "state", "call": role.call, "op": role.op}
     if isinstance(role, WeightInput):
         return {
             "kind": "weight",
             "parts": list(role.parts),
             "transposed": role.transposed,
             "packed": role.packed,
+            "quantized": None if role.quantized is None else asdict(role.quantized),
         }
     constants[node.name] = role.tensor.contiguous()
     return {"kind": "constant"}
@@ -149,9 +161,15 @@ def _load_role(name: str, role: Json, constants: Mapping[str, Tensor]) -> Input:
             return StepInput(name=role["name"])
         case "cache":
             return CacheInput(layer=role["layer"], part=role["part"])
+        case "state":
+            return StateInput(call=role["call"], op=role["op"])
         case "weight":
+            low = role["quantized"]
             return WeightInput(
-                parts=tuple(role["parts"]), transposed=role["transposed"], packed=role["packed"]
+                parts=tuple(role["parts"]),
+                transposed=role["transposed"],
+                packed=role["packed"],
+                quantized=low and QuantizedPart(to=Quantization(**low["to"]), part=low["part"]),
             )
         case "constant":
             return ConstantInput(tensor=constants[name])
@@ -159,17 +177,25 @@ def _load_role(name: str, role: Json, constants: Mapping[str, Tensor]) -> Input:
             raise ValueError(f"unknown role {other!r}")
 
 
+# Python's own functions in a graph: picking an item, and arithmetic on sizes.
+_PLAIN: dict[str, Any] = {
+    f.__name__: f
+    for f in (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)
+    + (operator.mod, operator.neg)
+}
+
+
 def _dump_target(target: Any) -> str:
-    if target is operator.getitem:
-        return "getitem"
+    if target in _PLAIN.values():
+        return str(target.__name__)
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     raise CannotSerialize(str(target))
 
 
 def _load_target(name: str) -> Any:
-    if name == "getitem":
-        return operator.getitem
+    if name in _PLAIN:
+        return _PLAIN[name]
     namespace, op, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), op), overload)
 

@@ -7,6 +7,7 @@ of the module (renamed prefixes, experts stored one by one and stacked in the mo
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +19,14 @@ from torch import Tensor, nn
 from llmc.compiler.checkpoint import StoredTensor, staging
 from llmc.compiler.parameters import Parameters, describe_parameters
 from llmc.errors import CheckpointError
-from llmc.kernels.cpu.pages import advise_huge_pages
-from llmc.passes.inputs import WeightInput
+from llmc.kernels.cpu.pages import empty_in_huge_pages
+from llmc.kernels.quantized_linear import CHANNELS, Part, quantize
+from llmc.passes.inputs import QuantizedPart, WeightInput
 
 log = logging.getLogger(__name__)
+
+# Drawing is slower than loading. A prime, so that of a weight that repeats no two rows are equal.
+_MOST_DRAWN = 262_139
 
 
 class WeightSource(Protocol):
@@ -49,11 +54,20 @@ class DummyWeights:
         gen.manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
         if out.dim() >= 2:
             width = 0.02 * 3**0.5  # the uniform distribution of standard deviation 0.02
-            out.uniform_(-width, width, generator=gen)
+            drawn = out.view(-1)[:_MOST_DRAWN].uniform_(-width, width, generator=gen)
+            _repeat(drawn, out.view(-1))
         elif name.endswith("bias"):
             out.zero_()
         else:
             out.fill_(1.0)
+
+
+def _repeat(drawn: Tensor, flat: Tensor) -> None:
+    """Fill `flat`, which begins with `drawn`, in two copies: each waits for all threads."""
+    times = flat.numel() // max(1, len(drawn))
+    flat[: times * len(drawn)].view(times, len(drawn))[1:].copy_(drawn)
+    rest = flat[times * len(drawn) :]
+    rest.copy_(drawn[: len(rest)])
 
 
 class DirectWeights:
@@ -216,20 +230,77 @@ def _copy(stored: StoredTensor, out: Tensor) -> None:
         out.copy_(stored.read())
 
 
+def make_weights(
+    role: WeightInput,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    source: WeightSource,
+    device: torch.device,
+) -> dict[WeightInput, Tensor]:
+    """One recipe, filled, and those that come of the same reading: a quantized weight's scales.
+
+    `dtype` is that of the parameters; what is quantized is rounded from it.
+    """
+    if role.quantized is None:
+        return {role: make_weight(role, shapes, dtype, source, device)}
+    to, plain = role.quantized.to, dataclasses.replace(role, quantized=None)
+    channels, depth = _shape(plain, shapes)
+    dtypes: dict[Part, torch.dtype] = {"weight": to.dtype, "scale": to.scale_dtype}
+    out = {
+        part: empty_in_huge_pages(to.shape(part, channels, depth), kind, device)
+        for part, kind in dtypes.items()
+    }
+    start = 0
+    for piece in _whole_blocks(plain, shapes):
+        rows = make_weight(piece, shapes, dtype, source, torch.device("cpu"), passing=True)
+        for some in rows.split(_rows_at_once(depth)):
+            end = start + len(some) // CHANNELS
+            out["weight"][start:end], out["scale"][start:end] = quantize(some.to(device), to)
+            start = end
+    return {
+        dataclasses.replace(role, quantized=QuantizedPart(to=to, part=part)): tensor
+        for part, tensor in out.items()
+    }
+
+
+def _shape(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Of what a plain recipe makes."""
+    sizes = [shapes[p][::-1] if role.transposed else shapes[p] for p in role.parts]
+    return (sum(s[0] for s in sizes), *sizes[0][1:]) if sizes[0] else ()
+
+
+def _whole_blocks(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> list[WeightInput]:
+    """One recipe a part, so that one part at a time is in memory, where all have whole blocks."""
+    channels = [shapes[p][1 if role.transposed else 0] for p in role.parts]
+    if any(n % CHANNELS for n in channels):
+        return [role]
+    return [dataclasses.replace(role, parts=(p,)) for p in role.parts]
+
+
+def _rows_at_once(depth: int) -> int:
+    """Whole blocks of about 4 million values: quantizing takes a few float32 copies of them."""
+    return max(1, (4 << 20) // (depth * CHANNELS)) * CHANNELS
+
+
 def make_weight(
     role: WeightInput,
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     source: WeightSource,
     device: torch.device,
+    *,
+    passing: bool = False,
 ) -> Tensor:
-    """One recipe, filled: parts read into their slices, turned and packed as it says."""
+    """One recipe, filled: parts read into their slices, turned and packed as it says.
+
+    `passing`: the tensor is soon let go of, and its memory should go back at once.
+    """
     sizes = [shapes[p][::-1] if role.transposed else shapes[p] for p in role.parts]
-    shape = (sum(s[0] for s in sizes), *sizes[0][1:]) if sizes[0] else ()
-    if role.packed:
+    shape = _shape(role, shapes)
+    if role.packed or passing:
         out = staging(shape, dtype)
     else:
-        out = advise_huge_pages(torch.empty(shape, dtype=dtype, device=device))
+        out = empty_in_huge_pages(shape, dtype, device)
     start = 0
     for part, size in zip(role.parts, sizes, strict=True):
         if role.transposed:

@@ -16,6 +16,8 @@ from llmc.engine.request import Request
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
 
+MAX_CACHE_SALT = 256  # characters
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -37,9 +39,14 @@ def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
     sampling = message.sampling
     check_prompt(message.prompt_token_ids, limits.vocab_size)
     check_sampling_ids(sampling, limits.vocab_size)
-    eos = frozenset() if sampling.ignore_eos else limits.eos_token_ids
-    stop = eos.union(sampling.stop_token_ids or ())
-    check_something_allowed(sampling, stop)
+    check_cache_salt(message.cache_salt)
+    if sampling.bad_words:
+        raise InvalidRequestError(
+            "bad_words are text, and the engine knows token ids only; give bad_words_token_ids",
+            param="bad_words",
+        )
+    check_something_allowed(sampling, limits)
+    eos = end_tokens(sampling, limits)
     return Request(
         request_id=message.request_id,
         token_ids=list(message.prompt_token_ids),
@@ -48,7 +55,9 @@ def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
         seed=default_seed if sampling.seed is None else sampling.seed,
         max_total_tokens=total_tokens(len(message.prompt_token_ids), sampling.max_tokens, limits),
         eos_token_ids=eos,
-        stop_token_ids=stop,
+        stop_token_ids=eos.union(sampling.stop_token_ids or ()),
+        priority=message.priority,
+        cache_salt=(message.cache_salt or "").encode(),
     )
 
 
@@ -78,15 +87,40 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int) -> None:
             )
 
 
+def check_cache_salt(salt: object) -> None:
+    if salt is None:
+        return
+    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT or not _is_text(salt):
+        raise InvalidRequestError(
+            f"cache_salt must be text of 1 to {MAX_CACHE_SALT} characters, got {salt!r:.80}",
+            param="cache_salt",
+        )
+
+
+def _is_text(text: str) -> bool:
+    """Whether it has an encoding: lone surrogates, which JSON can write, have none."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def check_sampling_ids(sampling: SamplingParams, vocab_size: int) -> None:
     _check_ids("stop_token_ids", sampling.stop_token_ids or (), vocab_size)
     _check_ids("logit_bias", sampling.logit_bias or (), vocab_size)
     _check_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+    for word in sampling.bad_words_token_ids or ():
+        _check_ids("bad_words_token_ids", word, vocab_size)
 
 
-def check_something_allowed(sampling: SamplingParams, stop: frozenset[int]) -> None:
+def end_tokens(sampling: SamplingParams, limits: Limits) -> frozenset[int]:
+    """The model's own end tokens, where they end this request."""
+    # A grammar allows an end token only where the output may end, and nothing may follow it.
+    goes_on = sampling.ignore_eos and sampling.structured_outputs is None
+    return frozenset() if goes_on else limits.eos_token_ids
+
+
+def check_something_allowed(sampling: SamplingParams, limits: Limits) -> None:
     """Before `min_tokens` the stop tokens are banned; something else must be allowed then."""
     allowed = sampling.allowed_token_ids
+    stop = end_tokens(sampling, limits).union(sampling.stop_token_ids or ())
     if sampling.min_tokens > 0 and allowed is not None and stop.issuperset(allowed):
         raise InvalidRequestError(
             f"allowed_token_ids has only tokens that end the text, but min_tokens="

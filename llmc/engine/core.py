@@ -4,35 +4,48 @@
           <-RequestUpdate-            <-StepResult-
 
 It knows token ids only; text, HTTP and processes are the front's. One request can't take the
-engine down: what can't be served is refused on arrival, and a step that fails ends the requests
-in it and no others.
+engine down: what can't be served is refused on arrival, and a step that fails ends the request
+that makes it fail (quarantine.py) and no other.
+
+Up to `max_in_flight` steps are under way at a time: the runner begins the next one without waiting
+for the host, and a request whose end only the host can see has then computed a token too many for
+each further step; these are dropped and counted.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any
 
+from llmc.config import SchedulingPolicy
+from llmc.engine import forks
 from llmc.engine.admission import Limits, admit, derive_seed
+from llmc.engine.grammar import Antechamber, Arrival, Grammars, Matcher, start_matching
 from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
-from llmc.engine.plan import StepPlan, StepResult
+from llmc.engine.outcome import aborted, failed
+from llmc.engine.plan import PendingStep, Runner, StepPlan
+from llmc.engine.request import Request
 from llmc.engine.scheduler import Scheduler
+from llmc.engine.speculation import Speculation
+from llmc.engine.swap import SwapRoom
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 
 logger = logging.getLogger(__name__)
-
-
-class Runner(Protocol):
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. Raises EngineDeadError if no later step can succeed either."""
 
 
 class EngineCore:
     """The engine's whole state; one thread drives it.
 
     `vocab_size` is the width of the model's logits. With `max_num_queued` None the queue has no
-    limit.
+    limit. `async_scheduling` off: one step at a time, whatever the runner can do.
+    `share_prompts` off: sequences of one prompt (`AddRequest.fork_of`) share no blocks by
+    reference; for models that keep more of a sequence than its blocks. With `swap_room` preempted
+    requests may wait in host memory instead of being computed again; not for such models either.
+    Without `grammars` requests for structured outputs are refused. `speculation` guesses tokens
+    ahead; not for models whose state of a sequence can't go back.
     """
 
     def __init__(
@@ -49,8 +62,19 @@ class EngineCore:
         seed: int = 0,
         enable_prefix_caching: bool = True,
         max_num_queued: int | None = None,
+        async_scheduling: bool = True,
+        scheduling_policy: SchedulingPolicy = "fcfs",
+        share_prompts: bool = True,
+        swap_room: SwapRoom | None = None,
+        grammars: Grammars | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._runner = runner
+        self._grammars = grammars
+        self._antechamber = Antechamber()
+        self._share_prompts = share_prompts
+        self._max_in_flight = runner.max_in_flight if async_scheduling else 1
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._limits = Limits(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
@@ -66,6 +90,9 @@ class EngineCore:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            use_priority=scheduling_policy == "priority",
+            swap_room=swap_room,
+            speculation=speculation,
         )
         self._seed = seed
         self._num_added = 0
@@ -73,46 +100,114 @@ class EngineCore:
 
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises InvalidRequestError or QueueFullError, and then keeps nothing."""
-        num_waiting = len(self._scheduler.waiting)
+        num_waiting = self._num_waiting
         if self._max_num_queued is not None and num_waiting >= self._max_num_queued:
             raise QueueFullError(
                 f"{num_waiting} requests wait and the limit is {self._max_num_queued}; "
                 "try again later"
             )
-        if message.request_id in self._scheduler.requests:
+        request_id = message.request_id
+        if request_id in self._scheduler.requests or request_id in self._antechamber:
             raise InvalidRequestError(
-                f"a request with id {message.request_id!r} is being served; choose another id",
+                f"a request with id {request_id!r} is being served; choose another id",
                 param="request_id",
             )
         request = admit(message, self._limits, derive_seed(self._seed, self._num_added))
+        matcher = self._begin_grammar(request)
+        if matcher is None:
+            self._enter(request, message.fork_of)
+        elif matcher.done() and not self._antechamber:  # in order, so that siblings share
+            self._enter_with(request, message.fork_of, matcher.result())
+        else:
+            self._antechamber.enter(Arrival(request, message.fork_of, matcher))
         self._num_added += 1
-        self._scheduler.add(request)
+
+    def _begin_grammar(self, request: Request) -> Future[Any] | None:
+        spec = request.sampling.structured_outputs
+        if spec is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequestError(
+                "structured outputs are not available in this engine", param="structured_outputs"
+            )
+        return self._grammars.begin(spec)
+
+    def _enter(self, request: Request, fork_of: str | None) -> None:
+        self._scheduler.add(request, self._sibling(fork_of, request))
+
+    def _enter_with(self, request: Request, fork_of: str | None, matcher: Matcher) -> None:
+        problem = start_matching(request, matcher)
+        if problem is not None:
+            raise InvalidRequestError(problem, param="structured_outputs")
+        self._enter(request, fork_of)
+
+    def _let_in(self) -> list[RequestUpdate]:
+        """Requests whose grammars have been compiled go on; those that can't be, end."""
+        refused = []
+        for arrival in self._antechamber.take_ready(may_wait=not self._scheduler.has_work):
+            try:
+                self._enter_with(arrival.request, arrival.fork_of, arrival.matcher.result())
+            except Exception as error:  # of a foreign library: one request ends
+                logger.warning("request %r: %s", arrival.request.request_id, error)
+                refused.append(failed(arrival.request, str(error)))
+        return refused
+
+    def _sibling(self, fork_of: str | None, request: Request) -> Request | None:
+        """The request to share a prompt with, if it is still there and sharing is on."""
+        sibling = None if fork_of is None else self._scheduler.requests.get(fork_of)
+        if sibling is None or not self._share_prompts:
+            return None
+        if not forks.same_prompt(request, sibling):
+            raise InvalidRequestError(
+                f"fork_of names {fork_of!r}, which has another prompt or cache salt; "
+                "only sequences of one prompt can share its blocks",
+                param="fork_of",
+            )
+        return sibling
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request. None when it is unknown or over: no error, it may just have ended."""
-        return self._scheduler.abort(request_id)
+        arrival = self._antechamber.leave(request_id)
+        return self._scheduler.abort(request_id) if arrival is None else aborted(arrival)
 
     def step(self) -> list[RequestUpdate]:
-        """Plan a step, run it, take in the result. An empty list says only that nobody has news."""
-        plan = self._scheduler.schedule()
-        if plan is None:
+        """Keep the runner busy and take in the oldest result.
+
+        An empty list says only that nobody has news.
+        """
+        if self._antechamber:
+            return self._let_in() + self._step()
+        return self._step()
+
+    def _step(self) -> list[RequestUpdate]:
+        while len(self._in_flight) < self._max_in_flight:
+            plan = self._scheduler.schedule()
+            if plan is None:
+                break
+            self._in_flight.append((plan, self._runner.submit(plan)))
+        if not self._in_flight:
             self._check_progress()
             return []
+        plan, pending = self._in_flight.popleft()
         try:
-            return self._scheduler.update(plan, self._runner.execute(plan))
+            return self._scheduler.update(plan, pending.result())
         except Exception as error:
             return self._fail(plan, error)
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or bool(self._antechamber)
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._scheduler.waiting) + len(self._antechamber)
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
-        pool = scheduler.pool
+        pool, speculation = scheduler.pool, scheduler.speculation
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=self._num_waiting,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_preemptions=scheduler.num_preemptions,
@@ -120,8 +215,14 @@ class EngineCore:
             num_generated_tokens=scheduler.num_generated_tokens,
             num_finished=scheduler.num_finished,
             num_steps=scheduler.num_steps,
+            num_swaps=scheduler.rows.swap.num_swaps,
+            num_failed_steps=scheduler.num_failed_steps,
+            num_wasted_row_steps=scheduler.num_wasted_row_steps,
+            num_runtime_compiles=self._runner.num_runtime_compiles,
             prefix_cache_queries=pool.num_queries,
             prefix_cache_hits=pool.num_hits,
+            num_draft_tokens=speculation.num_draft_tokens if speculation else 0,
+            num_accepted_tokens=speculation.num_accepted_tokens if speculation else 0,
         )
 
     def check(self) -> None:
@@ -129,16 +230,28 @@ class EngineCore:
         self._scheduler.check()
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
-        """End the requests of a step that could not be run.
-
-        This is the place to find the culprit instead: run parts of the plan again, and fail only
-        the part that raises.
-        """
-        logger.error("step %d failed", plan.step, exc_info=error)
+        """A step could not be run: let the steps after it end, and look for the culprit."""
+        logger.error("step %d of %d requests failed", plan.step, len(plan.work), exc_info=error)
+        dead = error if isinstance(error, EngineDeadError) else self._drain()
         updates = self._scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
-        if isinstance(error, EngineDeadError):
-            raise error
+        if dead is not None:
+            self._in_flight.clear()
+            raise dead
+        for update in updates:
+            logger.error("request %r makes steps fail and was ended", update.request_id)
         return updates
+
+    def _drain(self) -> EngineDeadError | None:
+        """Wait for the steps behind one that failed. What they say means nothing, unless death."""
+        while self._in_flight:
+            _, pending = self._in_flight.popleft()
+            try:
+                pending.result()
+            except EngineDeadError as dead:
+                return dead
+            except Exception as error:
+                logger.info("a step behind the failed one failed too: %s", error)
+        return None
 
     def _check_progress(self) -> None:
         """Requests that wait while nothing runs would wait for ever; better a loud end."""

@@ -16,12 +16,18 @@ from llmc.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddRequest:
-    """One sequence to generate (a request with n > 1 is n of these)."""
+    """One sequence to generate (a request with n > 1 is n of these).
+
+    `fork_of` names another request of the same prompt and salt, sent before: the two then compute
+    the prompt once and share its blocks. It may have ended by now; this one stands alone then.
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
-    priority: int = 0
+    priority: int = 0  # lower is served first, where the engine schedules by priority
+    fork_of: str | None = None
+    cache_salt: str | None = None  # requests of different salts share no cached prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +40,9 @@ class RequestUpdate:
     """News of one request after a step: tokens that were drawn, and the end if it came.
 
     `stop_reason` is the stop token id when one of `stop_token_ids` ended the text, None for the
-    model's own end token. A stop token that ends the text is the last of `new_token_ids`.
+    model's own end token. A stop token that ends the text is the last of `new_token_ids`; with
+    `is_whole` there was none: a structured output was complete with the token before it.
+    `prompt_logprobs`, of each token of the prompt but the first, come with the first token.
     `error` comes with finish_reason "error".
     """
 
@@ -43,7 +51,9 @@ class RequestUpdate:
     logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
+    is_whole: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     error: str | None = None
 
 
@@ -60,5 +70,11 @@ class EngineStats:
     num_generated_tokens: int
     num_finished: int
     num_steps: int
+    num_swaps: int  # preemptions that kept their blocks in host memory
+    num_failed_steps: int  # that raised; they are not the same number as requests that failed
+    num_wasted_row_steps: int  # of a request in a step, dropped because it had ended by then
+    num_runtime_compiles: int  # that a step had to wait for
     prefix_cache_queries: int  # tokens looked up
     prefix_cache_hits: int  # tokens found
+    num_draft_tokens: int = 0  # guessed ahead of the model, and computed
+    num_accepted_tokens: int = 0  # of those: the model drew just so

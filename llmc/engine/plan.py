@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from llmc.sampling_params import SamplingParams
 
@@ -36,6 +37,13 @@ class RowWork:
 
     `sample` is true when the last of them is the newest token of the row, so that a next token
     is drawn; false inside a chunked prefill.
+
+    The last len(draft_token_ids) of the tokens are guesses that the runner has not seen: they
+    are entered after the row's own, and a token is drawn after each of them too. So the row
+    draws 1 + len(draft_token_ids) tokens; whoever guessed says how many of them stand.
+
+    With `is_scored` (a prompt whose log-probabilities are wanted) each token whose next one is
+    known is scored: all of them inside the prompt, all but the last at its end.
     """
 
     row: int
@@ -43,16 +51,53 @@ class RowWork:
     num_tokens: int
     sample: bool
     new_blocks: Sequence[int] = ()  # physical block ids appended to the row's block table
+    draft_token_ids: Sequence[int] = ()
+    is_scored: bool = False
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that the step draws for this row."""
+        return 1 + len(self.draft_token_ids) if self.sample else 0
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens whose next one gets a log-probability."""
+        return self.num_tokens - self.sample if self.is_scored else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """The contents of block `source`, in all layers, go to block `target` before the step runs."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowMask:
+    """From this step on the row may draw only tokens whose bit is set; None lifts the mask.
+
+    Token v has bit v % 32 of word v // 32 of `words`, little-endian int32.
+    """
+
+    row: int
+    words: bytes | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step: first release rows, then fill new rows, then compute `work` in this order."""
+    """One step, in this order: release rows, fill new rows, swap out, swap in, copy blocks,
+    compute `work`.
+    """
 
     step: int
     work: Sequence[RowWork]
     new_rows: Sequence[NewRow] = ()
     released_rows: Sequence[int] = ()
+    block_copies: Sequence[BlockCopy] = ()
+    swap_out: Sequence[BlockCopy] = ()  # from a block to a slot of host memory
+    swap_in: Sequence[BlockCopy] = ()  # from a slot of host memory to a block
+    row_masks: Sequence[RowMask] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -77,11 +122,39 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What the runner drew, aligned with the plan's `work` items that sample.
+    """What the runner drew: the samples of the plan's `work` items, one after the other.
 
     `token_ids[i]` is None where that row's logits were not finite (the request must fail, the
-    others go on). `logprobs[i]` is None where the request asked for none.
+    others go on). `logprobs[i]` is None where the request asked for none. `scores` are those of
+    the scored prompt tokens, of one `work` item after the other.
     """
 
     token_ids: Sequence[int | None]
     logprobs: Sequence[TokenLogprobs | None] = field(default=())
+    scores: Sequence[TokenLogprobs] = ()
+
+
+class PendingStep(Protocol):
+    """A step that was handed to the runner and may still be running."""
+
+    def result(self) -> StepResult:
+        """Wait for the step. Raises what went wrong in it; EngineDeadError if no later step can
+        succeed either. After any error the results of the steps submitted after it mean nothing,
+        and neither do the rows of all these steps: they are released and filled anew. All other
+        rows must be as they were, and so must the blocks that they hold.
+        """
+
+
+class Runner(Protocol):
+    """What the engine needs of a runner: steps are submitted, and run, in order."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """How many steps may be submitted before the result of the first is read; at least 1."""
+
+    @property
+    def num_runtime_compiles(self) -> int:
+        """Compilations that a step had to wait for."""
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Start a step and return at once. Never raises for what one request brought along."""

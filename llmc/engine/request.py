@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from llmc.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llmc.engine.forks import Family
+    from llmc.engine.grammar import Matcher
+    from llmc.engine.plan import TokenLogprobs
+    from llmc.engine.speculation import Drafter
 
 
 class RequestState(Enum):
@@ -37,7 +44,9 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()  # empty with ignore_eos
     stop_token_ids: frozenset[int] = frozenset()  # these and the end tokens: all that end it
     cache_salt: bytes = b""
+    priority: int = 0
     arrival: int = -1  # set by the scheduler; lower came earlier
+    rank: tuple[int, int] = (0, -1)  # set by the scheduler; lower is served first
 
     state: RequestState = RequestState.WAITING
     row: int | None = None
@@ -45,18 +54,42 @@ class Request:
     num_tokens: int = field(init=False)
     num_computed: int = 0
     num_in_flight: int = 0  # planned steps whose result has not come
+    num_guessed: int = 0  # tokens in flight that stand only if they are drawn; in no count above
     capacity: int = 0  # tokens that `blocks` hold
     digests: list[bytes] = field(default_factory=list)  # of full blocks, as far as needed
     num_published: int = 0  # leading blocks that are in the prefix cache, or have a twin there
     num_cached_tokens: int = 0  # of the prompt, when first scheduled
     was_scheduled: bool = False
+    host_slots: list[int] = field(default_factory=list)  # of its blocks, while it is swapped out
+    num_saved: int = 0  # tokens that these hold
+    family: Family | None = None  # others of the same prompt, to share its blocks with
+    drafter: Drafter | None = None  # guesses its tokens; None: nobody does
+    matcher: Matcher | None = None  # of its structured output; has seen the tokens of token_ids
+    mask: bytes | None = None  # of its next draw, where it has a matcher
+    scores: list[TokenLogprobs | None] = field(default_factory=list)  # of the prompt, see below
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)
+        if self.sampling.prompt_logprobs is not None:
+            self.scores = [None] * (self.num_prompt_tokens - 1)
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def needs_scores(self) -> bool:
+        """Log-probabilities of the prompt are asked for, and some are not known.
+
+        `scores[i]` is that of token i + 1, which comes when token i is computed. The prompt is
+        computed in order, so the last one is there when all are.
+        """
+        return bool(self.scores) and self.scores[-1] is None
+
+    @property
+    def must_wait(self) -> bool:
+        """Its next mask follows from a token that is still in flight."""
+        return self.matcher is not None and self.num_tokens > len(self.token_ids)
 
     @property
     def is_finished(self) -> bool:

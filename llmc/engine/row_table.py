@@ -1,7 +1,7 @@
 """RowTable: which request sits in which row, with which blocks. The scheduler's bookkeeper.
 
 The scheduler says who comes and goes; the table finds shared blocks, takes and returns blocks and
-rows, and remembers which rows the runner has yet to be told of.
+rows, and remembers which rows and copies the runner has yet to be told of.
 """
 
 from __future__ import annotations
@@ -10,43 +10,60 @@ import heapq
 from collections.abc import Iterable
 
 from llmc.engine.block_pool import BlockPool
-from llmc.engine.plan import NewRow
+from llmc.engine.plan import BlockCopy, NewRow
 from llmc.engine.request import Request
+from llmc.engine.swap import Swapper, SwapRoom
 
 
 class RowTable:
     """`num_rows` rows, smallest free one first, over one BlockPool."""
 
-    def __init__(self, num_rows: int, pool: BlockPool) -> None:
+    def __init__(self, num_rows: int, pool: BlockPool, swap_room: SwapRoom | None = None) -> None:
         self.pool = pool
+        self.swap = Swapper(swap_room, pool.block_size)
         self.owners: list[Request | None] = [None] * num_rows
         self._free = list(range(num_rows))  # a heap
         self._released: set[int] = set()
-        self._refused: tuple[int, int, int] | None = None
+        self._refused: tuple[int, int, int, bool] | None = None
+        self._copies: list[BlockCopy] = []
 
     @property
-    def has_free_row(self) -> bool:
-        return bool(self._free)
+    def num_free_rows(self) -> int:
+        return len(self._free)
 
-    def seat(self, request: Request, num_spare: int) -> bool:
+    def seat(self, request: Request, num_spare: int, source: Request | None = None) -> bool:
         """Give a request a row and blocks for all its tokens, if `num_spare` blocks stay free.
 
-        Sets `num_computed` to what the prefix cache holds: never all, one token must be computed.
+        Sets `num_computed` to what the prefix cache holds, or the `source` of the same prompt, or
+        host memory: never all, one token must be computed.
         """
         pool = self.pool
-        attempt = (request.arrival, pool.num_free, num_spare)
+        attempt = (request.arrival, pool.num_free, num_spare, source is not None)
         if attempt == self._refused:  # nothing has changed since; don't look it all up again
             return False
         shared = self._find_prefix(request)
+        num_computed = len(shared) * pool.block_size
+        if source is not None and num_computed < request.num_prompt_tokens - 1:
+            num_computed = request.num_prompt_tokens - 1
+            shared = source.blocks[: num_computed // pool.block_size]
+            num_published = min(source.num_published, len(shared))
+        else:
+            source, num_published = None, len(shared)
         num_new = pool.blocks_for(request.num_tokens) - len(shared)
         if num_new + pool.num_idle(shared) + num_spare > pool.num_free:
             self._refused = attempt
             return False
         pool.share(shared)
         request.blocks = shared + [pool.take() for _ in range(num_new)]
+        if source is not None and num_computed % pool.block_size:
+            first = len(shared)
+            copy = BlockCopy(source=source.blocks[first], target=request.blocks[first])
+            self._copies.append(copy)
         request.capacity = len(request.blocks) * pool.block_size
-        request.num_published = len(shared)
-        request.num_computed = len(shared) * pool.block_size
+        request.num_published = num_published
+        request.num_computed = num_computed
+        if request.host_slots:
+            request.num_computed = self.swap.restore(request, len(shared), num_computed)
         request.row = heapq.heappop(self._free)
         self.owners[request.row] = request
         return True
@@ -68,7 +85,12 @@ class RowTable:
         heapq.heappush(self._free, request.row)
         request.row = None
 
-    # Rows that the runner must hear of
+    # What the runner must hear of
+
+    def pop_copies(self) -> list[BlockCopy]:
+        """Copies that those who were seated since the last call need."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def pop_released(self) -> list[int]:
         released = sorted(self._released)
@@ -91,7 +113,7 @@ class RowTable:
         request.num_published = num_full
 
     def _find_prefix(self, request: Request) -> list[int]:
-        if not self.pool.enable_prefix_caching:
+        if not self.pool.enable_prefix_caching or request.needs_scores:
             return []
         num_full = (request.num_tokens - 1) // self.pool.block_size
         self._extend_digests(request, num_full)

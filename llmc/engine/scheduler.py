@@ -1,12 +1,11 @@
-"""Scheduler: decides what each step computes, and takes in what came of it.
+"""Scheduler: plans steps, takes in their results, and owns every request until it ends.
 
-    waiting --admit--> running --update--> finished
-       ^                  |
-       +----- preempt ----+      latest arrival first, when blocks run out; recomputed later
+    add() -> waiting -> schedule() -> running -> update() -> finished
+                 ^----- preempt (blocks ran out, or a step failed)
 
-Order is first come, first served. `running` and `waiting` are both sorted by arrival, and all of
-`running` came before all of `waiting`. A step takes one token of each running decode, then what
-is left of running prompts, then new prompts, until its token budget is spent.
+Requests are served by rank: first come, first served, or by priority. When blocks run out, the
+running request of the last rank goes back to `waiting`. A step takes one token of each running
+decode, then what is left of running prompts, then new prompts, until its token budget is spent.
 
 `schedule()` may be called again before `update()` of the step before: counts advance when a step
 is planned, and tokens in flight are known by number only. Results come in the order of the plans.
@@ -15,35 +14,34 @@ A row and its blocks are given back only when no step in flight uses them.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import islice, repeat
 
+from llmc.engine import forks
 from llmc.engine.block_pool import BlockPool
+from llmc.engine.draft import StepDraft
 from llmc.engine.messages import RequestUpdate
-from llmc.engine.plan import NewRow, RowWork, StepPlan, StepResult, TokenLogprobs
+from llmc.engine.outcome import aborted, failed, not_drawn, take_token
+from llmc.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
+from llmc.engine.quarantine import Quarantine
 from llmc.engine.request import Request, RequestState
 from llmc.engine.row_table import RowTable, new_row
+from llmc.engine.seats import Seats
+from llmc.engine.speculation import Speculation, count_accepted
+from llmc.engine.swap import SwapRoom
 
+Drawn = tuple[int | None, TokenLogprobs | None]
 RUNNING = RequestState.RUNNING
 FINISHED = RequestState.FINISHED
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A plan while it is being made; kept until its result comes."""
-
-    budget: int
-    work: list[RowWork] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)  # aligned with `work`
-    new_rows: list[NewRow] = field(default_factory=list)
-    num_samples: int = 0
-    plan: StepPlan | None = None
-
-
 class Scheduler:
-    """Continuous batching over `max_num_seqs` rows and one BlockPool."""
+    """Continuous batching over `max_num_seqs` rows and one BlockPool.
+
+    With `use_priority` a request of lower `priority` goes before all of higher ones, and takes
+    the place of running ones if need be.
+    """
 
     def __init__(
         self,
@@ -53,6 +51,9 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
+        use_priority: bool = False,
+        swap_room: SwapRoom | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise ValueError(
@@ -60,23 +61,28 @@ class Scheduler:
                 f"got {max_num_seqs} and {max_num_batched_tokens}"
             )
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
-        self.rows = RowTable(max_num_seqs, self.pool)
+        self.rows = RowTable(max_num_seqs, self.pool, swap_room)
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.use_priority = use_priority
         self.requests: dict[str, Request] = {}  # all that are not finished
-        self.running: list[Request] = []
-        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self._seats = Seats(self.rows)
+        self.running, self.waiting = self._seats.running, self._seats.waiting
+        self.quarantine = Quarantine()
+        self.speculation = speculation
         self.num_steps = 0
-        self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_finished = 0
+        self.num_failed_steps = 0
+        self.num_wasted_row_steps = 0  # computed for a request that had ended by then
         self._num_arrivals = 0
-        self._in_flight: deque[_Draft] = deque()
-        self._num_leaving = 0  # requests off the running list that still hold a row
+        self._turned_away: Request | None = None  # the next in line, for want of room
+        self._in_flight: deque[StepDraft] = deque()
 
     # Requests come and go
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, sibling: Request | None = None) -> None:
+        """Queue a request; with a `sibling` of the same prompt it shares the prompt's blocks."""
         if request.request_id in self.requests:
             raise ValueError(f"request {request.request_id!r} is already here")
         if self.pool.blocks_for(request.max_total_tokens) > self.pool.num_blocks:
@@ -85,9 +91,14 @@ class Scheduler:
                 f"the pool holds {self.pool.num_blocks} blocks of {self.pool.block_size}"
             )
         request.arrival = self._num_arrivals
+        request.rank = (request.priority if self.use_priority else 0, request.arrival)
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        self.waiting[request.request_id] = request
+        if self.speculation is not None:
+            self.speculation.enter(request)
+        self.waiting.enter(request)
+        if sibling is not None:
+            forks.join(request, sibling)
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request now; None if there is no such request, or it has just finished."""
@@ -95,15 +106,15 @@ class Scheduler:
         if request is None:
             return None
         self._finish(request)
-        return RequestUpdate(
-            request_id=request_id,
-            finish_reason="abort",
-            num_cached_tokens=request.num_cached_tokens,
-        )
+        return aborted(request)
 
     @property
     def has_work(self) -> bool:
         return bool(self.requests or self._in_flight)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._seats.num_preemptions
 
     @property
     def num_in_flight(self) -> int:
@@ -114,25 +125,34 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run (before a result in flight has come)."""
-        draft = _Draft(self.max_num_batched_tokens)
-        for request in self._plan_decodes(draft):
-            if draft.budget == 0:
-                break
-            self._put(draft, request, request.num_tokens - request.num_computed, ())
-        self._plan_waiting(draft)
+        draft = StepDraft(self.max_num_batched_tokens)
+        turned_away, self._turned_away = self._turned_away, None
+        if self.quarantine:
+            self._plan_suspects(draft)
+        else:
+            if turned_away is not None and self.waiting[:1] == [turned_away]:
+                self._seats.make_way(turned_away)
+            prefills = self._plan_decodes(draft)
+            self._plan_prefills(draft, prefills)
+            self._plan_waiting(draft)
         if not draft.work:
             return None
+        draft.saved, swap_out, swap_in = self.rows.swap.pop()
         draft.plan = StepPlan(
             step=self.num_steps,
             work=draft.work,
             new_rows=draft.new_rows,
             released_rows=self.rows.pop_released(),
+            block_copies=self.rows.pop_copies(),
+            swap_out=swap_out,
+            swap_in=swap_in,
+            row_masks=draft.row_masks,
         )
         self.num_steps += 1
         self._in_flight.append(draft)
         return draft.plan
 
-    def _plan_decodes(self, draft: _Draft) -> list[Request]:
+    def _plan_decodes(self, draft: StepDraft) -> list[Request]:
         """One token of each running request that has one left; the others are returned.
 
         A request that needs a block may preempt those after it, and itself: never one before it,
@@ -144,93 +164,119 @@ class Scheduler:
         while index < len(running) and draft.budget:
             request = running[index]
             index += 1
-            if request.num_tokens - request.num_computed != 1:
+            num_tokens = request.num_tokens
+            if num_tokens - request.num_computed != 1:
                 prefills.append(request)
-            elif request.num_tokens >= request.max_total_tokens:
+            elif num_tokens >= request.max_total_tokens:
                 pass  # its last token is in flight
-            elif request.num_tokens <= request.capacity:
-                self._put(draft, request, 1, ())
-            elif self._make_room(request):
-                self._put(draft, request, 1, (self.rows.grow(request),))
+            elif (request.matcher is not None and request.must_wait) or (
+                request.drafter is not None
+                and self._plan_guessed(request, draft, len(running) - index)
+            ):
+                pass  # it waits for a token in flight, or its next one is planned with guesses
+            elif num_tokens <= request.capacity:
+                draft.put_next(request)
+            elif self._seats.make_room(request):
+                draft.put_next(request, (self.rows.grow(request),))
         return prefills
 
-    def _plan_waiting(self, draft: _Draft) -> None:
-        while self.waiting and self.rows.has_free_row and draft.budget:
-            request = next(iter(self.waiting.values()))
+    def _plan_guessed(self, request: Request, draft: StepDraft, num_after: int) -> bool:
+        """Plan a decode with guesses, or let it wait for a token that they would follow.
+
+        False: neither. Guesses take neither the budget nor the blocks of the `num_after` others.
+        """
+        if request.num_guessed:
+            return True  # nobody knows yet how far it is
+        speculation = self.speculation
+        if speculation is None or request.needs_scores:
+            return False
+        num_rows = len(self.running)
+        if request.num_in_flight:
+            return speculation.is_hopeful(request, num_rows)
+        num_tokens, block_size = request.num_tokens, self.pool.block_size
+        num_spare = max(self.pool.num_free - num_after, 0)
+        most = min(
+            request.max_total_tokens - num_tokens - 1,
+            draft.budget - num_after - 1,
+            request.capacity + num_spare * block_size - num_tokens,
+        )
+        guesses = speculation.guess(request, most, num_rows) if most > 0 else ()
+        if not guesses:
+            return False
+        blocks = []
+        while request.capacity < num_tokens + len(guesses):
+            blocks.append(self.rows.grow(request))
+        draft.put_guessed(request, guesses, blocks)
+        return True
+
+    @staticmethod
+    def _plan_prefills(draft: StepDraft, prefills: list[Request]) -> None:
+        """What is left of the prompts of running requests."""
+        for request in prefills:
+            if draft.has_room(request) and request.state is RUNNING:  # not preempted by a decode
+                draft.put(request, request.num_tokens - request.num_computed)
+
+    def _plan_waiting(self, draft: StepDraft) -> None:
+        """Let in who comes next. Only those that wait for their prompt's blocks are passed by;
+        a row is kept for each of them.
+        """
+        num_passed = 0
+        while num_passed < len(self.waiting) and draft.budget:
+            request = self.waiting[num_passed]
+            if self.rows.num_free_rows <= num_passed:
+                self._turned_away = request
+                return
+            if not draft.has_room(request):
+                return
+            source = forks.find_source(request, draft)
+            if source.wait:
+                num_passed += 1
+                continue
             # A preempted request comes back when the tokens it had in flight are known.
             # One block stays free for each running request: whoever is let in should not have to
             # be preempted by the others' very next growth.
-            if request.num_in_flight or not self.rows.seat(request, len(self.running)):
-                break
-            del self.waiting[request.request_id]
-            self.running.append(request)
-            request.state = RUNNING
-            self._count_first(request)
-            draft.new_rows.append(new_row(request))
-            self._put(draft, request, request.num_tokens - request.num_computed, request.blocks[:])
+            num_spare = len(self.running)
+            if request.num_in_flight:
+                return
+            if not self.rows.seat(request, num_spare, source.request):
+                self._turned_away = request
+                return
+            num_wanted = request.num_tokens - request.num_computed
+            self._enter(draft, request, num_wanted, source.request)
 
-    def _count_first(self, request: Request) -> None:
-        if not request.was_scheduled:
-            request.was_scheduled = True
-            request.num_cached_tokens = request.num_computed
-            self.num_prompt_tokens += request.num_prompt_tokens
-            self.pool.count_lookup(request.num_prompt_tokens, request.num_computed)
+    def _plan_suspects(self, draft: StepDraft) -> None:
+        """One step at a time, of suspects only. They may take the blocks of all others."""
+        if self._in_flight:
+            return
+        group = self.quarantine.group  # who finds no room waits until others of it are cleared
+        protected = {suspect.request.request_id for suspect in group}
+        for suspect in group:
+            request = suspect.request
+            if not draft.has_room(request):
+                return
+            if request.state is RUNNING:
+                draft.put(request, suspect.num_wanted)
+            elif self._seats.seat_at_any_cost(request, protected):
+                self._enter(draft, request, suspect.num_wanted)
 
-    def _put(
-        self, draft: _Draft, request: Request, num_wanted: int, new_blocks: Sequence[int]
+    def _enter(
+        self, draft: StepDraft, request: Request, num_wanted: int, source: Request | None = None
     ) -> None:
-        assert request.row is not None
-        start = request.num_computed
-        num_tokens = min(num_wanted, draft.budget)
-        sample = num_tokens == num_wanted
-        request.num_computed = start + num_tokens
-        request.num_tokens += sample
-        request.num_in_flight += 1
-        draft.budget -= num_tokens
-        draft.num_samples += sample
-        draft.requests.append(request)
-        draft.work.append(
-            RowWork(
-                row=request.row,
-                start=start,
-                num_tokens=num_tokens,
-                sample=sample,
-                new_blocks=new_blocks,
-            )
-        )
+        """A request that was just given a row takes part in its first step."""
+        self._seats.enter(request)
+        if not request.was_scheduled:
+            self._count_first(request, source)
+        draft.new_rows.append(new_row(request))
+        draft.put(request, num_wanted, request.blocks[:])
 
-    # Room
-
-    def _make_room(self, request: Request) -> bool:
-        """See that a block is free, preempting if need be. False: not in this step.
-
-        A victim goes to the head of the queue, where it needs more than it just gave up, so this
-        step can't let it in again.
-        """
-        while self.pool.num_free == 0:
-            if self._num_leaving:  # blocks come back with the step in flight; wait for them
-                return False
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is request:
-                return False
-        return True
-
-    def _preempt(self, request: Request) -> None:
-        assert request is self.running[-1], "only the latest arrival may be preempted"
-        self.running.pop()
-        self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
-        request.state = RequestState.PREEMPTED
-        self.num_preemptions += 1
-        self._leave(request)
-
-    def _leave(self, request: Request) -> None:
-        """A request stopped running: take its row and blocks back, now or when steps are done."""
-        if request.num_in_flight:
-            self._num_leaving += 1
+    def _count_first(self, request: Request, source: Request | None) -> None:
+        request.was_scheduled = True
+        self.num_prompt_tokens += request.num_prompt_tokens
+        if source is not None:  # what it shares was computed for this very call
+            request.num_cached_tokens = source.num_cached_tokens
         else:
-            self.rows.unseat(request)
+            request.num_cached_tokens = request.num_computed
+            self.pool.count_lookup(request.num_prompt_tokens, request.num_computed)
 
     # Take in a result
 
@@ -238,128 +284,141 @@ class Scheduler:
         """Apply the result of the oldest plan in flight."""
         draft = self._oldest(plan)
         tokens, logprobs = result.token_ids, result.logprobs or repeat(None, draft.num_samples)
-        if len(tokens) != draft.num_samples or len(result.logprobs) not in (0, len(tokens)):
+        expected = draft.num_samples, draft.num_scored
+        if (len(tokens), len(result.scores)) != expected or (
+            len(result.logprobs) not in (0, len(tokens))
+        ):
             raise ValueError(
-                f"step {plan.step} samples {draft.num_samples} rows, but its result has "
-                f"{len(tokens)} tokens and {len(result.logprobs)} logprobs"
+                f"step {plan.step} draws {draft.num_samples} tokens and scores "
+                f"{draft.num_scored}, but its result has {len(tokens)} tokens, "
+                f"{len(result.logprobs)} logprobs and {len(result.scores)} scores"
             )
         self._in_flight.popleft()
         block_size = self.pool.block_size
         updates: list[RequestUpdate] = []
-        drawn = zip(tokens, logprobs, strict=True)
-        for request, work in zip(draft.requests, plan.work, strict=True):
+        quarantine = self.quarantine if self.quarantine else None
+        drawn, scores = zip(tokens, logprobs, strict=True), iter(result.scores)
+        for request, work in zip(draft.requests, draft.work, strict=True):
             request.num_in_flight -= 1
+            if work.draft_token_ids:
+                updates += self._take_guessed(request, work, list(islice(drawn, work.num_samples)))
+                if request.state is not RUNNING:
+                    self._seats.settle(request)
+                continue
             token, logprob = next(drawn) if work.sample else _NOTHING_DRAWN
+            if work.is_scored:
+                end = work.start + work.num_scored
+                request.scores[work.start : end] = islice(scores, work.num_scored)
             if request.state is FINISHED:
-                pass  # ended while this step was in flight: its work is dropped
+                self.num_wasted_row_steps += 1
             elif work.sample and token is None:
-                updates.append(self._fail_request(request, _NOT_FINITE))
+                updates.append(self._fail_request(request, not_drawn(request)))
             else:
                 num_computed = work.start + work.num_tokens
                 if num_computed // block_size > request.num_published:
                     self.rows.publish(request, num_computed)
+                if quarantine:
+                    quarantine.pass_by(request, num_computed)
                 if token is not None:
-                    updates.append(self._take_token(request, token, logprob))
+                    update = take_token(request, token, logprob)
+                    self.num_generated_tokens += len(update.new_token_ids)
+                    updates.append(update)
+                    if update.finish_reason is not None:
+                        self._finish(request)
             if request.state is not RUNNING and not request.num_in_flight:
-                self._settle(request)
+                self._seats.settle(request)
+        if self.speculation is not None:
+            self.speculation.saw_step(draft.work, is_last=not self.requests)
+        return updates
+
+    def _take_guessed(
+        self, request: Request, work: RowWork, drawn: Sequence[Drawn]
+    ) -> list[RequestUpdate]:
+        """What was drawn after a token and its guesses: all that a plain decode would draw too.
+
+        An update for each token, as if each had come in a step of its own.
+        """
+        request.num_guessed = 0
+        if request.state is FINISHED:
+            self.num_wasted_row_steps += 1
+            return []
+        updates: list[RequestUpdate] = []
+        guesses = work.draft_token_ids
+        num_accepted = count_accepted(guesses, [token for token, _ in drawn])
+        for token, logprob in drawn[: num_accepted + 1]:
+            if token is None:
+                return [*updates, self._fail_request(request, not_drawn(request))]
+            updates.append(take_token(request, token, logprob))
+            self.num_generated_tokens += 1
+            if updates[-1].finish_reason is not None:
+                break
+        request.num_computed += len(updates) - 1
+        request.num_tokens += len(updates) - 1
+        if request.num_computed // self.pool.block_size > request.num_published:
+            self.rows.publish(request, request.num_computed)
+        if self.speculation is not None:
+            self.speculation.saw(request, len(guesses), num_accepted)
+        if updates[-1].finish_reason is not None:
+            self._finish(request)
         return updates
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
-        """The oldest plan in flight could not be run: its requests end, all others go on."""
+        """The oldest plan in flight could not be run, and those after it mean nothing.
+
+        Everybody who took part in them starts over, those of the failed plan in quarantine.
+        """
         draft = self._oldest(plan)
-        self._in_flight.popleft()
-        # The runner may not have heard of the rows that this plan released; say it again.
-        self.rows.release_again(plan.released_rows)
-        updates: list[RequestUpdate] = []
-        for request in draft.requests:
-            request.num_in_flight -= 1
-            if request.state is not FINISHED:
-                updates.append(self._fail_request(request, error))
-            if not request.num_in_flight:
-                self._settle(request)
+        self.num_failed_steps += 1
+        drafts = list(self._in_flight)
+        self._in_flight.clear()
+        culprit = self.quarantine.accuse(list(zip(draft.requests, draft.work, strict=True)))
+        updates = [] if culprit is None else [self._fail_request(culprit, error)]
+        for void in drafts:
+            assert void.plan is not None
+            for request in void.requests:
+                self._seats.start_over(request)
+            for request in void.saved:  # nobody knows whether the copies were made
+                self.rows.swap.drop(request)
+            # The runner may not have heard of the rows that were released; say it again.
+            self.rows.release_again(void.plan.released_rows)
         return updates
 
-    def _oldest(self, plan: StepPlan) -> _Draft:
+    def _oldest(self, plan: StepPlan) -> StepDraft:
         if not self._in_flight or self._in_flight[0].plan is not plan:
             raise ValueError(f"step {plan.step} is not the oldest step in flight")
         return self._in_flight[0]
 
-    def _take_token(
-        self, request: Request, token: int, logprob: TokenLogprobs | None
-    ) -> RequestUpdate:
-        request.token_ids.append(token)
-        self.num_generated_tokens += 1
-        update = RequestUpdate(
-            request_id=request.request_id,
-            new_token_ids=(token,),
-            logprobs=() if logprob is None else (logprob,),
-            num_cached_tokens=request.num_cached_tokens,
-        )
-        num_tokens = len(request.token_ids)
-        if (
-            token in request.stop_token_ids
-            and num_tokens - request.num_prompt_tokens > request.sampling.min_tokens
-        ):
-            update.finish_reason = "stop"
-            update.stop_reason = None if token in request.eos_token_ids else token
-            self._finish(request)
-        elif num_tokens >= request.max_total_tokens:
-            update.finish_reason = "length"
-            self._finish(request)
-        return update
-
     def _fail_request(self, request: Request, error: str) -> RequestUpdate:
         self.pool.forget(request.blocks)  # nobody else should read what led to this
         self._finish(request)
-        return RequestUpdate(
-            request_id=request.request_id,
-            finish_reason="error",
-            num_cached_tokens=request.num_cached_tokens,
-            error=error,
-        )
+        return failed(request, error)
 
     def _finish(self, request: Request) -> None:
-        was_running = request.state is RUNNING
-        request.state = FINISHED
         del self.requests[request.request_id]
         self.num_finished += 1
-        if was_running:
-            self.running.remove(request)
-            self._leave(request)
-        else:
-            del self.waiting[request.request_id]
-
-    def _settle(self, request: Request) -> None:
-        """The last step that used a request that left is done."""
-        if request.row is not None:
-            self._num_leaving -= 1
-            self.rows.unseat(request)
+        forks.leave(request)
+        if self.quarantine:
+            self.quarantine.drop(request)
+        self._seats.finish(request)
 
     # Invariants
 
     def check(self) -> None:
         """Raise AssertionError unless rows, blocks and queues agree. Costs O(num_blocks)."""
-        self.rows.check()
-        owners = [request for request in self.rows.owners if request is not None]
-        leaving = [request for request in owners if request.state is not RUNNING]
-        queued = [*self.running, *self.waiting.values()]
-        arrivals = [request.arrival for request in queued]
+        broken = self._seats.broken_rules()
+        queued = [*self.running, *self.waiting]
         rules = {
-            "running requests own rows": len(owners) - len(leaving) == len(self.running),
-            "who left and owns a row is in flight": all(r.num_in_flight for r in leaving),
-            "leaving requests are counted": len(leaving) == self._num_leaving,
-            "queues are in order of arrival": arrivals == sorted(arrivals),
             "every request is in one queue": len(queued) == len(self.requests)
             and all(self.requests.get(r.request_id) is r for r in queued),
-            "an idle scheduler holds nothing": self.has_work or not owners,
+            "an idle scheduler holds nothing": self.has_work or not any(self.rows.owners),
+            "suspects are alive": all(
+                self.requests.get(request.request_id) is request
+                for request in self.quarantine.members
+            ),
         }
-        broken = [rule for rule, holds in rules.items() if not holds]
+        broken += [rule for rule, holds in rules.items() if not holds]
         if broken:
             raise AssertionError("scheduler: not true that " + "; nor that ".join(broken))
 
 
 _NOTHING_DRAWN: tuple[None, None] = (None, None)
-_NOT_FINITE = (
-    "the model's logits for this request were not finite (NaN or infinity), so no token could be "
-    "drawn; the weights or the number format may be at fault"
-)

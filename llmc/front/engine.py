@@ -7,9 +7,10 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
-from llmc.config import EngineConfig
+from llmc.config import EngineConfig, SchedulingPolicy
 from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
 from llmc.errors import ConfigError
+from llmc.speculative_config import SpeculativeConfig
 from llmc.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,16 +26,24 @@ class EngineOptions(TypedDict, total=False):
     dtype: str
     device: str
     load_format: str
+    quantization: Literal["int8", "int4", "fp8"] | None
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_queued: int | None
     block_size: int
+    kv_cache_dtype: str
     kv_cache_memory: int | None
+    swap_space: int
     gpu_memory_utilization: float
     enable_prefix_caching: bool
+    async_scheduling: bool | None
+    scheduling_policy: SchedulingPolicy
+    speculative_config: Mapping[str, object] | SpeculativeConfig | None
     opt_level: Literal[0, 1, 2, 3] | None
+    cuda_graph_buckets: Sequence[int] | None
     passes: Mapping[str, bool]
+    extra_passes: Sequence[object]
     seed: int
 
 

@@ -1,24 +1,32 @@
 """The engine in a thread of its own, which hears and says only messages.
 
-    front thread --AddRequest, AbortRequest--> inbox --> engine.add / abort / step
-                 <------- EngineNews ------------------- publish
+    event loop --AddRequest, AbortRequest--> inbox --> engine.add / abort / step
+               <------- EngineNews ------------------- publish
 
-Nothing else is shared, so the thread can become a process: then the two queues become sockets.
+Nothing else is shared. `remote` and `engine_host` do the same over a process border.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import faulthandler
 import logging
+import os
 import queue
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmc.engine.messages import AbortRequest, AddRequest, EngineStats, RequestUpdate
+from llmc.engine.messages import AbortRequest, AddRequest, RequestUpdate
 from llmc.errors import LlmcError
 from llmc.front.engine import Engine
+from llmc.front.link import EngineNews, Message, Processes, Publish
 
 log = logging.getLogger(__name__)
+
+JOIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,41 +34,38 @@ class Stop:
     """Tells the engine thread to end after what it is doing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineNews:
-    """What came of one turn of the engine: updates, and its numbers afterwards.
-
-    `dead` is the reason why the engine stopped for good; it is then the last news.
-    """
-
-    updates: Sequence[RequestUpdate] = ()
-    stats: EngineStats | None = None
-    dead: str | None = None
-
-
-Message = AddRequest | AbortRequest | Stop
-
-
 class EngineThread:
-    """Runs `engine` and reports each turn to `publish`, which is called from the thread."""
+    """Runs `engine` and reports each turn."""
 
-    def __init__(self, engine: Engine, publish: Callable[[EngineNews], None]) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._publish = publish
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | Stop] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._report: Publish | None = None
         # A daemon, so that a process whose main thread fell over still exits.
         self._thread = threading.Thread(target=self._run, name="llmc-engine", daemon=True)
 
-    def start(self) -> None:
+    def open(self, publish: Publish) -> None:
+        self._loop, self._report = asyncio.get_running_loop(), publish
         self._thread.start()
 
     def send(self, message: Message) -> None:
         self._inbox.put(message)
 
-    def join(self, timeout: float) -> bool:
-        """Whether the thread has ended within `timeout` seconds."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+    def dump_stacks(self) -> None:
+        # The process's own stderr: faulthandler writes past Python's objects, to a file descriptor.
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+
+    def processes(self) -> Processes:
+        return Processes(pids={"api-0": os.getpid()}, restarts={})
+
+    async def close(self) -> None:
+        if self._loop is not None:
+            self._inbox.put(Stop())
+            await asyncio.to_thread(self._thread.join, JOIN_S)
+
+    # ---- in the thread ----
 
     def _run(self) -> None:
         try:
@@ -80,12 +85,12 @@ class EngineThread:
             if isinstance(message, AbortRequest):
                 self._engine.abort(message.request_id)
             else:
-                refused.extend(self._add(message))
+                refused.extend(add_or_refuse(self._engine, message))
         updates = self._engine.step() if self._engine.has_work else ()
         self._publish(EngineNews(updates=[*refused, *updates], stats=self._engine.stats()))
         return True
 
-    def _receive(self) -> list[Message]:
+    def _receive(self) -> list[Message | Stop]:
         """Everything that waits; when the engine is idle, sleeps until something comes."""
         messages = []
         if not self._engine.has_work:
@@ -94,13 +99,18 @@ class EngineThread:
             messages.append(self._inbox.get())
         return messages
 
-    def _add(self, message: AddRequest) -> Sequence[RequestUpdate]:
-        """A request that the engine refuses fails alone."""
-        try:
-            self._engine.add(message)
-        except LlmcError as exc:
-            failed = RequestUpdate(
-                request_id=message.request_id, finish_reason="error", error=str(exc)
-            )
-            return (failed,)
-        return ()
+    def _publish(self, news: EngineNews) -> None:
+        assert self._loop is not None and self._report is not None, "the thread starts in open()"
+        # A loop that closed has no readers left to tell.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._report, news)
+
+
+def add_or_refuse(engine: Engine, message: AddRequest) -> Sequence[RequestUpdate]:
+    """A request that the engine refuses fails alone."""
+    try:
+        engine.add(message)
+    except LlmcError as exc:
+        failed = RequestUpdate(request_id=message.request_id, finish_reason="error", error=str(exc))
+        return (failed,)
+    return ()

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from llmc.engine import admission
+from llmc.engine.admission import MAX_CACHE_SALT as MAX_CACHE_SALT
 from llmc.errors import InvalidRequestError
-from llmc.sampling_params import SamplingParams
+from llmc.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 from llmc.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ class ModelLimits(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def eos_token_ids(self) -> Sequence[int]: ...
+    @property
     def num_blocks(self) -> int: ...
     @property
     def block_size(self) -> int: ...
@@ -46,6 +49,11 @@ class Input:
     prompt: str | None
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    cache_salt: str | None = None  # only requests of the same salt share cached prefixes
+
+    def salted(self, cache_salt: str | None) -> Input:
+        admission.check_cache_salt(cache_salt)
+        return dataclasses.replace(self, cache_salt=cache_salt)
 
 
 class InputProcessor:
@@ -60,7 +68,7 @@ class InputProcessor:
             max_model_len=model.max_model_len,
             num_blocks=model.num_blocks,
             block_size=model.block_size,
-            eos_token_ids=frozenset(),  # the engine's business
+            eos_token_ids=frozenset(i for i in model.eos_token_ids if 0 <= i < model.vocab_size),
         )
 
     def default_sampling(self) -> SamplingParams:
@@ -84,17 +92,22 @@ class InputProcessor:
     def process(self, prompt: Prompt, sampling: SamplingParams) -> Input:
         """Tokenize `prompt` if it is text, and check it and `sampling` against the model."""
         text, token_ids = self._split(prompt)
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        admission.check_cache_salt(salt)
         if token_ids is None:
             assert text is not None, "a prompt without ids is text"
             token_ids = self.need_tokenizer("prompt").encode(text)
         admission.check_prompt(token_ids, self._limits.vocab_size)
         if sampling.stop_strings:
             self.need_tokenizer("stop")
+        sampling = self._with_bad_words(self._with_max_tokens(len(token_ids), sampling))
         admission.check_sampling_ids(sampling, self._limits.vocab_size)
+        admission.check_something_allowed(sampling, self._limits)
         return Input(
             prompt=text,
             prompt_token_ids=token_ids,
-            sampling=self._with_max_tokens(len(token_ids), sampling),
+            sampling=sampling,
+            cache_salt=salt,
         )
 
     def _with_max_tokens(self, num_prompt: int, sampling: SamplingParams) -> SamplingParams:
@@ -107,6 +120,25 @@ class InputProcessor:
             return sampling
         total = admission.total_tokens(num_prompt, None, self._limits)
         return dataclasses.replace(sampling, max_tokens=total - num_prompt)
+
+    def _with_bad_words(self, sampling: SamplingParams) -> SamplingParams:
+        """Texts as token ids: each as a text begins with it, and as it follows a space."""
+        if not sampling.bad_words:
+            return sampling
+        tokenizer = self.need_tokenizer("bad_words")
+        words = dict.fromkeys(map(tuple, sampling.bad_words_token_ids or ()))
+        for text in sampling.bad_words:
+            for spelling in (text, f" {text.lstrip()}"):
+                ids = tokenizer.encode(spelling, add_special_tokens=False)
+                if len(ids) > MAX_BAD_WORD_TOKENS:
+                    raise InvalidRequestError(
+                        f"the bad word {text[:80]!r} has {len(ids)} tokens; the limit is "
+                        f"{MAX_BAD_WORD_TOKENS}",
+                        param="bad_words",
+                    )
+                if ids:
+                    words[tuple(ids)] = None
+        return dataclasses.replace(sampling, bad_words=None, bad_words_token_ids=list(words))
 
     @staticmethod
     def _split(prompt: Prompt) -> tuple[str | None, list[int] | None]:

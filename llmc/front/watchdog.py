@@ -1,4 +1,4 @@
-"""Notices that the engine hangs, and writes down once where: the stacks of all threads on stderr.
+"""Notices that the engine hangs, and writes down once where: the stacks of its threads on stderr.
 
 /ready turns red by itself, from the same clock. This is for the person who then reads the log.
 """
@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import logging
-import sys
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
@@ -19,9 +17,12 @@ PAUSE_S = 1.0  # between two looks at an engine that hangs
 class Watchdog:
     """Looks again each time the engine could have stalled; asleep while nothing is asked of it."""
 
-    def __init__(self, seconds_left: Callable[[], float | None]) -> None:
+    def __init__(
+        self, seconds_left: Callable[[], float | None], dump_stacks: Callable[[], None]
+    ) -> None:
         """`seconds_left` until the engine counts as stalled; None while it has nothing to do."""
         self._seconds_left = seconds_left
+        self._dump_stacks = dump_stacks
         self._timer: asyncio.TimerHandle | None = None
         self._has_barked = False
 
@@ -45,13 +46,7 @@ class Watchdog:
             self._has_barked = False
         elif not self._has_barked:
             self._has_barked = True
-            dump_stacks()
+            log.error("the engine makes no progress while requests wait; its threads stand here:")
+            self._dump_stacks()
         pause = left if left > 0 else PAUSE_S
         self._timer = asyncio.get_running_loop().call_later(pause, self._look)
-
-
-def dump_stacks() -> None:
-    log.error("the engine makes no progress while requests wait; all threads stand here:")
-    # The process's own stderr: faulthandler writes past Python's objects, to a file descriptor.
-    if sys.__stderr__ is not None:
-        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)

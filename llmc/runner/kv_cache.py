@@ -1,7 +1,8 @@
-"""The paged cache tensors: their bytes, and how many blocks fit."""
+"""The paged cache tensors and the state slots: their bytes, and how they are made."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from llmc.kernels.cpu.pages import advise_huge_pages
 from llmc.passes.page_attention import CacheSpec
+from llmc.passes.slot_state import StateSpec
 
 
-def bytes_per_token(specs: Sequence[CacheSpec], dtype: torch.dtype) -> int:
+def bytes_per_token(specs: Sequence[CacheSpec]) -> int:
     """Cache bytes that one token takes over all layers."""
-    return sum(s.kv_heads * (s.head_dim + s.v_head_dim) for s in specs) * dtype.itemsize
+    return sum(s.kv_heads * (s.head_dim + s.v_head_dim) * s.dtype.itemsize for s in specs)
 
 
 def allocate(
@@ -21,7 +23,6 @@ def allocate(
     *,
     num_blocks: int,
     block_size: int,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor]]:
     """Per layer (key [num_blocks, Hkv, block_size, D], value [..., Dv]), by layer number.
@@ -29,8 +30,29 @@ def allocate(
     Not cleared: memory is taken as blocks are first written, and nothing unwritten is read.
     """
 
-    def half(heads: int, dim: int) -> Tensor:
-        shape = (num_blocks, heads, block_size, dim)
-        return advise_huge_pages(torch.empty(shape, dtype=dtype, device=device))
+    def half(spec: CacheSpec, dim: int) -> Tensor:
+        shape = (num_blocks, spec.kv_heads, block_size, dim)
+        return advise_huge_pages(torch.empty(shape, dtype=spec.dtype, device=device))
 
-    return [(half(s.kv_heads, s.head_dim), half(s.kv_heads, s.v_head_dim)) for s in specs]
+    return [(half(s, s.head_dim), half(s, s.v_head_dim)) for s in specs]
+
+
+def copy_blocks(caches: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
+    """Copy blocks `source` [N] int32 to blocks `target` [N], in every cache tensor."""
+    for cache in caches:
+        data = cache.view(torch.uint8)  # the bytes, whatever the dtype: float8 has no index ops
+        data.index_copy_(0, target.long(), data.index_select(0, source))
+
+
+def state_bytes(specs: Sequence[StateSpec]) -> int:
+    """Bytes of recurrent state that one request takes, however long it is."""
+    return sum(math.prod(s.shape) * s.dtype.itemsize for s in specs)
+
+
+def allocate_states(
+    specs: Sequence[StateSpec], *, num_rows: int, device: torch.device
+) -> list[Tensor]:
+    """A slot for each row and one for padding. A request's first step clears its own."""
+    return [
+        torch.zeros((num_rows + 1, *spec.shape), dtype=spec.dtype, device=device) for spec in specs
+    ]

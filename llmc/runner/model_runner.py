@@ -1,120 +1,270 @@
-"""ModelRunner: a plan in, tokens out. Owns the rows and the caches; the graph owns the rest."""
+"""ModelRunner: a plan in, tokens out. Owns the rows and the caches; the graph owns the rest.
+
+    plan -> delta (host) -> write_segments, prepare_step -> step or its CUDA graph -> tokens
+                                                               |-> rows, for the next step
+                                                               |-> host, when somebody asks
+
+`launch` never waits for the device and `collect` waits for that step only, so that a step can be
+planned and launched while the one before it runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from llmc.compiler.lower import StepFunction
-from llmc.engine.plan import StepPlan, StepResult, TokenLogprobs
+from llmc.engine.plan import PendingStep, StepPlan, StepResult
+from llmc.kernels.prepare_step import WORK_WORDS
+from llmc.kernels.record_tokens import record_tokens
+from llmc.kernels.write_segments import write_segments
 from llmc.passes.append_sampler import PER_ROW, TABLES
-from llmc.runner.prepare import PackedStep, prepare
+from llmc.runner.buckets import Buckets, default_buckets
+from llmc.runner.compiles import CompileWatch
+from llmc.runner.delta import Delta, encode
+from llmc.runner.device import Device, Download, HostDevice
+from llmc.runner.faults import classified
+from llmc.runner.graphs import DecodeGraphs, StepOutputs
+from llmc.runner.kv_cache import copy_blocks
+from llmc.runner.logprobs import chosen_tokens, gather_logprobs, read_result
 from llmc.runner.rows import RowTables
+from llmc.runner.step_buffers import StepBuffers, StepInputs
+from llmc.runner.swap_space import SwapSpace
 
 
-def default_buckets(max_rows: int) -> tuple[int, ...]:
-    """Decode batch sizes: 1, 2, 4, 8, then by 8 to 64, by 16 to 256, by 64 from there."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_rows + 64, 64)]
-    return (*[s for s in sizes if s < max_rows], max_rows)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A step on the device, and its results on their way; None where it computes nothing."""
+
+    delta: Delta
+    download: Download | None
 
 
 class ModelRunner:
-    """Executes plans one after the other; implements the engine's Runner protocol.
+    """Executes plans in order; implements the engine's Runner protocol.
 
-    `step` may be replaced by one of another level at any time: all levels share rows and caches.
+    `step` may be replaced by one of another level at any time, from any thread: all levels share
+    rows and caches, and the next launch takes it. `max_tokens` is the most tokens of a step.
+    With `use_graphs`, and a device that has them, decode steps are captured once the first
+    answer is out.
     """
 
     def __init__(
-        self, step: StepFunction, rows: RowTables, buckets: Sequence[int] | None = None
+        self,
+        step: StepFunction,
+        rows: RowTables,
+        *,
+        max_tokens: int,
+        caches: Sequence[Tensor] = (),
+        swap_space: SwapSpace | None = None,
+        device: Device | None = None,
+        buckets: Sequence[int] | None = None,
+        use_graphs: bool = False,
+        max_in_flight: int = 1,
     ) -> None:
         self.step = step
         self.rows = rows
-        self.buckets = tuple(buckets or default_buckets(rows.padding_row))
-        self._tables = {
-            name: rows.tables[name] for name in (*TABLES, *PER_ROW) if name in step.inputs
-        }
-        self._packed_inputs = tuple(n for n in step.inputs if n not in self._tables)
+        self.buckets = Buckets(buckets or default_buckets(rows.padding_row))
+        self.max_in_flight = max_in_flight
+        self.caches = tuple(caches)
+        self.swap_space = swap_space
+        self._device = device or HostDevice()
+        # a step's least size may ask for two dummies
+        self._buffers = StepBuffers(
+            rows,
+            max_tokens=max(max_tokens, rows.padding_row) + 2,
+            max_requests=rows.padding_row + 2,
+        )
+        tables = (*TABLES, *PER_ROW)
+        self._tables = {name: rows.tables[name] for name in tables if name in step.inputs}
+        self._packed = tuple(name for name in step.inputs if name not in self._tables)
+        self._graphs: DecodeGraphs | None = None
+        if use_graphs and self._device.graphs is not None:
+            self._graphs = DecodeGraphs(self._device.graphs)
+        self._has_answered = False
+        self._watch = CompileWatch()
+        self._executor: ThreadPoolExecutor | None = None
+        if rows.device.type == "cpu" and max_in_flight > 1:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="llmc-runner")
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Start a step. A GPU queues its kernels; on CPU a thread runs it, or this one at once
+        where only one step may be in flight."""
+        if self._executor is not None:
+            return self._executor.submit(self.execute, plan)
+        pending: Future[StepResult] = Future()
+        try:
+            launched = self.launch(plan)
+        except Exception as error:
+            pending.set_exception(classified(error))
+            return pending
+        return _Pending(self, launched)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's deltas, run the step, and bring the drawn tokens home."""
-        self._apply(plan)
-        if not plan.work:
+        """Run one step to its end."""
+        try:
+            return self.collect(self.launch(plan))
+        except Exception as error:
+            raise classified(error) from error
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Send the plan's delta, queue the step, and start to bring its tokens home."""
+        if plan.is_decode and self._graphs is not None:
+            self._tend_graphs(len(plan.work))
+        with torch.inference_mode(), self._watch.launching():
+            step = self.step  # may be exchanged by another thread
+            delta = encode(self.rows, plan, self._padding(plan, step))
+            sent = self._device.upload(delta.words)
+            self._swap(plan, sent[delta.swaps :])
+            self._apply(delta, sent)
+            if not plan.work:
+                return Launched(delta=delta, download=None)
+            inputs = self._prepare(delta, sent)
+            tokens, logits = self._compute(step, plan, inputs)
+            home = [tokens[: delta.num_sampled]]
+            if delta.wanted:
+                picks = sent[delta.picks : delta.picks + len(delta.wanted)]
+                if delta.scored:
+                    tokens = chosen_tokens(tokens, inputs, self.rows.tables["history"])
+                home += gather_logprobs(logits, tokens, picks, max(delta.wanted))
+            return Launched(delta=delta, download=self._device.download(home))
+
+    def collect(self, launched: Launched) -> StepResult:
+        """Wait for a step and read what it drew."""
+        if launched.download is None:
             return StepResult(token_ids=())
-        with torch.inference_mode():
-            packed, tokens, logits = self._compute(plan)
-            # the next step reads its input here; the host is told below
-            self.rows.tables["history"][packed.row, packed.length.long()] = tokens.int()
-            return self._result(plan, packed, tokens, logits)
+        drawn, *gathered = launched.download.wait()
+        self._has_answered = True
+        return read_result(launched.delta, drawn.tolist(), gathered)
 
     def logits(self, plan: StepPlan) -> Tensor:
-        """The unprocessed logits [rows that sample, V] of a plan; nothing is drawn or kept."""
-        self._apply(plan)
+        """The unprocessed logits [rows that sample, V] of a plan; its draws are nobody's."""
         with torch.inference_mode():
-            packed, _, logits = self._compute(plan)
-            return logits[: packed.num_sampled].clone()
+            delta = encode(self.rows, plan, self._padding(plan, self.step))
+            sent = self._device.upload(delta.words)
+            self._apply(delta, sent)
+            _, logits = self._run(self.step, self._prepare(delta, sent))
+            return logits[: delta.num_sampled].clone()
 
-    def _apply(self, plan: StepPlan) -> None:
-        for row in plan.released_rows:
-            self.rows.release(row)
-        for new in plan.new_rows:
-            self.rows.fill(new)
-        self.rows.append_blocks(plan.work)
+    def rehearse(self, rows: int, tokens_each: int = 1) -> None:
+        """Run a step of dummies, which touch nobody's cache: for its memory, and its kernels."""
+        with torch.inference_mode():
+            self._run(self.step, self._dummies(rows, tokens_each))
 
-    def _compute(self, plan: StepPlan) -> tuple[PackedStep, Tensor, Tensor]:
-        step = self.step  # may be exchanged by another thread between two steps
-        packed = prepare(self.rows, plan, self._padding(plan, step), step.min_size)
-        return packed, *self._run(step, packed)
+    def warm_up(self) -> None:
+        """Rehearse the shapes by which kernels are chosen: rows and tokens by powers of two.
+
+        What compiles is compiled here, once per machine: kernels are kept on disk.
+        """
+        rows = 1
+        while rows <= self.rows.padding_row:
+            tokens = 1
+            most = min(self.rows.max_model_len, self._buffers.max_tokens // rows)
+            while tokens <= most:
+                self.rehearse(rows, tokens)
+                tokens *= 2
+            rows *= 2
+
+    def _dummies(self, rows: int, tokens_each: int = 1) -> StepInputs:
+        delta = encode(self.rows, StepPlan(step=-1, work=()), rows, tokens_each)
+        return self._prepare(delta, self._device.upload(delta.words))
+
+    # The parts of a step
+
+    def _swap(self, plan: StepPlan, blocks: Tensor) -> None:
+        """Blocks of preempted requests to host memory, then those of returning ones back."""
+        if not (plan.swap_out or plan.swap_in):
+            return
+        assert self.swap_space is not None, "the plan swaps, but the runner was given no room"
+        out = len(plan.swap_out)
+        if plan.swap_out:
+            self.swap_space.swap_out(blocks[:out], [copy.target for copy in plan.swap_out])
+        if plan.swap_in:
+            came = blocks[out : out + len(plan.swap_in)]
+            self.swap_space.swap_in([copy.source for copy in plan.swap_in], came)
+
+    def _apply(self, delta: Delta, sent: Tensor) -> None:
+        """What the delta changes in rows and caches."""
+        if delta.num_segments:
+            write_segments.run(self.rows.memory, sent, delta.num_segments)
+        if delta.num_copies:
+            pairs = sent[delta.copies : delta.copies + 2 * delta.num_copies].view(2, -1)
+            copy_blocks(self.caches, pairs[0], pairs[1])
+
+    def _prepare(self, delta: Delta, sent: Tensor) -> StepInputs:
+        end = delta.work + delta.num_requests * WORK_WORDS
+        work = sent[delta.work : end].view(-1, WORK_WORDS)
+        return self._buffers.prepare(work, delta.num_tokens, delta.num_samples)
+
+    def _compute(self, step: StepFunction, plan: StepPlan, inputs: StepInputs) -> StepOutputs:
+        if plan.is_decode and self._graphs is not None:
+            graph = self._graphs.find(step, inputs["row"].shape[0])
+            if graph is not None:
+                return graph.replay()
+        return self._run(step, inputs)
+
+    def _run(self, step: StepFunction, inputs: StepInputs) -> StepOutputs:
+        tokens, logits = step.call(**{n: inputs[n] for n in self._packed}, **self._tables)
+        record_tokens.run(self.rows.tables["history"], inputs["row"], inputs["length"], tokens)
+        return tokens, logits
 
     def _padding(self, plan: StepPlan, step: StepFunction) -> int:
-        """Dummy rows: up to the bucket in a decode step, up to the step's least size in any."""
+        """Dummy rows: up to a captured batch size in a decode step, else up to the least size."""
         rows = len(plan.work)
+        if rows == 0:
+            return 0
         if plan.is_decode:
-            bucket = next((b for b in self.buckets if b >= rows), rows)
-            return max(bucket, step.min_size) - rows
-        sampled = sum(1 for work in plan.work if work.sample)
+            return max(self.buckets.choose(rows) if self._graphs else rows, step.min_size) - rows
+        sampled = sum(work.num_samples + work.num_scored for work in plan.work)
         return max(0, step.min_size - min(rows, sampled))
 
-    def _run(self, step: StepFunction, packed: PackedStep) -> tuple[Tensor, Tensor]:
-        inputs = {name: getattr(packed, name) for name in self._packed_inputs}
-        return step.call(**inputs, **self._tables)
+    # Graphs
 
-    def _result(
-        self, plan: StepPlan, packed: PackedStep, tokens: Tensor, logits: Tensor
-    ) -> StepResult:
-        ids = [t if t >= 0 else None for t in tokens[: packed.num_sampled].tolist()]
-        wanted = [self.rows.logprobs[w.row] for w in plan.work if w.sample]
-        if all(n is None for n in wanted):
-            return StepResult(token_ids=ids)
-        return StepResult(token_ids=ids, logprobs=token_logprobs(logits, ids, wanted))
+    def _tend_graphs(self, rows: int) -> None:
+        """Between two steps: one more capture, as long as any is missing."""
+        self.buckets.observe(rows)
+        if self._has_answered:
+            self.capture_next()
+
+    def capture_next(self) -> int | None:
+        """Capture the decode step at the largest batch size that has no graph yet.
+
+        -> that size; None when all are there. Takes a moment, during which nothing is served.
+        """
+        if self._graphs is None:
+            return None
+        step = self.step
+        size = self._graphs.next_size(step, self.buckets.sizes)
+        if size is None:
+            return None
+        with torch.inference_mode():
+            inputs = self._dummies(size)
+            self._graphs.capture(step, size, lambda: self._run(step, inputs), inputs)
+        return size
+
+    @property
+    def num_runtime_compiles(self) -> int:
+        """Compilations that a step had to wait for; 0 in a healthy engine."""
+        return self._watch.num_compiles
+
+    @property
+    def graph_bytes(self) -> int:
+        return self._graphs.memory_bytes if self._graphs is not None else 0
 
 
-def token_logprobs(
-    logits: Tensor, ids: Sequence[int | None], wanted: Sequence[int | None]
-) -> list[TokenLogprobs | None]:
-    """Log-softmax of the unprocessed logits [S, V] at the drawn tokens and at the top ones."""
-    picked = [
-        i
-        for i, (t, n) in enumerate(zip(ids, wanted, strict=True))
-        if t is not None and n is not None
-    ]
-    result: list[TokenLogprobs | None] = [None] * len(ids)
-    if not picked:
-        return result
-    logprobs = logits[picked].float().log_softmax(-1)
-    chosen = torch.tensor([ids[i] for i in picked], device=logits.device)[:, None]
-    values = logprobs.gather(-1, chosen)
-    ranks = (logprobs > values).sum(-1) + 1
-    most = min(max(wanted[i] or 0 for i in picked), logprobs.shape[-1])
-    top_values, top_ids = logprobs.topk(most, -1)
-    for k, i in enumerate(picked):
-        n = wanted[i] or 0
-        result[i] = TokenLogprobs(
-            token_id=int(chosen[k]),
-            logprob=float(values[k]),
-            rank=int(ranks[k]),
-            top_token_ids=top_ids[k, :n].tolist(),
-            top_logprobs=top_values[k, :n].tolist(),
-        )
-    return result
+class _Pending:
+    """A step that a GPU was given."""
+
+    def __init__(self, runner: ModelRunner, launched: Launched) -> None:
+        self._runner = runner
+        self._launched = launched
+
+    def result(self) -> StepResult:
+        try:
+            return self._runner.collect(self._launched)
+        except Exception as error:
+            raise classified(error) from error

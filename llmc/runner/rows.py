@@ -1,24 +1,57 @@
 """One row of tables per running request: its tokens, its blocks, its sampling parameters.
 
-The tables live on the device for the life of the runner. A plan brings deltas; everything a step
-needs is read off the rows, so what the host sends does not grow with the context. One extra row
-at the end, always neutral, stands for the padding of a bucket.
+All tables are views of one memory of 32-bit words on the device, which lives as long as the
+runner. The host never writes it directly: `Segments` collects what a plan changes as runs of
+words, which travel in the step's delta. One extra row at the end, always neutral, stands for the
+padding of a bucket.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from llmc.engine.plan import NewRow, RowWork
-from llmc.passes.append_sampler import PER_ROW, TABLES
-from llmc.sampling_params import MAX_LOGIT_BIAS
+from llmc.engine.plan import NewRow, RowMask, RowWork
+from llmc.passes.append_sampler import BAD_WORD_TOKENS, NEUTRAL, PER_ROW, TABLES
+from llmc.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 MAX_BANNED = 64  # stop tokens that min_tokens can hold back
+MAX_BIAS = MAX_LOGIT_BIAS + MAX_BANNED
 _ALWAYS = 2**31 - 1
+_ALIGN = 4  # words: every table starts on 16 bytes
+
+Words = npt.NDArray[np.int32]
+
+
+class Segments:
+    """Runs of words and where each goes in the rows' memory."""
+
+    def __init__(self) -> None:
+        self.targets: list[int] = []
+        self.runs: list[Sequence[int] | Words] = []
+        self.num_words = 0
+
+    def add(self, target: int, words: Sequence[int] | Words) -> None:
+        self.targets.append(target)
+        self.runs.append(words)
+        self.num_words += len(words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a table lies in the memory, in words."""
+
+    first: int
+    row_words: int
+
+    def at(self, row: int, column: int = 0) -> int:
+        return self.first + row * self.row_words + column
 
 
 class RowTables:
@@ -36,98 +69,166 @@ class RowTables:
         self.padding_row = num_rows
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
         self.device = device
+        rows = num_rows + 1
+        max_blocks = max(2, -(-max_model_len // block_size))  # compiled steps take no width of 1
         columns = {
             "history": max_model_len + 1,  # the last draw of a full context is written too
-            "bias_token": MAX_LOGIT_BIAS + MAX_BANNED,
-            "bias_value": MAX_LOGIT_BIAS + MAX_BANNED,
-            "bias_until": MAX_LOGIT_BIAS + MAX_BANNED,
+            "bias_token": MAX_BIAS,
+            "bias_value": MAX_BIAS,
+            "bias_until": MAX_BIAS,
             "mask": (vocab_size + 31) // 32,
+            "bad_words": MAX_BAD_WORDS * BAD_WORD_TOKENS,
         }
-        rows = num_rows + 1
+        dtypes = {name: dtype for name, (_, dtype) in TABLES.items()} | PER_ROW
+        dtypes["block_table"] = torch.int32
+        columns["block_table"] = max_blocks
+        self._places: dict[str, _Place] = {}
+        size = 0
+        for name, dtype in dtypes.items():
+            row_words = columns.get(name, 1) * dtype.itemsize // 4
+            self._places[name] = _Place(first=size, row_words=row_words)
+            size += -(-rows * row_words // _ALIGN) * _ALIGN
+        if size >= 2**31:
+            raise ValueError(f"{num_rows} rows of {max_model_len} tokens take {size} words")
+        self.memory = torch.zeros(size, dtype=torch.int32, device=device)
         self.tables: dict[str, Tensor] = {}
-        for name, (wide, dtype) in TABLES.items():
-            shape = (rows, columns[name]) if wide else (rows,)
-            self.tables[name] = torch.zeros(shape, dtype=dtype, device=device)
-        for name, dtype in PER_ROW.items():
-            self.tables[name] = torch.zeros(rows, dtype=dtype, device=device)
-        max_blocks = max(2, -(-max_model_len // block_size))  # compiled steps take no width of 1
-        self.block_table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
+        for name, dtype in dtypes.items():
+            table = self._view(name, rows, dtype)
+            self.tables[name] = table if name in columns else table[:, 0]
+            self.tables[name].fill_(NEUTRAL.get(name, 0))
+        self.block_table = self.tables.pop("block_table")
         self.num_blocks = [0] * rows
         self.logprobs: list[int | None] = [None] * rows
-        for row in range(rows):
-            self._neutral(row)
+        self.prompt_logprobs: list[int | None] = [None] * rows
+        self._has_bias = [False] * rows
+        self._has_bad_words = [False] * rows
 
-    def _neutral(self, row: int) -> None:
-        tables = self.tables
-        for name in ("repetition_penalty", "top_p"):
-            tables[name][row] = 1.0
-        for name in ("presence_penalty", "frequency_penalty", "temperature", "min_p"):
-            tables[name][row] = 0.0
-        tables["top_k"][row] = 0
-        tables["bias_token"][row] = -1
-        tables["has_mask"][row] = False
+    def _view(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
+        place = self._places[name]
+        words = self.memory[place.first : place.first + rows * place.row_words]
+        return words.view(dtype).view(rows, -1)
+
+    @property
+    def max_blocks(self) -> int:
+        return self.block_table.shape[1]
+
+    def _check_row(self, row: int, num_tokens: int) -> None:
+        """Kernels take places on trust: one outside the tables would be somebody else's memory."""
+        if not 0 <= row < self.padding_row or num_tokens > self.max_model_len:
+            raise ValueError(
+                f"row {row} with {num_tokens} tokens; there are {self.padding_row} rows of "
+                f"{self.max_model_len} tokens"
+            )
 
     def release(self, row: int) -> None:
-        self._neutral(row)
+        """Nothing reads a row that is in no step, so its tables may keep what they hold."""
         self.num_blocks[row] = 0
         self.logprobs[row] = None
 
-    def fill(self, new: NewRow) -> None:
-        """Enter a request: its tokens and its sampling parameters."""
-        row, params, tables = new.row, new.sampling, self.tables
-        tables["history"][row, : len(new.token_ids)] = torch.tensor(
-            new.token_ids, dtype=torch.int32
-        )
-        tables["prompt_len"][row] = new.num_prompt_tokens
-        tables["temperature"][row] = params.temperature
-        tables["top_k"][row] = max(params.top_k, 0)
-        tables["top_p"][row] = params.top_p
-        tables["min_p"][row] = params.min_p
-        tables["seed"][row] = new.seed
-        tables["repetition_penalty"][row] = params.repetition_penalty
-        tables["presence_penalty"][row] = params.presence_penalty
-        tables["frequency_penalty"][row] = params.frequency_penalty
-        self._fill_bias(new)
-        self._fill_mask(row, params.allowed_token_ids)
+    def fill(self, new: NewRow, out: Segments, *, is_masked: bool = False) -> None:
+        """Enter a request: its tokens and its sampling parameters.
+
+        `is_masked`: a mask comes with the same plan, and stands for allowed_token_ids.
+        """
+        row, params = new.row, new.sampling
+        self._check_row(row, len(new.token_ids))
+        allowed = None if is_masked else params.allowed_token_ids
         self.num_blocks[row] = 0
         self.logprobs[row] = params.logprobs
+        self.prompt_logprobs[row] = params.prompt_logprobs
+        out.add(self._places["history"].at(row), np.fromiter(new.token_ids, np.int32))
+        scalars = {
+            "prompt_len": new.num_prompt_tokens,
+            "repetition_penalty": params.repetition_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "temperature": params.temperature,
+            "top_k": max(params.top_k, 0),
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "seed": new.seed,
+        }
+        if not is_masked:
+            scalars["has_mask"] = int(allowed is not None)
+        for name, value in scalars.items():
+            out.add(self._places[name].at(row), _words(value, self.tables[name].dtype))
+        self._fill_bias(new, out)
+        self._fill_bad_words(new, out)
+        if allowed is not None:
+            words = self._mask_words(allowed)
+            out.add(self._places["mask"].at(row), words)
 
-    def _fill_bias(self, new: NewRow) -> None:
+    def _fill_bias(self, new: NewRow, out: Segments) -> None:
         """logit_bias for as long as it runs; stop tokens banned until min_tokens are out."""
         bias = [(t, float(b), _ALWAYS) for t, b in (new.sampling.logit_bias or {}).items()]
         if new.sampling.min_tokens > 0:
             banned = list(new.stop_token_ids)[:MAX_BANNED]
             bias += [(t, float("-inf"), new.sampling.min_tokens) for t in banned]
-        row, tables = new.row, self.tables
-        tables["bias_token"][row] = -1
+        row = new.row
+        if not bias and not self._has_bias[row]:
+            return
+        self._has_bias[row] = bool(bias)
+        tokens = np.full(MAX_BIAS, -1, np.int32)
+        values = np.zeros(MAX_BIAS, np.float32)
+        until = np.zeros(MAX_BIAS, np.int32)
         if bias:
-            tokens, values, until = zip(*bias, strict=True)
             n = len(bias)
-            tables["bias_token"][row, :n] = torch.tensor(tokens, dtype=torch.int32)
-            tables["bias_value"][row, :n] = torch.tensor(values, dtype=torch.float32)
-            tables["bias_until"][row, :n] = torch.tensor(until, dtype=torch.int32)
+            tokens[:n], values[:n], until[:n] = zip(*bias, strict=True)
+        out.add(self._places["bias_token"].at(row), tokens)
+        out.add(self._places["bias_value"].at(row), values.view(np.int32))
+        out.add(self._places["bias_until"].at(row), until)
 
-    def _fill_mask(self, row: int, allowed: Sequence[int] | None) -> None:
-        self.tables["has_mask"][row] = allowed is not None
-        if allowed is not None:
-            bits = np.zeros(self.tables["mask"].shape[1] * 32, dtype=np.uint8)
-            bits[np.asarray(allowed, dtype=np.int64)] = 1
-            words = np.packbits(bits, bitorder="little").view(np.int32)
-            self.tables["mask"][row] = torch.from_numpy(words.copy()).to(self.device)
+    def _fill_bad_words(self, new: NewRow, out: Segments) -> None:
+        words = new.sampling.bad_words_token_ids or ()
+        if not words and not self._has_bad_words[new.row]:
+            return
+        self._has_bad_words[new.row] = bool(words)
+        table = np.full((MAX_BAD_WORDS, BAD_WORD_TOKENS), -1, np.int32)
+        for i, word in enumerate(words):
+            table[i, BAD_WORD_TOKENS - len(word) :] = word
+        out.add(self._places["bad_words"].at(new.row), table.ravel())
 
-    def append_blocks(self, work: Sequence[RowWork]) -> None:
-        """Add each row's new blocks to its block table, all in one write."""
-        rows: list[int] = []
-        columns: list[int] = []
-        blocks: list[int] = []
-        for item in work:
-            if item.new_blocks:
-                count = self.num_blocks[item.row]
-                rows += [item.row] * len(item.new_blocks)
-                columns += range(count, count + len(item.new_blocks))
-                blocks += item.new_blocks
-                self.num_blocks[item.row] = count + len(item.new_blocks)
-        if rows:
-            index = torch.tensor([rows, columns, blocks], device=self.device)
-            self.block_table[index[0], index[1]] = index[2].int()
+    def _mask_words(self, allowed: Sequence[int]) -> Words:
+        bits = np.zeros(self.tables["mask"].shape[1] * 32, dtype=np.uint8)
+        bits[np.asarray(allowed, dtype=np.int64)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def set_mask(self, mask: RowMask, out: Segments) -> None:
+        """Replace the row's mask of tokens that may be drawn, or lift it."""
+        out.add(self._places["has_mask"].at(mask.row), (int(mask.words is not None),))
+        if mask.words is not None:
+            words = np.frombuffer(mask.words, "<i4")
+            width = self.tables["mask"].shape[1]
+            if len(words) != width:
+                raise ValueError(f"a mask of {len(words)} words for a vocabulary of {width}")
+            out.add(self._places["mask"].at(mask.row), words)
+
+    def enter_drafts(self, work: RowWork, out: Segments) -> None:
+        """Put guessed tokens behind the row's own."""
+        if work.draft_token_ids:
+            first = work.start + work.num_tokens - len(work.draft_token_ids)
+            out.add(self._places["history"].at(work.row, first), work.draft_token_ids)
+
+    def append_blocks(self, work: RowWork, out: Segments) -> None:
+        """Add the row's new blocks at the end of its block table."""
+        self._check_row(work.row, work.start + work.num_tokens)
+        if work.new_blocks:
+            count = self.num_blocks[work.row]
+            if count + len(work.new_blocks) > self.max_blocks:
+                raise ValueError(
+                    f"row {work.row} has {count} blocks and gets {len(work.new_blocks)}; "
+                    f"{self.max_blocks} is the most"
+                )
+            out.add(self._places["block_table"].at(work.row, count), work.new_blocks)
+            self.num_blocks[work.row] = count + len(work.new_blocks)
+
+
+_FORMATS = {torch.int32: "<i", torch.float32: "<f", torch.int64: "<q"}
+
+
+def _words(value: float, dtype: torch.dtype) -> tuple[int, ...]:
+    """A number as the words that a table of `dtype` holds for it."""
+    data = struct.pack(_FORMATS[dtype], value)
+    return struct.unpack(f"<{len(data) // 4}i", data)

@@ -75,13 +75,14 @@ def size_pool(
 ) -> PoolSize:
     """`model_len` is the model's own limit. ConfigError when one request does not fit.
 
-    An explicit max_model_len must fit; one that was left open is cut to what fits.
+    An explicit max_model_len must fit; one that was left open is cut to what fits. A model that
+    keeps no keys and values (recurrent throughout) has blocks for every row: they cost nothing.
     """
     block_bytes = bytes_per_token * config.block_size
     wanted_len = config.max_model_len or model_len
     per_request = -(-wanted_len // config.block_size)
     budget = config.kv_cache_memory if config.kv_cache_memory is not None else max(available, 0)
-    num_blocks = budget // block_bytes
+    num_blocks = budget // block_bytes if block_bytes else per_request * config.max_num_seqs
     if config.kv_cache_memory is None:
         num_blocks = min(num_blocks, per_request * config.max_num_seqs)
     if num_blocks < 1 or (config.max_model_len is not None and num_blocks < per_request):

@@ -1,8 +1,9 @@
-"""Once per architecture: packed requests must not see each other.
+"""Once per architecture: packed requests must not see each other, nor may a prompt feel its cuts.
 
-Packing is right only if nothing but attention mixes tokens. A model that sums, convolves or recurs
-over its tokens would be captured without a complaint and answer from its neighbours' text, so two
-requests are run together and alone, and their logits compared.
+Packing is right only if nothing mixes tokens but attention and the ops that keep a state. A model
+that sums, convolves or recurs over its tokens otherwise would be captured without a complaint and
+answer from its neighbours' text, or forget what came before a chunk; so two requests are run
+together and alone, one in two pieces, and their logits compared.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _TOLERANCE_LOW_PRECISION = 0.1
 
 
 def verify_packing(runner: ModelRunner, dtype: torch.dtype) -> None:
-    """CompileError when a request's logits depend on the request beside it.
+    """CompileError when a request's logits depend on the request beside it, or on where it is cut.
 
     `runner` needs two rows and blocks for both requests; its rows are free again afterwards.
     """
@@ -35,18 +36,52 @@ def verify_packing(runner: ModelRunner, dtype: torch.dtype) -> None:
     tables = [list(range(blocks[0])), list(range(blocks[0], sum(blocks)))]
     tolerance = _TOLERANCE.get(dtype, _TOLERANCE_LOW_PRECISION)
     together = _logits(runner, prompts, tables, (0, 1))
+    alone = [_logits(runner, prompts, tables, (i,))[0] for i in (0, 1)]
     for i in (0, 1):
-        alone = _logits(runner, prompts, tables, (i,))[0]
-        scale = alone.norm()
-        error = (together[i] - alone).norm()
-        if not torch.isfinite(scale) or scale == 0:
-            continue  # broken or zero weights tell nothing; the sampler reports them
-        if not error <= tolerance * scale:
+        if (error := _error(together[i], alone[i])) > tolerance:
             raise CompileError(
                 "the model mixes the tokens of requests that are computed together "
-                f"(logits differ by {float(error / scale):.0%}): something besides its attention "
+                f"(logits differ by {error:.0%}): something besides its attention "
                 "looks at other tokens, which can't be served yet"
             )
+    if (error := _error(_in_pieces(runner, prompts[0], tables[0]), alone[0])) > tolerance:
+        raise CompileError(
+            "the model forgets what it saw in an earlier step of the same prompt "
+            f"(logits differ by {error:.0%}): something besides its attention carries a state from "
+            "token to token, which can't be served yet"
+        )
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """Relative to `want`; 0 where broken or zero weights tell nothing."""
+    scale = want.norm()
+    if not torch.isfinite(scale) or scale == 0:
+        return 0.0
+    error = float((got - want).norm() / scale)
+    return error if error == error else float("inf")
+
+
+def _in_pieces(runner: ModelRunner, prompt: Sequence[int], table: Sequence[int]) -> Tensor:
+    """Last-token logits of a prompt that is computed in two steps."""
+    half = len(prompt) // 2
+    first = RowWork(row=0, start=0, num_tokens=half, sample=False, new_blocks=table)
+    rest = RowWork(row=0, start=half, num_tokens=len(prompt) - half, sample=True)
+    runner.logits(StepPlan(step=0, released_rows=(0,), new_rows=[_row(0, prompt)], work=[first]))
+    logits = runner.logits(StepPlan(step=0, work=[rest])).float()[0]
+    runner.rows.release(0)
+    return logits
+
+
+def _row(row: int, prompt: Sequence[int]) -> NewRow:
+    return NewRow(
+        row=row,
+        request_id=f"verify {row}",
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(temperature=0.0),
+        seed=0,
+        stop_token_ids=(),
+    )
 
 
 def _logits(
@@ -59,18 +94,7 @@ def _logits(
     plan = StepPlan(
         step=0,
         released_rows=(0, 1),
-        new_rows=[
-            NewRow(
-                row=r,
-                request_id=f"verify {r}",
-                token_ids=prompts[r],
-                num_prompt_tokens=len(prompts[r]),
-                sampling=SamplingParams(temperature=0.0),
-                seed=0,
-                stop_token_ids=(),
-            )
-            for r in rows
-        ],
+        new_rows=[_row(r, prompts[r]) for r in rows],
         work=[
             RowWork(row=r, start=0, num_tokens=len(prompts[r]), sample=True, new_blocks=tables[r])
             for r in rows

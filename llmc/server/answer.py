@@ -7,7 +7,8 @@ import uuid
 from typing import Any
 
 from llmc.async_llm import Stream
-from llmc.front.outputs import PositionLogprobs
+from llmc.front.completion import PositionLogprobs
+from llmc.front.outputs import ActiveRequest
 from llmc.outputs import Logprob
 from llmc.text.tokenizer import Tokenizer
 
@@ -58,6 +59,24 @@ def spelling(tokenizer: Tokenizer | None, token: int) -> str:
 def token_bytes(tokenizer: Tokenizer | None, token: int) -> list[int] | None:
     raw = tokenizer.token_bytes(token) if tokenizer is not None else None
     return None if raw is None else list(raw)
+
+
+def prompt_logprobs(request: ActiveRequest, count: int) -> list[dict[str, Any] | None]:
+    """Of each token of a prompt and the `count` likeliest there, by id; null for the first."""
+    return [
+        None
+        if position is None
+        else {
+            str(token): {
+                "logprob": finite(one.logprob),
+                "rank": one.rank,
+                "decoded_token": one.decoded_token,
+            }
+            for place, (token, one) in enumerate(position.items())
+            if place == 0 or (one.rank or 0) <= count
+        }
+        for position in request.prompt_logprobs or ()
+    ]
 
 
 def top(position: PositionLogprobs, count: int) -> list[tuple[int, Logprob]]:

@@ -9,15 +9,16 @@ from starlette.requests import Request
 
 from llmc.async_llm import AsyncLLM, Stream
 from llmc.errors import InvalidRequestError
+from llmc.front.completion import PositionLogprobs
 from llmc.front.inputs import Input
-from llmc.front.outputs import PositionLogprobs
 from llmc.sampling_params import SamplingParams
 from llmc.server import answer
 from llmc.server.body import read_body
 from llmc.server.models import model_name
 from llmc.server.protocol import ChatBody, TokenizeBody
 from llmc.server.respond import Deltas, GenerationResponse
-from llmc.server.sampling import sampling_params
+from llmc.server.sampling import cache_salt, priority, sampling_params
+from llmc.server.structured import blaming
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAY_LACK_CONTENT = ("assistant",)
@@ -39,9 +40,11 @@ async def create_chat_completion(request: Request) -> GenerationResponse:
     extra = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         extra["reasoning_effort"] = body.reasoning_effort
-    source = await prepare_messages(llm, body, body.messages, sampling, extra)
-    call = ChatCall(llm, body, model, source)
-    return GenerationResponse(llm, call, state.settings, state.metrics)
+    with blaming(body):
+        source = await prepare_messages(llm, body, body.messages, sampling, extra)
+    call = ChatCall(llm, body, model, source.salted(cache_salt(request, body)))
+    rank = priority(llm, body)
+    return GenerationResponse(llm, call, state.settings, state.metrics, priority=rank)
 
 
 async def prepare_messages(
@@ -85,6 +88,7 @@ class ChatCall:
         self.stream = body.stream
         self._tokenizer = llm.tokenizer
         self._top = (body.top_logprobs or 0) if body.logprobs else None
+        self._prompt_logprobs = body.prompt_logprobs
         self._token_ids = body.return_token_ids
         self._options = body.stream_options
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
@@ -124,6 +128,8 @@ class ChatCall:
         body = self._head(choices=choices, usage=answer.usage(stream))
         if self._token_ids:
             body["prompt_token_ids"] = request.source.prompt_token_ids
+        if self._prompt_logprobs is not None:
+            body["prompt_logprobs"] = answer.prompt_logprobs(request, self._prompt_logprobs)
         return body
 
     def _chunk(

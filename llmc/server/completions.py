@@ -9,18 +9,22 @@ from starlette.requests import Request
 
 from llmc.async_llm import AsyncLLM, Stream
 from llmc.errors import InvalidRequestError
+from llmc.front.completion import PositionLogprobs
 from llmc.front.inputs import Input
-from llmc.front.outputs import PositionLogprobs
+from llmc.front.outputs import ActiveRequest
 from llmc.server import answer
 from llmc.server.body import read_body
-from llmc.server.errors import ApiError
 from llmc.server.models import model_name
 from llmc.server.protocol import CompletionBody
 from llmc.server.respond import Deltas, GenerationResponse
-from llmc.server.sampling import sampling_params
+from llmc.server.sampling import cache_salt, priority, sampling_params
 from llmc.server.settings import MAX_PROMPTS, MAX_SEQUENCES
+from llmc.server.structured import blaming
 
 DEFAULT_MAX_TOKENS = 16
+
+# Token ids and what is known of each; None of the first token of a prompt.
+Scored = tuple[Sequence[int], Sequence[PositionLogprobs | None]]
 
 
 async def create_completion(request: Request) -> GenerationResponse:
@@ -28,18 +32,12 @@ async def create_completion(request: Request) -> GenerationResponse:
     body = await read_body(request, CompletionBody)
     model = model_name(request, body.model)
     prompts = split_prompts(body.prompt)
-    if len(prompts) * body.n > MAX_SEQUENCES:
+    each, param = body.best_of or body.n, "n" if body.best_of is None else "best_of"
+    if len(prompts) * each > MAX_SEQUENCES:
         raise InvalidRequestError(
-            f"{len(prompts)} prompts with n={body.n} make {len(prompts) * body.n} sequences; "
+            f"{len(prompts)} prompts with {param}={each} make {len(prompts) * each} sequences; "
             f"the limit is {MAX_SEQUENCES}",
-            param="n",
-        )
-    if body.echo and body.logprobs is not None:
-        raise ApiError(
-            400,
-            "echo with logprobs is not supported: log-probabilities of prompt tokens are not kept",
-            param="echo",
-            code="unsupported_parameter",
+            param=param,
         )
     llm: AsyncLLM = state.llm
     sampling = sampling_params(
@@ -47,13 +45,24 @@ async def create_completion(request: Request) -> GenerationResponse:
         llm.inputs,
         max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
+        best_of=body.best_of,
+        prompt_logprobs=_prompt_logprobs(body),
     )
-    if len(prompts) == 1:
-        sources = [await llm.prepare(prompts[0], sampling)]
-    else:
-        sources = await llm.prepare_many(prompts, sampling)
+    with blaming(body):
+        if len(prompts) == 1:
+            sources = [await llm.prepare(prompts[0], sampling)]
+        else:
+            sources = await llm.prepare_many(prompts, sampling)
+    sources = [source.salted(cache_salt(request, body)) for source in sources]
     call = CompletionCall(llm, body, model, sources)
-    return GenerationResponse(llm, call, state.settings, state.metrics)
+    rank = priority(llm, body)
+    return GenerationResponse(llm, call, state.settings, state.metrics, priority=rank)
+
+
+def _prompt_logprobs(body: CompletionBody) -> int | None:
+    """Those that are asked for, and those that an echo shows."""
+    counts = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    return max((count for count in counts if count is not None), default=None)
 
 
 def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -90,6 +99,7 @@ class CompletionCall:
         self._echo = body.echo
         self._top = body.logprobs
         self._token_ids = body.return_token_ids
+        self._prompt_logprobs = body.prompt_logprobs
         self._options = body.stream_options
         self._head = answer.Head("cmpl", "text_completion", model)
         self._started: set[int] = set()
@@ -99,10 +109,14 @@ class CompletionCall:
         for prompt, delta in deltas:
             index = prompt * self._n + delta.index
             text = delta.text
+            scored: Scored = delta.token_ids, delta.logprobs
             if index not in self._started:
                 self._started.add(index)
                 text = self._prefix(prompt) + text
-            choice = self._choice(index, text, delta.token_ids, delta.logprobs, delta)
+                scored = self._echoed(stream.requests[prompt], delta.token_ids, delta.logprobs)
+            choice = self._choice(index, text, scored, delta)
+            if self._token_ids:
+                choice["token_ids"] = list(delta.token_ids)
             chunk = self._head(choices=[choice])
             if self._options is not None and self._options.continuous_usage_stats:
                 chunk["usage"] = answer.usage(stream)
@@ -118,49 +132,63 @@ class CompletionCall:
             for one in request.output().outputs:
                 index = prompt * self._n + one.index
                 text = self._prefix(prompt) + one.text
-                choice = self._choice(index, text, one.token_ids, one.logprobs or (), one)
+                scored = self._echoed(request, one.token_ids, one.logprobs or ())
+                choice = self._choice(index, text, scored, one)
+                if self._prompt_logprobs is not None:
+                    told = answer.prompt_logprobs(request, self._prompt_logprobs)
+                    choice["prompt_logprobs"] = told
                 if self._token_ids:
+                    choice["token_ids"] = list(one.token_ids)
                     choice["prompt_token_ids"] = request.source.prompt_token_ids
                 choices.append(choice)
         return self._head(choices=choices, usage=answer.usage(stream))
 
-    def _choice(
-        self,
-        index: int,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[PositionLogprobs],
-        end: Any,
-    ) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, scored: Scored, end: Any) -> dict[str, Any]:
         """`end` has finish_reason and stop_reason, as outputs and deltas do."""
-        choice = {
+        return {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(index, token_ids, logprobs),
+            "logprobs": self._logprobs(index, *scored),
             "finish_reason": end.finish_reason,
             "stop_reason": end.stop_reason,
         }
-        if self._token_ids:
-            choice["token_ids"] = list(token_ids)
-        return choice
+
+    def _echoed(
+        self,
+        request: ActiveRequest,
+        token_ids: Sequence[int],
+        logprobs: Sequence[PositionLogprobs],
+    ) -> Scored:
+        """An output's first tokens with those of the prompt before them, where it is shown."""
+        if not self._echo or request.prompt_logprobs is None:
+            return token_ids, logprobs
+        prompt = request.source.prompt_token_ids
+        return [*prompt, *token_ids], [*request.prompt_logprobs, *logprobs]
 
     def _logprobs(
-        self, index: int, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs | None]
     ) -> dict[str, Any] | None:
         if self._top is None:
             return None
         offset = self._offsets.get(index, 0)
-        tokens, values, tops, offsets = [], [], [], []
+        tokens: list[str] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
         for token, position in zip(token_ids, logprobs, strict=True):
             word = answer.spelling(self._tokenizer, token)
-            shown = [(token, position[token]), *answer.top(position, self._top)]
             tokens.append(word)
+            offsets.append(offset)
+            offset += len(word)
+            if position is None:  # the first token of a prompt
+                values.append(None)
+                tops.append(None)
+                continue
+            shown = [(token, position[token]), *answer.top(position, self._top)]
             values.append(answer.finite(position[token].logprob))
             tops.append(
                 {answer.spelling(self._tokenizer, i): answer.finite(p.logprob) for i, p in shown}
             )
-            offsets.append(offset)
-            offset += len(word)
         self._offsets[index] = offset
         return {
             "tokens": tokens,

@@ -86,10 +86,14 @@ class Guard:
             self._check_names(scope)
         if path in PUBLIC_PATHS:
             return
-        if self._keys and not self._has_key(scope):
-            raise ApiError(
-                401, "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
-            )
+        if self._keys:
+            key = self._find_key(scope)
+            if key is None:
+                raise ApiError(
+                    401, "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+                )
+            if self._settings.salt_by_api_key:
+                scope["state"]["cache_owner"] = key.hex()
         if self._is_draining():
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
@@ -104,18 +108,20 @@ class Guard:
                 f"{settings.max_headers} and {settings.max_header_bytes}",
             )
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _find_key(self, scope: Scope) -> bytes | None:
+        """The digest of the key that was sent, if it is one of ours."""
         given = [value for name, value in scope["headers"] if name == b"x-api-key"]
         for value in _values(scope, b"authorization"):
             kind, _, key = value.partition(b" ")
             if kind.lower() == b"bearer":
                 given.append(key.strip())
         # Hashes of equal length, all compared, so that time tells nothing of the keys.
-        found = False
+        found = None
         for key in given:
             digest = hashlib.sha256(key).digest()
             for known in self._keys:
-                found |= hmac.compare_digest(digest, known)
+                if hmac.compare_digest(digest, known):
+                    found = known
         return found
 
     def _check_names(self, scope: Scope) -> None:

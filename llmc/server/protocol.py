@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from llmc.sampling_params import MAX_LOGPROBS, MAX_N
+from llmc.front.inputs import MAX_CACHE_SALT
+from llmc.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N
 from llmc.server.errors import ApiError
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -24,12 +25,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "guided_decoding_backend": (None,),
     "suffix": (None, ""),
     "audio": (None,),
@@ -38,14 +33,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "best_of": (None, 1),
     "use_beam_search": (None, False),
-    "prompt_logprobs": (None,),
     "prompt_embeds": (None,),
-    "bad_words": (None, []),
-    "cache_salt": (None,),
     "chat_template": (None,),
     "documents": (None,),
     "truncate_prompt_tokens": (None,),
-    "priority": (None, 0),
     "thinking_token_budget": (None,),
     "logprob_token_ids": (None,),
     "return_tokens_as_token_ids": (None, False),
@@ -89,6 +80,18 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False  # padding of another service's stream; nothing to do
 
 
+class StructuredOutputsBody(BaseModel):
+    """Exactly one of these; what they mean is checked by llmc.structured_outputs."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class GenerationBody(Body):
     """Fields of chat and plain completions alike. Unset ones take the model's own defaults."""
 
@@ -96,7 +99,7 @@ class GenerationBody(Body):
         *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
         *("frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids"),
         *("ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens"),
-        *("include_stop_str_in_output", "allowed_token_ids"),
+        *("include_stop_str_in_output", "allowed_token_ids", "bad_words", "prompt_logprobs"),
     )
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
@@ -112,6 +115,16 @@ class GenerationBody(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=65536)] | None = None
     logit_bias: dict[str, float] | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    priority: Int64 = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
@@ -136,6 +149,12 @@ class GenerationBody(Body):
     def _check_stream(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(
+                400,
+                "prompt_logprobs come with a whole answer; leave stream out",
+                param="prompt_logprobs",
+            )
         return self
 
 
@@ -145,6 +164,7 @@ class CompletionBody(GenerationBody):
     prompt: str | list[Any]
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
 
 
 class ChatBody(GenerationBody):

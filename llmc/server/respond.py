@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from llmc.async_llm import AsyncLLM, Stream
 from llmc.errors import QueueFullError
+from llmc.front.completion import CompletionDelta
 from llmc.front.inputs import Input
-from llmc.front.outputs import CompletionDelta
 from llmc.server.errors import ApiError, as_api_error, dump_json, error_body, json_response
 from llmc.server.guard import CLIENT_CLOSED
 from llmc.server.metrics import Metrics, Watch
@@ -55,9 +55,16 @@ class GenerationResponse:
     """The ASGI response of a generation call; the request runs while it is being sent."""
 
     def __init__(
-        self, llm: AsyncLLM, call: Call, settings: ServerSettings, metrics: Metrics
+        self,
+        llm: AsyncLLM,
+        call: Call,
+        settings: ServerSettings,
+        metrics: Metrics,
+        *,
+        priority: int = 0,
     ) -> None:
         self._llm = llm
+        self._priority = priority
         self._call = call
         self._settings = settings
         self._metrics = metrics
@@ -89,7 +96,10 @@ class GenerationResponse:
 
     @contextlib.asynccontextmanager
     async def _submitted(self) -> AsyncIterator[tuple[Stream, Watch]]:
-        async with self._llm.submit(*self._call.sources) as stream:
+        interval = self._settings.stream_interval
+        async with self._llm.submit(
+            *self._call.sources, priority=self._priority, stream_interval=interval
+        ) as stream:
             watch = self._metrics.watch(stream)
             try:
                 yield stream, watch

@@ -2,7 +2,8 @@
 
 `bind_socket` comes before the model is loaded, so that a taken port is known in a second. The
 first SIGTERM or SIGINT drains: the port stays open and answers 503, running requests end, and
-the exit code is 0. A second signal drops what still runs.
+the exit code is 0. A second signal drops what still runs. When the engine is gone for good the
+server ends by itself, with EngineDeadError.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmc.async_llm import AsyncLLM
-from llmc.errors import ConfigError
+from llmc.errors import ConfigError, EngineDeadError
 from llmc.server.settings import ServerSettings
 from llmc.server.throughput import log_throughput
 
 log = logging.getLogger(__name__)
 
+BACKLOG = 2048  # connections that wait to be accepted
 HEAD_TIMEOUT_S = 30.0  # from opening, or from the last answer, to the end of a request's head
 
 
@@ -58,14 +60,28 @@ def serve(
     sock: socket.socket | None = None,
     *,
     on_ready: Callable[[], None] | None = None,
+    companions: Companions | None = None,
 ) -> None:
     """Serve until a signal ends it. `on_ready` is called once requests are accepted."""
-    server = Server(app, settings, on_ready=on_ready)
+    server = Server(app, settings, on_ready=on_ready, companions=companions)
     server.run(sockets=[sock or bind_socket(settings.host, settings.port)])
+    server.check()
+
+
+class Companions(Protocol):
+    """Other processes that serve on the same socket (server/workers.py)."""
+
+    def end(self) -> None:
+        """Drain, as after a signal. The second time: drop what still runs."""
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether all have ended in time."""
 
 
 class Server(uvicorn.Server):
     """uvicorn's server with draining, and with our limits."""
+
+    _logs_throughput = True  # of the whole engine: one process tells
 
     def __init__(
         self,
@@ -73,6 +89,7 @@ class Server(uvicorn.Server):
         settings: ServerSettings,
         *,
         on_ready: Callable[[], None] | None = None,
+        companions: Companions | None = None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -83,6 +100,8 @@ class Server(uvicorn.Server):
             access_log=False,  # the Guard writes it
             server_header=False,
             h11_max_incomplete_event_size=settings.max_header_bytes,
+            # One connection at a time where others accept from the same socket, for even shares.
+            backlog=BACKLOG if settings.api_workers == 1 else 1,
             timeout_keep_alive=settings.idle_connection_s,
             timeout_graceful_shutdown=2,  # after draining there is nothing left to wait for
         )
@@ -90,28 +109,44 @@ class Server(uvicorn.Server):
         self._llm: AsyncLLM = app.state.llm
         self._settings = settings
         self._on_ready = on_ready
+        self._companions = companions
         self._num_signals = 0
         self._drained: asyncio.Task[None] | None = None
         self._throughput: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._llm.open()
         try:
             await super().startup(sockets)
         except OSError as exc:  # another server took the port while the model was loading
             raise _cannot_bind(self._settings.host, self._settings.port, exc) from None
-        self._throughput = asyncio.create_task(log_throughput(self._llm.stats))
+        for sock in sockets or ():
+            sock.listen(BACKLOG)
+        if self._logs_throughput:
+            self._throughput = asyncio.create_task(log_throughput(self._llm.stats))
         if self._on_ready is not None:
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Unlike uvicorn, keep answering while draining, and exit 0 afterwards."""
+        self.end()
+
+    def end(self) -> None:
+        """Drain and exit; the second time drop what still runs."""
         self._num_signals += 1
+        if self._companions is not None:
+            self._companions.end()
+
+    def check(self) -> None:
+        """Raises EngineDeadError when that is why the server ended."""
+        if self._llm.failure is not None and not self._num_signals:
+            raise EngineDeadError(f"the engine has stopped: {self._llm.failure}")
 
     async def on_tick(self, counter: int) -> bool:
         if self._num_signals and self._drained is None:
             log.info("shutting down: %d requests are running", self._llm.num_active)
             self._drained = asyncio.create_task(self._drain())
-        if self._num_signals > 1:
+        if self._num_signals > 1 or self._llm.failure is not None:
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -124,9 +159,13 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _drain(self) -> None:
+        deadline = asyncio.get_running_loop().time() + self._settings.shutdown_timeout_s
         ended = await self._llm.drain(self._settings.shutdown_timeout_s)
         if not ended:
             log.warning("%d requests did not end in time", self._llm.num_active)
+        if self._companions is not None:
+            left = deadline - asyncio.get_running_loop().time()
+            await self._companions.wait(max(0.0, left))
         self.should_exit = True
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
+from starlette.requests import Request
+
+from llmc.async_llm import AsyncLLM
 from llmc.errors import InvalidRequestError
 from llmc.front.inputs import InputProcessor
 from llmc.sampling_params import SamplingParams
 from llmc.server.protocol import GenerationBody
+from llmc.server.structured import structured_outputs
 
 
 def sampling_params(
@@ -16,8 +21,9 @@ def sampling_params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    **rest: Any,
 ) -> SamplingParams:
-    """`max_tokens` None: until the context is full."""
+    """`max_tokens` None: until the context is full. `rest`: what only one kind of body has."""
     options: dict[str, Any] = inputs.generation_defaults()
     for name in body.SAMPLING_FIELDS:
         value = getattr(body, name)
@@ -27,7 +33,29 @@ def sampling_params(
         options["logit_bias"] = _by_token(body.logit_bias)
     options["max_tokens"] = max_tokens
     options["logprobs"] = logprobs
+    options["structured_outputs"] = structured_outputs(body)
+    options.update(rest)
     return SamplingParams(**options)
+
+
+def priority(llm: AsyncLLM, body: GenerationBody) -> int:
+    """The caller's priority; refused where it would mean nothing."""
+    if body.priority and llm.config.scheduling_policy != "priority":
+        raise InvalidRequestError(
+            "priority needs a server that was started with --scheduling-policy priority; "
+            "leave it out",
+            param="priority",
+        )
+    return body.priority
+
+
+def cache_salt(request: Request, body: GenerationBody) -> str | None:
+    """The caller's salt; with --salt-by-api-key also that of the key, which nobody can forge."""
+    owner: str | None = getattr(request.state, "cache_owner", None)
+    if owner is None:
+        return body.cache_salt
+    text = f"{owner}/{body.cache_salt or ''}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _by_token(bias: dict[str, float]) -> dict[int, float]:

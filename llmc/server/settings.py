@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmc.errors import ConfigError
+
 MAX_PROMPTS = 256  # prompts in one completions call
 MAX_SEQUENCES = 512  # prompts times n in one call
 
@@ -16,8 +18,11 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None  # a Unix socket's path, in place of host and port
+    stream_interval: int = 1  # tokens of a choice between two events of a stream
+    api_workers: int = 1  # processes that answer HTTP; more than one share the socket
     served_model_names: Sequence[str] = ()  # the first is shown; empty: the model's own name
     api_keys: Sequence[str] = ()  # empty: anyone who reaches the port
+    salt_by_api_key: bool = False  # callers of different keys share no cached prefixes
     allowed_hosts: Sequence[str] = ()  # further Host names to accept on loopback without keys
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
@@ -28,3 +33,9 @@ class ServerSettings:
     idle_connection_s: int = 30
     shutdown_timeout_s: float = 30.0
     access_log: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("stream_interval", "api_workers"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {value!r}")

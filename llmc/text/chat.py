@@ -30,6 +30,9 @@ RESERVED = frozenset(
     )
 )
 
+# What a template's own arithmetic, lookups and macros raise.
+_TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
+
 
 def render_chat(
     tokenizer: Tokenizer,
@@ -75,8 +78,9 @@ def _apply(hf: Any, conversation: list[dict[str, Any]], **options: Any) -> Any:
     try:
         return hf.apply_chat_template(conversation, return_dict=False, **options)
     # What a template refuses (its own raise_exception, an undefined name, a bad type, a range
-    # beyond the sandbox's limit) is about these messages, not about the server.
-    except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as exc:
+    # beyond the sandbox's limit) or trips over (it computes with what it is given) is about these
+    # messages, not about the server.
+    except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as exc:
         raise InvalidRequestError(
             f"the model's chat template refused the messages: {str(exc)[:300]}",
             param="messages",

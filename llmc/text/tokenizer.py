@@ -146,6 +146,11 @@ class Tokenizer:
         return template if isinstance(template, str) else None
 
 
+def preload() -> None:
+    """Import now what `Tokenizer.load` takes seconds to import."""
+    from transformers import AutoTokenizer  # noqa: F401
+
+
 def check_text(text: str, param: str) -> None:
     """Refuse what is not valid Unicode: a lone surrogate is a str, but no text."""
     try:

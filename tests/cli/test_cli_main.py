@@ -39,7 +39,7 @@ def test_importing_the_command_line_loads_nothing_heavy(tmp_path: Path) -> None:
     "words",
     [["--help"], ["-h"], ["serve", "--help"], ["chat", "--help"], ["bench", "--help"],
      ["bench", "serve", "--help"], ["bench", "throughput", "-h"], ["bench", "latency", "--help"],
-     ["collect-env", "--help"]],
+     ["inspect", "--help"], ["check", "--help"], ["collect-env", "--help"]],
 )  # fmt: skip
 def test_help(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     code, out, err = run_main(capsys, *words)
@@ -47,7 +47,9 @@ def test_help(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert out.startswith("Usage: llmc")
 
 
-@pytest.mark.parametrize("command", [["serve"], ["chat"], ["bench", "throughput"]])
+@pytest.mark.parametrize(
+    "command", [["serve"], ["chat"], ["inspect"], ["check"], ["bench", "throughput"]]
+)
 def test_help_shows_groups_and_whole_flags(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:

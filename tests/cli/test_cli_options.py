@@ -12,6 +12,7 @@ from llmc.cli.help import HelpCommand
 from llmc.cli.options import ENGINE_OPTIONS, FLAG_OF_FIELD, engine_options, parse_size, say_flag
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
+from llmc.speculative_config import SpeculativeConfig
 
 # For each field: words of the command line, the value that must arrive.
 EXAMPLES: dict[str, tuple[list[str], Any]] = {
@@ -22,16 +23,27 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "dtype": (["--dtype", "bfloat16"], "bfloat16"),
     "device": (["--device", "cpu"], "cpu"),
     "load_format": (["--load-format", "dummy"], "dummy"),
+    "quantization": (["--quantization", "int8"], "int8"),
     "max_model_len": (["--max-model-len", "77"], 77),
     "max_num_seqs": (["--max-num-seqs", "3"], 3),
     "max_num_batched_tokens": (["--max-num-batched-tokens", "99"], 99),
     "max_num_queued": (["--max-queue", "5"], 5),
     "block_size": (["--block-size", "32"], 32),
+    "kv_cache_dtype": (["--kv-cache-dtype", "fp8_e4m3"], "fp8_e4m3"),
     "kv_cache_memory": (["--kv-cache-memory", "512M"], 512 * 2**20),
+    "swap_space": (["--swap-space", "2G"], 2 * 2**30),
     "gpu_memory_utilization": (["--gpu-memory-utilization", "0.5"], 0.5),
     "enable_prefix_caching": (["--no-enable-prefix-caching"], False),
+    "async_scheduling": (["--no-async-scheduling"], False),
+    "cuda_graph_buckets": (["--cuda-graph-buckets", "1,2, 8"], (1, 2, 8)),
+    "scheduling_policy": (["--scheduling-policy", "priority"], "priority"),
+    "speculative_config": (
+        ["--speculative-config", '{"method":"ngram","num_speculative_tokens":3}'],
+        SpeculativeConfig(num_speculative_tokens=3),
+    ),
     "opt_level": (["-O1"], 1),
     "passes": (["--disable-pass", "a", "--disable-pass", "b"], {"a": False, "b": False}),
+    "extra_passes": (["--extra-pass", "a:b", "--extra-pass", "c.py:d"], ("a:b", "c.py:d")),
     "seed": (["--seed", "7"], 7),
 }
 
@@ -102,6 +114,8 @@ def test_optimization_level_spellings(spelling: list[str]) -> None:
     [
         (["--max-num-seqs", "0"], "--max-num-seqs must be a positive integer, got 0"),
         (["--block-size", "24"], "--block-size must be a power of two"),
+        (["--cuda-graph-buckets", "1,x"], "--cuda-graph-buckets must be sizes such as 1,2,4,8"),
+        (["--cuda-graph-buckets", "0"], "--cuda-graph-buckets must be a positive integer, got 0"),
         (["-O9"], "--opt-level must be 0, 1, 2 or 3, got 9"),
         (["--dtype", "int3"], "unknown dtype 'int3'; choose one of auto"),
         (["--kv-cache-memory", "0"], "--kv-cache-memory must be a positive integer, got 0"),

@@ -24,13 +24,13 @@ def test_fifty_shapes_cause_no_compilation(dense: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(capture, "make_fx", refuse)
     step = running.started.runner.step
     shapes = set()
-    execute = running.started.runner.execute
+    submit = running.started.runner.submit
 
     def watched(plan: Any) -> Any:
         shapes.add((plan.num_tokens, len(plan.work)))
-        return execute(plan)
+        return submit(plan)
 
-    monkeypatch.setattr(running.started.runner, "execute", watched, raising=False)
+    monkeypatch.setattr(running.started.runner, "submit", watched, raising=False)
     for length in range(1, 51):  # prefills of 50 lengths, then decodes of growing contexts
         engine = running.engine()
         tiny_engine.generate(engine, prompts((length,)), 2)

@@ -216,6 +216,8 @@ def test_dummy_weights_depend_on_name_and_seed_alone() -> None:
     spread = draw("a.weight", 256, 256)
     assert abs(float(spread.std()) - 0.02) < 1e-3 and abs(float(spread.mean())) < 1e-3
     assert torch.equal(draw("norm.weight", 8), torch.ones(8))
+    large = draw("a.weight", 600, 1000)
+    assert abs(float(large.std()) - 0.02) < 1e-3 and len(large.unique(dim=0)) == 600
     assert torch.equal(draw("q.bias", 8), torch.zeros(8))
 
 

@@ -1,4 +1,4 @@
-"""EngineCore: faults stay with their step, the queue is bounded, and the books add up."""
+"""EngineCore: steps ahead, faults that stay where they belong, a bounded queue, right books."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from pending import DoneStep
 
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest, RequestUpdate
@@ -18,20 +19,27 @@ from llmc.sampling_params import SamplingParams
 class ScriptedRunner:
     """Draws token 9, or raises what is next in `errors`."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_in_flight: int = 1) -> None:
         self.plans: list[StepPlan] = []
         self.errors: list[Exception | None] = []
         self.result: StepResult | None = None
+        self.token = 9
+        self.max_in_flight = max_in_flight
+        self.num_runtime_compiles = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> DoneStep:
         self.plans.append(plan)
         error = self.errors.pop(0) if self.errors else None
-        if error is not None:
-            raise error
-        return self.result or StepResult(token_ids=[9] * sum(work.sample for work in plan.work))
+        samples = sum(work.sample for work in plan.work)
+        return DoneStep(error or self.result or StepResult(token_ids=[self.token] * samples))
 
 
-def engine(runner: ScriptedRunner, max_num_queued: int | None = None, seed: int = 0) -> EngineCore:
+def engine(
+    runner: ScriptedRunner,
+    max_num_queued: int | None = None,
+    seed: int = 0,
+    async_scheduling: bool = True,
+) -> EngineCore:
     return EngineCore(
         runner,
         num_blocks=32,
@@ -43,6 +51,7 @@ def engine(runner: ScriptedRunner, max_num_queued: int | None = None, seed: int 
         eos_token_ids=[0, 12345],
         seed=seed,
         max_num_queued=max_num_queued,
+        async_scheduling=async_scheduling,
     )
 
 
@@ -87,7 +96,7 @@ def test_stats_show_running_and_waiting() -> None:
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (2, 1, 30)
 
 
-def test_a_failing_step_ends_its_requests_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_fails_once_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
     runner = ScriptedRunner()
     core = engine(runner)
     for name in "abc":
@@ -95,13 +104,55 @@ def test_a_failing_step_ends_its_requests_only(caplog: pytest.LogCaptureFixture)
     runner.errors = [None, RuntimeError("bad kernel")]
     with caplog.at_level(logging.ERROR):
         news = drain(core)
-    for name in "ab":
-        assert news[name][-1].finish_reason == "error"
-        assert news[name][-1].error == "the step failed: RuntimeError: bad kernel"
-    assert [update.finish_reason for update in news["c"]] == [None, None, "length"]
+    for name in "abc":
+        assert [update.finish_reason for update in news[name]] == [None, None, "length"]
     assert runner.plans[2].released_rows == [0, 1]
-    assert core.stats().num_free_blocks == 32
-    assert [record.message for record in caplog.records] == ["step 1 failed"]
+    assert [record.message for record in caplog.records] == ["step 1 of 2 requests failed"]
+    stats = core.stats()
+    assert (stats.num_free_blocks, stats.num_failed_steps, stats.num_finished) == (32, 1, 3)
+
+
+def test_a_request_that_fails_alone_ends_with_the_cause(caplog: pytest.LogCaptureFixture) -> None:
+    runner = ScriptedRunner()
+    core = engine(runner)
+    add(core, "a")
+    runner.errors = [None, RuntimeError("bad kernel")]
+    with caplog.at_level(logging.ERROR):
+        news = drain(core)["a"]
+    assert [update.finish_reason for update in news] == [None, "error"]
+    assert news[-1].error == "the step failed: RuntimeError: bad kernel"
+    assert [record.message for record in caplog.records] == [
+        "step 1 of 1 requests failed",
+        "request 'a' makes steps fail and was ended",
+    ]
+
+
+@pytest.mark.parametrize(("async_scheduling", "depth"), [(True, 3), (False, 1)])
+def test_steps_are_submitted_ahead_up_to_what_the_runner_takes(
+    async_scheduling: bool, depth: int
+) -> None:
+    runner = ScriptedRunner(max_in_flight=3)
+    core = engine(runner, async_scheduling=async_scheduling)
+    add(core, "a", max_tokens=8)
+    [update] = core.step()
+    assert update.new_token_ids == (9,) and len(runner.plans) == depth
+    core.step()
+    assert len(runner.plans) == depth + 1
+    assert len(drain(core)["a"]) == 6 and len(runner.plans) == 8
+    assert core.stats().num_wasted_row_steps == 0  # an end by length is known beforehand
+
+
+def test_an_end_that_only_the_host_sees_wastes_one_row_step() -> None:
+    runner = ScriptedRunner(max_in_flight=2)
+    core = engine(runner)
+    add(core, "a", max_tokens=8)
+    runner.token = 0
+    [update] = core.step()
+    assert update.finish_reason == "stop" and len(runner.plans) == 2
+    assert core.has_work and core.step() == [] and not core.has_work
+    stats = core.stats()
+    assert (stats.num_wasted_row_steps, stats.num_steps, stats.num_free_blocks) == (1, 2, 32)
+    core.check()
 
 
 def test_a_result_of_the_wrong_size_is_a_failed_step() -> None:
@@ -111,14 +162,15 @@ def test_a_result_of_the_wrong_size_is_a_failed_step() -> None:
     add(core, "a")
     [update] = drain(core)["a"]
     assert update.finish_reason == "error"
-    assert update.error is not None and "samples 1 rows, but its result has 2" in update.error
+    assert update.error is not None and "its result has 2 tokens, 0 logprobs" in update.error
 
 
-def test_a_dead_runner_is_not_hidden_and_the_books_still_add_up() -> None:
-    runner = ScriptedRunner()
+@pytest.mark.parametrize("first", [[], [RuntimeError("bad kernel")]], ids=["itself", "behind"])
+def test_a_dead_runner_is_not_hidden_and_the_books_still_add_up(first: list[Exception]) -> None:
+    runner = ScriptedRunner(max_in_flight=3)
     core = engine(runner)
     add(core, "a")
-    runner.errors = [EngineDeadError("the device is gone")]
+    runner.errors = [*first, EngineDeadError("the device is gone"), RuntimeError("behind")]
     with pytest.raises(EngineDeadError, match="the device is gone"):
         core.step()
     core.check()

@@ -25,7 +25,7 @@ def test_rows_are_given_smallest_first_and_released_once() -> None:
     table = RowTable(3, BlockPool(8, 2))
     requests = [request(name, [1, 2]) for name in "abc"]
     assert all(table.seat(one, 0) for one in requests)
-    assert [one.row for one in requests] == [0, 1, 2] and not table.has_free_row
+    assert [one.row for one in requests] == [0, 1, 2] and not table.num_free_rows
     for one in (requests[2], requests[0]):
         table.unseat(one)
     assert table.pop_released() == [0, 2] and table.pop_released() == []

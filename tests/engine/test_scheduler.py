@@ -227,7 +227,7 @@ def test_results_must_come_in_order() -> None:
     first, second = planned(engine), planned(engine)
     with pytest.raises(ValueError, match="step 1 is not the oldest"):
         engine.update(second, StepResult(token_ids=[9]))
-    with pytest.raises(ValueError, match="samples 1 rows, but its result has 2 tokens"):
+    with pytest.raises(ValueError, match="draws 1 tokens and scores 0, but its result has 2"):
         engine.update(first, StepResult(token_ids=[9, 9]))
     assert finish_step(engine, first) == [None]
 
@@ -285,24 +285,29 @@ def test_logprobs_are_passed_on() -> None:
     assert [tuple(update.logprobs) for update in updates] == [(logprob,), ()]
 
 
-def test_failed_steps_end_their_requests_and_repeat_the_news() -> None:
+def test_a_failed_step_is_run_again_by_halves_and_repeats_its_news() -> None:
     engine = scheduler(rows=2)
     engine.add(request("a", [1, 2]))
     finish_step(engine, planned(engine), EOS)
-    engine.add(request("b", [3]))
-    engine.add(request("c", [4]))
-    engine.add(request("d", [5]))
+    for name in "bcd":
+        engine.add(request(name, [3]))
     plan = planned(engine)
     assert plan.released_rows == [0]
-    updates = engine.fail(plan, "boom")
-    assert [(u.request_id, u.finish_reason, u.error) for u in updates] == [
-        ("b", "error", "boom"),
-        ("c", "error", "boom"),
-    ]
-    engine.check()
+    for names in ("bc", "b"):  # all of them, then the first half
+        assert engine.fail(plan, "boom") == []
+        engine.check()
+        plan = planned(engine)
+        assert [new.request_id for new in plan.new_rows] == list(names)
+        assert plan.released_rows == [0, 1]
+    [update] = engine.fail(plan, "boom")
+    assert (update.request_id, update.finish_reason, update.error) == ("b", "error", "boom")
     plan = planned(engine)
-    assert [new.request_id for new in plan.new_rows] == ["d"]
-    assert plan.released_rows == [0, 1]
+    assert [new.request_id for new in plan.new_rows] == ["c"]
+    assert engine.schedule() is None  # one step at a time, and nobody else
+    finish_step(engine, plan)
+    plan = planned(engine)  # c is cleared
+    assert [new.request_id for new in plan.new_rows] == ["d"] and len(plan.work) == 2
+    engine.check()
 
 
 def test_abort_in_every_state() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BLOCKED = ("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client")
+BLOCKED = (
+    *("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"),
+    *("zmq", "msgspec"),
+)
 CODE = f"""
 import sys
 class Refuse:

@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from llmc.kernels.fp8 import FP8, to_cache
 from llmc.kernels.paged_attention import make_case, paged_attention
 from llmc.kernels.registry import OPS, Impl
 from llmc.kernels.sample import sample
+from llmc.kernels.token_logprobs import token_logprobs
 
 CPU = torch.device("cpu")
-NAMES = sorted(set(OPS) - {"attention"})
+NAMES = sorted(set(OPS) - {"attention"} - op_cases.TORCH_ONLY)
 
 
 def cpu_impl(name: str) -> Impl:
@@ -67,7 +69,8 @@ def test_equals_the_reference(name: str, dtype: torch.dtype, index: int) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str) -> None:
-    case = op_cases.copy_case(list(op_cases.cases(name, torch.float32))[-1])
+    cases = op_cases.cases(name, torch.float32)
+    case = op_cases.copy_case([c for c in cases if not op_cases.has_fp8(c)][-1])
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     assert set(torch.library.opcheck(cpu_impl(name).op(), case, test_utils=checks).values()) == {
         "SUCCESS"
@@ -102,6 +105,7 @@ requests = st.lists(
     limits=st.sampled_from([(0, 0), (9, 0), (0, 16), (33, 24)]),
     extras=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     dtype=st.sampled_from(op_cases.DTYPES),
+    cache=st.sampled_from([None, None, *FP8]),
     seed=st.integers(0, 100),
 )
 def test_attention_of_random_shapes(
@@ -112,23 +116,69 @@ def test_attention_of_random_shapes(
     limits: tuple[int, int],
     extras: tuple[bool, bool, bool],
     dtype: torch.dtype,
+    cache: torch.dtype | None,
     seed: int,
 ) -> None:
     case = make_case(
         lengths, *heads, *dims, block_size, CPU, dtype, window=limits[0], chunk=limits[1],
-        softcap=3.0 if extras[0] else 0.0, sinks=extras[1], alibi=extras[2], seed=seed,
+        softcap=3.0 if extras[0] else 0.0, sinks=extras[1], alibi=extras[2], cache=cache, seed=seed,
     )  # fmt: skip
     assert_attention(case)
 
 
 @pytest.mark.parametrize("dtype", op_cases.DTYPES)
 @pytest.mark.parametrize("heads,dim", [((2, 1), 64), ((8, 1), 64), ((16, 1), 64), ((2, 1), 576)])
+@pytest.mark.parametrize("cache", [None, FP8[0]], ids=["same", "fp8"])
 def test_attention_splits_long_contexts(
-    threads: int, dtype: torch.dtype, heads: tuple[int, int], dim: int
+    threads: int,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    dim: int,
+    cache: torch.dtype | None,
 ) -> None:
     lengths = [(1, 4100), (300, 700), (1, 5), (2, 1500)]
-    case = make_case(lengths, *heads, dim, dim, 32, CPU, dtype, sinks=True, seed=threads)
+    case = make_case(
+        lengths, *heads, dim, dim, 32, CPU, dtype, sinks=True, cache=cache, seed=threads
+    )
     assert_attention(case)
+
+
+@pytest.mark.parametrize("cache", FP8, ids=str)
+@pytest.mark.parametrize("dtype", op_cases.DTYPES)
+def test_every_code_of_a_float8_cache_is_written_and_read(
+    cache: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Every code, halfway values, what saturates, NaN; read back by a decode of one key each."""
+    codes = torch.arange(256, dtype=torch.uint8).view(cache).float()
+    finite = codes[codes.isfinite()].sort().values
+    values = torch.cat([codes, (finite[1:] + finite[:-1]) / 2, torch.tensor([1e6, -1e9, 1e-9])])
+    values = torch.nn.functional.pad(values, (0, 512 + 32 - values.numel())).to(dtype)
+    key = values.view(17, 2, 16)
+    slots = torch.arange(17)
+    caches = [torch.zeros(17, 2, 1, 16).to(cache) for _ in range(2)]
+    torch.ops.llmc_cpu.write_kv(key, key, *caches, slots)
+    want = to_cache(key, cache, None).view(torch.uint8)
+    for got in caches:
+        assert torch.equal(got[:, :, 0].view(torch.uint8)[~key.isnan()], want[~key.isnan()])
+        assert got[:, :, 0].float()[key.isnan()].isnan().all()
+    ones = torch.arange(17, dtype=torch.int32) + 1
+    read = torch.ops.llmc_cpu.paged_attention(
+        torch.zeros_like(key), torch.zeros_like(caches[0]), caches[1],
+        torch.cat([ones[:1] * 0, ones]), ones // ones, slots[:, None].int(),
+        1.0, 0, 0, 0.0, None, None,
+    )  # fmt: skip
+    torch.testing.assert_close(
+        read.float(), caches[1][:, :, 0].float().to(dtype).float(), rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_scales_of_a_float8_cache_are_checked() -> None:
+    case = list(make_case([(1, 3)], 2, 2, 16, 16, 8, CPU, torch.float32, cache=FP8[0]))
+    with pytest.raises(RuntimeError, match="k_scale must have 1 element or 2, got 3"):
+        torch.ops.llmc_cpu.paged_attention(*case[:12], torch.ones(3), None)
+    plain = make_case([(1, 3)], 2, 2, 16, 16, 8, CPU, torch.float32)
+    with pytest.raises(RuntimeError, match="k_scale is for caches of float8, got Float"):
+        torch.ops.llmc_cpu.paged_attention(*plain[:12], torch.ones(1), None)
 
 
 def test_attention_reads_strided_queries_and_caches() -> None:
@@ -202,6 +252,20 @@ def test_sample_refuses_bad_rows() -> None:
     case[0][2] = float("-inf")
     got = torch.ops.llmc_cpu.sample(*case)
     assert got.tolist()[:3] == [-1, -1, -1] and int(got[3]) >= 0
+
+
+@pytest.mark.parametrize("vocab,k", [(1, 3), (63, 64), (50_021, 20), (50_021, 128)])
+@pytest.mark.parametrize("rounded", [False, True], ids=["distinct", "equals"])
+def test_token_logprobs_of_large_rows(vocab: int, k: int, rounded: bool, threads: int) -> None:
+    gen = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(5, vocab, generator=gen) * 4
+    logits = logits.round() if rounded else logits
+    logits[2, 1:] = float("-inf")
+    token = torch.randint(0, vocab, (5,), generator=gen)
+    for x in (logits, logits.bfloat16(), logits[:, : vocab // 2 + 1]):
+        got = torch.ops.llmc_cpu.token_logprobs(x, token, k)
+        for mine, theirs in zip(got, token_logprobs.reference(x, token, k), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_wrong_arguments_are_named() -> None:

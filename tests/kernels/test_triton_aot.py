@@ -25,8 +25,10 @@ triton = pytest.importorskip(
 if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is set: there is no compiler", allow_module_level=True)
 
-from triton_aot import SHARED_LIMIT, TARGETS, Use, compile_launch  # noqa: E402
-from triton_builds import BUILDS, named_launches, sweep  # noqa: E402
+from triton_aot import SHARED_LIMIT, TARGETS, Use, compile_launch, variant  # noqa: E402
+from triton_builds import BUILDS, SIZED, attention, named_launches, sweep  # noqa: E402
+
+from llmc.kernels.triton import paged_attention  # noqa: E402
 
 BUDGET = Path(__file__).with_name("triton_budget.json")
 WRITING = bool(os.environ.get("LLMC_WRITE_TRITON_BUDGET"))
@@ -66,6 +68,43 @@ def test_build_is_within_its_budget(
         allowed = Use(**budget[name])
         over = {k: v for k, v in asdict(use).items() if v > getattr(allowed, k)}
         assert not over, f"{name} uses {use}, the budget is {allowed}"
+
+
+SIZES = (1, 2, 3, 15, 16, 17, 31, 32, 64, 100, 256)
+
+
+@pytest.mark.parametrize("op", SIZED)
+def test_one_compiled_kernel_serves_every_size(op: str) -> None:
+    """A size of 1, or one that divides by 16, must not be compiled for anew."""
+    plans = [SIZED[op](size) for size in SIZES]
+    for launches in zip(*(plan.launches for plan in plans), strict=True):
+        assert len({variant(launch) for launch in launches}) == 1
+
+
+def test_attention_is_compiled_once_for_each_class_of_sizes() -> None:
+    shapes = [(tokens, rows) for rows in SIZES for tokens in (rows, rows + 1, 16 * rows)]
+    launches = [
+        launch
+        for tokens, rows in shapes
+        for blocks in (64, 100, 1024)
+        for launch in attention(tokens, rows, 32, 8, 128, max_blocks=blocks).launches
+    ]
+    classes = {
+        (launch.kernel.__name__, launch.num_warps, str(launch.constants)) for launch in launches
+    }
+    assert len({variant(launch) for launch in launches}) == len(classes)
+    assert len(classes) < len(launches) / 10
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_chips_that_convert_float8_use_fewer_registers(
+    target: str, budget: dict[str, dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "converts", lambda device: True)
+    launch = BUILDS["attention decode fp8_e4m3"]().launches[0]
+    use = compile_launch(launch, target)
+    by_bits = budget[f"attention decode fp8_e4m3 | attention_kernel | {target}"]
+    assert use.spilled == 0 and use.registers < by_bits["registers"]
 
 
 def test_budget_lists_only_what_is_built(budget: dict[str, dict[str, int]]) -> None:

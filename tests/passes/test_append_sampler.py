@@ -7,7 +7,7 @@ import torch
 from tiny_graphs import Arg, Values, apply, roles, run, step, trace
 from torch import Tensor
 
-from llmc.passes.append_sampler import PER_ROW, TABLES, append_sampler
+from llmc.passes.append_sampler import BAD_WORD_TOKENS, PER_ROW, TABLES, append_sampler
 from llmc.passes.inputs import StepInput
 
 ROWS, VOCAB = 3, 40
@@ -23,6 +23,7 @@ def tables(**changes: Tensor) -> dict[str, Arg]:
     for name, dtype in PER_ROW.items():
         made[name] = torch.zeros(ROWS, dtype=dtype)
     made["bias_token"].fill_(-1)
+    made["bad_words"] = torch.full((ROWS, 2 * BAD_WORD_TOKENS), -1, dtype=torch.int32)
     made["repetition_penalty"].fill_(1.0)
     made["top_p"].fill_(1.0)
     return {name: step(t) for name, t in (made | changes).items()}
@@ -45,6 +46,7 @@ def graph() -> torch.fx.GraphModule:
 def test_appends_two_ops_and_keeps_the_logits() -> None:
     sampled, (report,) = apply(graph(), append_sampler())
     assert report.added["llmc.process_logits.default"] == 1
+    assert report.added["llmc.ban_words.default"] == 1
     assert report.added["llmc.sample.default"] == 1
     assert not report.removed
     token, logits = run(sampled, Values.of(**inputs()))
@@ -68,6 +70,18 @@ def test_each_logits_row_takes_the_parameters_of_its_own_table_row() -> None:
     sampled, _ = apply(graph(), append_sampler())
     changed = inputs(bias_token=bias_token, bias_value=bias_value, bias_until=bias_until)
     token, _ = run(sampled, Values.of(**changed))
+    assert token.tolist() == [int(X.tensor[0].topk(2).indices[1]), int(X.tensor[1].argmax())]
+
+
+def test_a_word_that_the_output_has_begun_is_not_finished() -> None:
+    """Row 2 has said 7 and must not say 7 and its best token; row 0 has not said it."""
+    best = int(X.tensor[0].argmax())
+    bad_words = torch.full((ROWS, 2 * BAD_WORD_TOKENS), -1, dtype=torch.int32)
+    bad_words[:, BAD_WORD_TOKENS - 2] = 7
+    bad_words[:, BAD_WORD_TOKENS - 1] = torch.tensor([int(X.tensor[1].argmax()), 0, best])
+    history = torch.tensor([[3, 4], [0, 0], [7, 0]], dtype=torch.int32)
+    sampled, _ = apply(graph(), append_sampler())
+    token, _ = run(sampled, Values.of(**inputs(bad_words=bad_words, history=history)))
     assert token.tolist() == [int(X.tensor[0].topk(2).indices[1]), int(X.tensor[1].argmax())]
 
 

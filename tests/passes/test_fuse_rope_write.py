@@ -14,6 +14,7 @@ from tiny_layer import (
     neighbours,
     paged_values,
     partial,
+    partial_neighbours,
     two_halves,
 )
 from torch import Tensor, fx
@@ -35,9 +36,10 @@ def before(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("rotary", [half_turn, partial, two_halves])
+@pytest.mark.parametrize("rotary", [half_turn, partial, two_halves, neighbours, partial_neighbours])
 def test_rewrites(rotary: object, normed: bool) -> None:
-    plain = layer(rotary, normed=normed, width=4 if rotary is partial else 8)
+    is_partial = rotary in (partial, partial_neighbours)
+    plain = layer(rotary, normed=normed, width=4 if is_partial else 8)
     gm = before(plain)
     fused, (report,) = apply(gm, fuse_rope_write())
     assert report.added == {"llmc.rope_write.default": 1}
@@ -61,11 +63,35 @@ def test_the_cache_holds_the_same_as_without_the_pass() -> None:
         torch.testing.assert_close(fused_values.caches[key], want, rtol=1e-5, atol=1e-5)
 
 
+def _cast_whole(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return neighbours(x.double(), cos, sin).to(x.dtype)
+
+
+def _cast_terms(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return (x.double() * cos.unsqueeze(1) + turned.double() * sin.unsqueeze(1)).to(x.dtype)
+
+
+@pytest.mark.parametrize("rotary", [_cast_whole, _cast_terms])
+def test_sees_through_casts(rotary: object) -> None:
+    """Some models rotate in a wider dtype; the op does so anyway."""
+    plain = layer(rotary)
+    fused, (report,) = apply(before(plain), fuse_rope_write())
+    assert report.added == {"llmc.rope_write.default": 1}
+    want = run(plain, Values.of(**INPUTS))
+    torch.testing.assert_close(run(fused, paged_values()), want, rtol=1e-5, atol=1e-5)
+
+
 def _unlike(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return half_turn(x, cos, sin) * 2
 
 
-@pytest.mark.parametrize("rotary", [neighbours, _unlike])
+def _wrong_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned = torch.stack((x[..., 1::2], -x[..., ::2]), dim=-1).flatten(-2)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+@pytest.mark.parametrize("rotary", [_wrong_neighbours, _unlike])
 def test_leaves_alone_and_says_why(rotary: object) -> None:
     plain = layer(rotary)
     gm = before(plain)

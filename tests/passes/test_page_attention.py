@@ -61,14 +61,7 @@ def _twice(token_ids: Tensor, q: Tensor, key_cache: Tensor, value_cache: Tensor)
     return q + token_ids[:, None]
 
 
-def test_a_model_without_attention_is_refused() -> None:
-    gm = trace(_no_attention, token_ids=INPUTS["token_ids"])
-    with pytest.raises(CompileError, match="no attention was found"):
-        apply(gm, PAGE)
-
-
-def test_a_module_that_attends_twice_is_refused() -> None:
-    """Two calls would write two keys to the same slots."""
+def test_a_module_that_attends_twice_has_two_caches() -> None:
     gm = trace(
         _twice,
         token_ids=INPUTS["token_ids"],
@@ -76,8 +69,33 @@ def test_a_module_that_attends_twice_is_refused() -> None:
         key_cache=cache(0, "key"),
         value_cache=cache(0, "value"),
     )
-    with pytest.raises(CompileError, match="one module called twice"):
-        apply(gm, PAGE)
+    paged, (report,) = apply(gm, PAGE)
+    assert {(r.layer, r.part) for r in roles(paged, CacheInput)} == {
+        (layer, part) for layer in (0, 1) for part in ("key", "value")
+    }
+    assert ops(paged)["llmc.write_kv.default"] == 2
+    assert any("called twice" in note for note in report.notes)
+
+
+def test_a_layer_that_shares_keys_and_values_reads_the_cache_of_the_first() -> None:
+    def shared(token_ids: Tensor, q: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        first = attention.overload(q, q, q, a, b, 1.0, 5, 0, 0.0, None, None).transpose(1, 2)
+        then = attention.overload(first, q, q, c, d, 1.0, 0, 0, 0.0, None, None).transpose(1, 2)
+        return then + token_ids[:, None]
+
+    gm = trace(
+        shared,
+        token_ids=INPUTS["token_ids"],
+        q=step(torch.randn(1, 2, 7, DIM), dynamic=2),
+        a=cache(0, "key"),
+        b=cache(0, "value"),
+        c=cache(1, "key"),
+        d=cache(1, "value"),
+    )
+    paged, _ = apply(gm, PAGE)
+    assert {r.layer for r in roles(paged, CacheInput)} == {0}
+    assert ops(paged)["llmc.write_kv.default"] == 1
+    assert ops(paged)["llmc.paged_attention.default"] == 2
 
 
 def test_a_marker_without_a_cache_is_refused() -> None:

@@ -16,7 +16,15 @@ from llmc.passes.pipeline import PipelineOptions, pipeline
 
 OPTIONS = PipelineOptions(block_size=16, max_positions=64, device_type="cpu")
 PASSES = pipeline(OPTIONS)
-REQUIRED = {"canonicalize", "page_attention", "last_token_logits", "append_sampler"}
+REQUIRED = {
+    "canonicalize",
+    "page_attention",
+    "slot_state",
+    "find_convolutions",
+    "find_attention",
+    "last_token_logits",
+    "append_sampler",
+}
 X = step(torch.randn(1, 5, 8), dynamic=1)
 
 

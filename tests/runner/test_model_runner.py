@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from llmc.compiler.lower import StepFunction
-from llmc.engine.plan import NewRow, RowWork, StepPlan
+from llmc.engine.plan import BlockCopy, NewRow, RowWork, StepPlan, StepResult
 from llmc.passes.append_sampler import PER_ROW, TABLES
-from llmc.runner.model_runner import ModelRunner, default_buckets, token_logprobs
+from llmc.runner.logprobs import gather_logprobs
+from llmc.runner.model_runner import ModelRunner
 from llmc.runner.rows import RowTables
+from llmc.runner.swap_space import SwapSpace
 from llmc.sampling_params import SamplingParams
 
 VOCAB = 40
@@ -29,19 +29,20 @@ class FakeStep:
     def __init__(self) -> None:
         self.seen: list[dict[str, Tensor]] = []
         self.bad_rows: set[int] = set()
+        self.vocab = VOCAB
 
     def __call__(self, **inputs: Tensor) -> tuple[Tensor, Tensor]:
-        self.seen.append(inputs)
+        self.seen.append({name: tensor.clone() for name, tensor in inputs.items()})
         newest = inputs["token_ids"][inputs["logits_index"]]
-        tokens = (newest + 1) % VOCAB
+        tokens = (newest + 1) % self.vocab
         for i, row in enumerate(inputs["row"].tolist()):
             if row in self.bad_rows:
                 tokens[i] = -1
-        logits = torch.randn(len(tokens), VOCAB, generator=torch.Generator().manual_seed(0))
+        logits = torch.randn(len(tokens), self.vocab, generator=torch.Generator().manual_seed(0))
         return tokens, logits
 
 
-def make(buckets: tuple[int, ...] = (4, 6)) -> tuple[ModelRunner, FakeStep]:
+def make(**options: Any) -> tuple[ModelRunner, FakeStep]:
     rows = RowTables(
         num_rows=6,
         max_model_len=16,
@@ -52,7 +53,7 @@ def make(buckets: tuple[int, ...] = (4, 6)) -> tuple[ModelRunner, FakeStep]:
     fake = FakeStep()
     names = (*PACKED, *SAMPLED, *TABLES, *PER_ROW)
     step: Any = StepFunction(call=fake, inputs=names, source="")
-    return ModelRunner(step, rows, buckets), fake
+    return ModelRunner(step, rows, max_tokens=32, **options), fake
 
 
 def enter(row: int, tokens: list[int], **params: Any) -> NewRow:
@@ -67,33 +68,9 @@ def enter(row: int, tokens: list[int], **params: Any) -> NewRow:
     )
 
 
-def test_default_buckets_grow_and_end_at_the_most_rows() -> None:
-    for most in (1, 2, 3, 7, 64, 100, 256, 1000):
-        buckets = default_buckets(most)
-        assert buckets[-1] == most
-        assert list(buckets) == sorted(set(buckets))
-        waste = [b - a for a, b in zip(buckets, buckets[1:], strict=False)]
-        assert all(w <= 64 for w in waste)
-
-
-def test_a_decode_batch_is_padded_to_its_bucket() -> None:
-    runner, fake = make()
-    new = [enter(row, [row, 9]) for row in range(3)]
-    prefill = [
-        RowWork(row=r, start=0, num_tokens=2, sample=True, new_blocks=(r,)) for r in range(3)
-    ]
-    runner.execute(StepPlan(step=0, new_rows=new, work=prefill))
-    assert len(fake.seen[0]["token_ids"]) == 6, "a prefill is not padded"
-    decode = [RowWork(row=r, start=2, num_tokens=1, sample=True) for r in range(3)]
-    result = runner.execute(StepPlan(step=1, work=decode))
-    assert len(fake.seen[1]["token_ids"]) == 4
-    assert fake.seen[1]["slot_mapping"].tolist()[3] == -1
-    assert len(result.token_ids) == 3, "padding brings no token home"
-
-
 def test_a_compiled_step_never_sees_a_size_below_its_least() -> None:
     """One row that decodes, and one chunk that samples nothing, both with two of everything."""
-    runner, fake = make(buckets=(1, 6))
+    runner, fake = make()
     runner.step = dataclasses.replace(runner.step, min_size=2)
     chunk = RowWork(row=0, start=0, num_tokens=3, sample=False, new_blocks=(0,))
     first = runner.execute(StepPlan(step=0, new_rows=[enter(0, [1, 2, 3, 4])], work=[chunk]))
@@ -117,6 +94,28 @@ def test_a_drawn_token_is_the_next_steps_input() -> None:
     assert fake.seen[1]["token_ids"][0] == 8
     assert second.token_ids == [9]
     assert runner.rows.tables["history"][2, :5].tolist() == [5, 6, 7, 8, 9]
+
+
+def test_a_token_is_drawn_after_each_draft() -> None:
+    """Guesses 9 and 3 behind token 8: the first is what the step draws, the second is not."""
+    runner, fake = make()
+    prefill = RowWork(row=0, start=0, num_tokens=2, sample=True, new_blocks=(0, 1))
+    runner.execute(StepPlan(step=0, new_rows=[enter(0, [6, 7], logprobs=0)], work=[prefill]))
+    verify = RowWork(row=0, start=2, num_tokens=3, sample=True, draft_token_ids=(9, 3))
+    result = runner.execute(StepPlan(step=1, work=[verify]))
+    assert fake.seen[1]["token_ids"].tolist() == [8, 9, 3]
+    assert fake.seen[1]["length"].tolist() == [3, 4, 5]
+    assert result.token_ids == [9, 10, 4] and len(result.logprobs) == 3
+
+
+def test_a_warm_up_runs_every_shape_and_leaves_the_rows_alone() -> None:
+    runner, fake = make()
+    before = runner.rows.memory.clone()
+    runner.warm_up()
+    shapes = {(len(seen["context_len"]), len(seen["token_ids"])) for seen in fake.seen}
+    assert shapes == {(r, r * t) for r in (1, 2, 4) for t in (1, 2, 4, 8, 16) if r * t <= 34}
+    assert all((seen["slot_mapping"] == -1).all() for seen in fake.seen)
+    assert torch.equal(runner.rows.memory, before)
 
 
 def test_results_line_up_with_the_work_that_samples() -> None:
@@ -143,10 +142,92 @@ def test_a_row_whose_logits_are_not_finite_gets_none() -> None:
 
 def test_a_plan_without_work_only_applies_its_deltas() -> None:
     runner, fake = make()
-    runner.execute(StepPlan(step=0, new_rows=[enter(0, [1], temperature=1.0)], work=()))
-    result = runner.execute(StepPlan(step=1, released_rows=[0], work=()))
+    result = runner.execute(StepPlan(step=0, new_rows=[enter(0, [1], temperature=0.5)], work=()))
     assert not fake.seen and not result.token_ids
-    assert float(runner.rows.tables["temperature"][0]) == 0.0
+    assert float(runner.rows.tables["temperature"][0]) == 0.5
+
+
+def test_blocks_are_copied_before_the_step_runs() -> None:
+    caches = [torch.arange(24.0).view(4, 1, 3, 2), torch.arange(12.0).view(4, 1, 3, 1).bfloat16()]
+    before = [cache.clone() for cache in caches]
+    runner, _ = make(caches=caches)
+    work = RowWork(row=0, start=0, num_tokens=1, sample=True, new_blocks=(3,))
+    copies = [BlockCopy(source=1, target=3), BlockCopy(source=0, target=2)]
+    runner.execute(StepPlan(step=0, new_rows=[enter(0, [1])], work=[work], block_copies=copies))
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache, old[[0, 1, 0, 1]])
+
+
+def test_blocks_go_to_host_memory_and_come_back_elsewhere() -> None:
+    caches = [torch.randn(4, 1, 3, 2), torch.randn(4, 2, 3, 4).to(torch.float8_e4m3fn)]
+    before = [cache.view(torch.uint8).clone() for cache in caches]
+    runner, _ = make(caches=caches, swap_space=SwapSpace(caches, 3))
+    out = [BlockCopy(source=2, target=0), BlockCopy(source=0, target=2)]
+    runner.execute(StepPlan(step=0, work=(), swap_out=out))
+    for cache in caches:
+        cache.view(torch.uint8).fill_(7)
+    back = [BlockCopy(source=0, target=1), BlockCopy(source=2, target=3)]
+    runner.execute(StepPlan(step=1, work=(), swap_in=back))
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache.view(torch.uint8)[[1, 3]], old[[2, 0]])
+        assert (cache.view(torch.uint8)[[0, 2]] == 7).all()
+
+
+def test_what_leaves_a_block_is_safe_from_what_enters_it_in_the_same_plan() -> None:
+    caches = [torch.arange(8.0).view(4, 1, 2, 1)]
+    runner, _ = make(caches=caches, swap_space=SwapSpace(caches, 2))
+    runner.execute(StepPlan(step=0, work=(), swap_out=[BlockCopy(source=3, target=1)]))
+    runner.execute(
+        StepPlan(
+            step=1,
+            work=(),
+            swap_out=[BlockCopy(source=0, target=0)],
+            swap_in=[BlockCopy(source=1, target=0)],
+            block_copies=[BlockCopy(source=0, target=2)],
+        )
+    )
+    assert caches[0][[0, 2]].flatten().tolist() == [6.0, 7.0, 6.0, 7.0]
+    runner.execute(StepPlan(step=2, work=(), swap_in=[BlockCopy(source=0, target=3)]))
+    assert caches[0][3].flatten().tolist() == [0.0, 1.0]
+
+
+def test_the_speed_of_copies_is_measured() -> None:
+    caches = [torch.zeros(8, 2, 16, 8)]
+    assert 1e6 < SwapSpace(caches, 4).measure() < 1e13
+
+
+def test_steps_in_flight_read_what_the_step_before_drew() -> None:
+    """Three steps are submitted before any result is read."""
+    runner, fake = make(max_in_flight=3)
+    prefill = RowWork(row=1, start=0, num_tokens=2, sample=True, new_blocks=(0,))
+    plans = [StepPlan(step=0, new_rows=[enter(1, [5, 6])], work=[prefill])]
+    for step in (1, 2):
+        work = RowWork(row=1, start=1 + step, num_tokens=1, sample=True)
+        plans.append(StepPlan(step=step, work=[work]))
+    pending = [runner.submit(plan) for plan in plans]
+    assert [p.result().token_ids for p in pending] == [[7], [8], [9]]
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_an_error_of_a_step_comes_with_its_result(max_in_flight: int) -> None:
+    runner, fake = make(max_in_flight=max_in_flight)
+    too_long = RowWork(row=0, start=0, num_tokens=99, sample=False, new_blocks=(0,))
+    pending = runner.submit(StepPlan(step=0, new_rows=[enter(0, [1] * 9)], work=[too_long]))
+    with pytest.raises(ValueError, match="row 0 with 99 tokens; there are 6 rows of 16 tokens"):
+        pending.result()
+    good = RowWork(row=0, start=0, num_tokens=1, sample=True, new_blocks=(0,))
+    after = runner.submit(StepPlan(step=1, new_rows=[enter(0, [1])], work=[good]))
+    assert after.result().token_ids == [2]
+
+
+def test_a_token_that_could_not_be_drawn_is_no_index() -> None:
+    """A step already planned on top of it must read a token that exists."""
+    runner, fake = make()
+    fake.bad_rows = {0}
+    work = RowWork(row=0, start=0, num_tokens=1, sample=True, new_blocks=(0,))
+    runner.execute(StepPlan(step=0, new_rows=[enter(0, [1])], work=[work]))
+    runner.execute(StepPlan(step=1, work=[RowWork(row=0, start=1, num_tokens=1, sample=True)]))
+    assert fake.seen[1]["token_ids"].tolist() == [0]
 
 
 def test_a_released_row_can_be_filled_in_the_same_plan() -> None:
@@ -162,29 +243,62 @@ def test_a_released_row_can_be_filled_in_the_same_plan() -> None:
 # Log-probabilities
 
 
-@given(st.integers(0, 2**31), st.integers(0, 20))
-def test_token_logprobs_equal_log_softmax(seed: int, top: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(3, VOCAB, generator=generator) * 4
-    ids: list[int | None] = [int(i) for i in torch.randint(0, VOCAB, (3,), generator=generator)]
-    want = logits.double().log_softmax(-1)
-    for row, lp in enumerate(token_logprobs(logits, ids, [top] * 3)):
-        assert lp is not None and lp.token_id == ids[row]
-        assert lp.logprob == pytest.approx(float(want[row, lp.token_id]), abs=1e-5)
-        assert lp.rank == 1 + int((want[row] > want[row, lp.token_id]).sum())
-        assert list(lp.top_token_ids) == want[row].topk(top).indices.tolist()
-        assert list(lp.top_logprobs) == pytest.approx(want[row].topk(top).values.tolist(), abs=1e-5)
+def draw_once(runner: ModelRunner, wanted: list[int | None], **params: Any) -> StepResult:
+    """One prefill of a request for each of `wanted` alternatives."""
+    new, work = [], []
+    for row, most in enumerate(wanted):
+        new.append(enter(row, [5 + row, 6], logprobs=most, **params))
+        work.append(RowWork(row=row, start=0, num_tokens=2, sample=True, new_blocks=(row,)))
+    return runner.execute(StepPlan(step=0, new_rows=new, work=work))
 
 
-def test_token_logprobs_only_where_asked_and_drawn() -> None:
-    logits = torch.randn(4, VOCAB)
-    got = token_logprobs(logits, [1, 2, None, 3], [None, 0, 5, 2])
-    assert [lp is not None for lp in got] == [False, True, False, True]
-    assert got[1] is not None and got[1].top_token_ids == []
-    assert got[3] is not None and len(got[3].top_token_ids) == 2
-    assert token_logprobs(logits, [1, None], [None, 3]) == [None, None]
+def test_logprobs_are_those_of_the_picked_samples() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1)) * 4
+    tokens, picks = torch.tensor([4, 9, 30]), torch.tensor([2, 0], dtype=torch.int32)
+    chosen, values, ranks, top_ids, top_values = gather_logprobs(logits, tokens, picks, 5)
+    want = logits.double().log_softmax(-1)[[2, 0]]
+    assert chosen.tolist() == [30, 4]
+    own = want.gather(-1, chosen[:, None])
+    torch.testing.assert_close(values.double(), own[:, 0], atol=1e-5, rtol=0)
+    assert ranks.tolist() == (1 + (want > own).sum(-1)).tolist()
+    assert top_ids.tolist() == want.topk(5).indices.tolist()
+    torch.testing.assert_close(top_values.double(), want.topk(5).values, atol=1e-5, rtol=0)
+
+
+def test_logprobs_only_where_asked_and_drawn() -> None:
+    runner, fake = make()
+    fake.bad_rows = {2}
+    result = draw_once(runner, [None, 0, 5, 2])
+    assert result.token_ids == [7, 7, None, 7]
+    assert [lp is not None for lp in result.logprobs] == [False, True, False, True]
+    assert result.logprobs[1] is not None and result.logprobs[1].top_token_ids == []
+    assert result.logprobs[3] is not None and len(result.logprobs[3].top_token_ids) == 2
 
 
 def test_more_alternatives_than_the_vocabulary_has() -> None:
-    (lp,) = token_logprobs(torch.randn(1, 3), [0], [20])
-    assert lp is not None and len(lp.top_token_ids) == 3
+    runner, fake = make()
+    fake.vocab = 3
+    (logprob,) = draw_once(runner, [20]).logprobs
+    assert logprob is not None and len(logprob.top_token_ids) == len(logprob.top_logprobs) == 3
+
+
+def test_a_prompt_is_scored_chunk_by_chunk() -> None:
+    """Each token but the first gets a log-probability; nothing in the rows is overwritten."""
+    runner, fake = make()
+    prompt = [3, 1, 4, 1, 5, 9, 2]
+    new = [enter(1, prompt, prompt_logprobs=2, logprobs=1)]
+    first = RowWork(row=1, start=0, num_tokens=4, sample=False, new_blocks=(0, 1), is_scored=True)
+    last = RowWork(row=1, start=4, num_tokens=3, sample=True, is_scored=True)
+    results = [
+        runner.execute(StepPlan(step=0, new_rows=new, work=[first])),
+        runner.execute(StepPlan(step=1, work=[last])),
+    ]
+    assert [list(r.token_ids) for r in results] == [[], [3]]
+    scores = [score for r in results for score in r.scores]
+    assert [score.token_id for score in scores] == prompt[1:]
+    assert all(len(score.top_token_ids) == 2 for score in scores)
+    assert results[1].logprobs[0] is not None and results[1].logprobs[0].token_id == 3
+    assert runner.rows.tables["history"][1, :8].tolist() == [*prompt, 3]
+    want = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    got = [score.logprob for score in results[0].scores]
+    assert got == pytest.approx([float(want[i, prompt[i + 1]]) for i in range(4)], abs=1e-5)

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from llmc.engine.plan import NewRow, RowWork
+from llmc.engine.plan import NewRow, RowMask, RowWork, StepPlan
+from llmc.kernels.ban_words import ban_words
 from llmc.kernels.process_logits import process_logits
-from llmc.passes.append_sampler import PER_ROW, TABLES
+from llmc.kernels.write_segments import write_segments
+from llmc.passes.append_sampler import BAD_WORD_TOKENS, PER_ROW, TABLES
+from llmc.runner.delta import encode
 from llmc.runner.rows import MAX_BANNED, RowTables
 from llmc.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
@@ -25,6 +28,19 @@ def tables(num_rows: int = 3) -> RowTables:
         vocab_size=VOCAB,
         device=torch.device("cpu"),
     )
+
+
+def fill(rows: RowTables, new: NewRow) -> None:
+    apply(rows, StepPlan(step=0, new_rows=[new], work=()))
+
+
+def append_blocks(rows: RowTables, work: Sequence[RowWork]) -> None:
+    apply(rows, StepPlan(step=0, work=work))
+
+
+def apply(rows: RowTables, plan: StepPlan) -> None:
+    delta = encode(rows, plan)
+    write_segments.reference(rows.memory, torch.from_numpy(delta.words), delta.num_segments)
 
 
 def new_row(
@@ -49,11 +65,12 @@ def new_row(
 
 def processed(rows: RowTables, row: int, length: int) -> torch.Tensor:
     """Flat logits after the row's processors, by the op's reference."""
-    args = [rows.tables[name] for name in TABLES]
-    logits = torch.ones(1, VOCAB)
-    out: torch.Tensor = process_logits.reference(
-        logits, torch.tensor([row]), torch.tensor([length], dtype=torch.int32), *args
-    )
+    tables = {name: rows.tables[name] for name in TABLES}
+    words = tables.pop("bad_words")
+    which = torch.tensor([row]), torch.tensor([length], dtype=torch.int32)
+    out: torch.Tensor = process_logits.reference(torch.ones(1, VOCAB), *which, *tables.values())
+    said = tables["history"], tables["prompt_len"]
+    ban_words.reference(out, *which, *said, words, BAD_WORD_TOKENS)
     return out[0]
 
 
@@ -72,7 +89,8 @@ def test_rows_start_neutral_with_one_more_for_padding() -> None:
 
 def test_fill_enters_tokens_and_parameters() -> None:
     rows = tables()
-    rows.fill(
+    fill(
+        rows,
         new_row(
             1,
             [9, 8, 7, 6],
@@ -86,7 +104,7 @@ def test_fill_enters_tokens_and_parameters() -> None:
             presence_penalty=0.5,
             frequency_penalty=-0.25,
             logprobs=4,
-        )
+        ),
     )
     t = rows.tables
     assert t["history"][1, :4].tolist() == [9, 8, 7, 6]
@@ -108,13 +126,13 @@ def test_fill_enters_tokens_and_parameters() -> None:
 @pytest.mark.parametrize("seed", [2**63 - 1, -(2**63), 0])
 def test_seeds_take_all_64_bits(seed: int) -> None:
     rows = tables()
-    rows.fill(new_row(seed=seed))
+    fill(rows, new_row(seed=seed))
     assert int(rows.tables["seed"][0]) == seed
 
 
 def test_bias_is_added_for_as_long_as_the_request_runs() -> None:
     rows = tables()
-    rows.fill(new_row(logit_bias={4: 2.5, 60: -100.0}))
+    fill(rows, new_row(logit_bias={4: 2.5, 60: -100.0}))
     for length in (3, 18):
         out = processed(rows, 0, length)
         assert out[4] == 3.5 and out[60] == -99.0
@@ -123,7 +141,7 @@ def test_bias_is_added_for_as_long_as_the_request_runs() -> None:
 
 def test_min_tokens_bans_the_stop_tokens_until_they_are_out() -> None:
     rows = tables()
-    rows.fill(new_row(stop=(2, 30), min_tokens=2, max_tokens=9, logit_bias={5: 1.0}))
+    fill(rows, new_row(stop=(2, 30), min_tokens=2, max_tokens=9, logit_bias={5: 1.0}))
     banned = float("-inf")
     for length, first in ((3, banned), (4, banned), (5, 1.0), (9, 1.0)):  # the prompt has 3
         out = processed(rows, 0, length)
@@ -133,7 +151,7 @@ def test_min_tokens_bans_the_stop_tokens_until_they_are_out() -> None:
 
 def test_stop_tokens_are_not_banned_without_min_tokens() -> None:
     rows = tables()
-    rows.fill(new_row(stop=(2, 30)))
+    fill(rows, new_row(stop=(2, 30)))
     assert torch.equal(processed(rows, 0, 3), torch.ones(VOCAB))
 
 
@@ -147,49 +165,56 @@ def test_the_widest_bias_fits_with_the_bans() -> None:
     )
     bias = dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)
     stop = tuple(range(900, 900 + MAX_BANNED))
-    rows.fill(new_row(0, (1,), stop=stop, min_tokens=1, logit_bias=bias))
+    fill(rows, new_row(0, (1,), stop=stop, min_tokens=1, logit_bias=bias))
     assert sorted(rows.tables["bias_token"][0].tolist()) == [*bias, *stop]
+
+
+def test_bad_words_are_banned_where_they_would_end() -> None:
+    rows = tables()
+    words = [[9], [6, 5], [7, 7, 8]]
+    fill(rows, new_row(0, [5, 6, 6], prompt=2, bad_words_token_ids=words))
+    banned = (processed(rows, 0, 3) == float("-inf")).nonzero()[:, 0].tolist()
+    assert banned == [5, 9], "the output so far is 6"
+    fill(rows, new_row(0, [5, 6, 6], prompt=2))
+    assert torch.equal(processed(rows, 0, 3), torch.ones(VOCAB))
 
 
 @pytest.mark.parametrize("allowed", [[0], [31, 32], [63, 64, 69], list(range(VOCAB))])
 def test_the_mask_allows_exactly_the_given_tokens(allowed: list[int]) -> None:
     """Bits 31 and 63 are the signs of their words."""
     rows = tables()
-    rows.fill(new_row(allowed_token_ids=allowed))
+    fill(rows, new_row(allowed_token_ids=allowed))
     finite = processed(rows, 0, 3).isfinite()
     assert finite.nonzero()[:, 0].tolist() == allowed
 
 
-def test_release_makes_a_row_neutral_again() -> None:
+def test_a_released_row_counts_its_blocks_from_none() -> None:
     rows = tables()
-    rows.fill(
-        new_row(
-            stop=(3,),
-            min_tokens=5,
-            logit_bias={4: 1.0},
-            allowed_token_ids=[1],
-            temperature=1.0,
-            repetition_penalty=2.0,
-            presence_penalty=1.0,
-            frequency_penalty=1.0,
-            logprobs=2,
-        )
-    )
-    rows.append_blocks([RowWork(row=0, start=0, num_tokens=3, sample=True, new_blocks=(7,))])
-    assert not neutral(rows, 0)
-    rows.release(0)
-    assert neutral(rows, 0)
+    fill(rows, new_row(logprobs=2))
+    append_blocks(rows, [RowWork(row=0, start=0, num_tokens=3, sample=True, new_blocks=(7,))])
+    apply(rows, StepPlan(step=1, released_rows=[0], work=()))
     assert rows.num_blocks[0] == 0 and rows.logprobs[0] is None
 
 
 def test_nothing_of_the_last_request_stays_in_a_row() -> None:
     """A row that is filled again without a release between behaves as a fresh one."""
     rows, fresh = tables(), tables()
-    loud = {"logit_bias": {4: 1.0}, "allowed_token_ids": [1], "min_tokens": 3, "logprobs": 1}
-    rows.fill(new_row(0, [1, 2, 3, 4, 5], stop=(3,), seed=9, temperature=2.0, **loud))
+    loud = {
+        "logit_bias": {4: 1.0},
+        "allowed_token_ids": [1],
+        "min_tokens": 3,
+        "logprobs": 1,
+        "temperature": 2.0,
+        "repetition_penalty": 2.0,
+        "presence_penalty": 1.0,
+        "frequency_penalty": 1.0,
+    }
+    fill(rows, new_row(0, [1, 2, 3, 4, 5], stop=(3,), seed=9, **loud))
+    append_blocks(rows, [RowWork(row=0, start=0, num_tokens=3, sample=True, new_blocks=(7,))])
+    assert not torch.equal(processed(rows, 0, 2), torch.ones(VOCAB))
     quiet = new_row(0, [5, 6], temperature=0.0)
-    rows.fill(quiet)
-    fresh.fill(quiet)
+    fill(rows, quiet)
+    fill(fresh, quiet)
     assert torch.equal(processed(rows, 0, 2), processed(fresh, 0, 2))
     for name in (*PER_ROW, "prompt_len", "has_mask", "repetition_penalty"):
         assert torch.equal(rows.tables[name][0], fresh.tables[name][0]), name
@@ -198,14 +223,55 @@ def test_nothing_of_the_last_request_stays_in_a_row() -> None:
 def test_blocks_are_appended_row_by_row() -> None:
     rows = tables()
     for row in (0, 2):
-        rows.fill(new_row(row))
+        fill(rows, new_row(row))
     first = [
         RowWork(row=0, start=0, num_tokens=5, sample=False, new_blocks=(9, 4)),
         RowWork(row=2, start=0, num_tokens=1, sample=True, new_blocks=(1,)),
     ]
-    rows.append_blocks(first)
-    rows.append_blocks([RowWork(row=0, start=5, num_tokens=1, sample=True)])
-    rows.append_blocks([RowWork(row=0, start=8, num_tokens=1, sample=True, new_blocks=(6,))])
+    append_blocks(rows, first)
+    append_blocks(rows, [RowWork(row=0, start=5, num_tokens=1, sample=True)])
+    append_blocks(rows, [RowWork(row=0, start=8, num_tokens=1, sample=True, new_blocks=(6,))])
     assert rows.num_blocks == [3, 0, 1, 0]
     assert rows.block_table[0, :3].tolist() == [9, 4, 6]
     assert rows.block_table[2, :1].tolist() == [1]
+
+
+def test_a_row_mask_stands_until_it_is_replaced_or_lifted() -> None:
+    rows = tables()
+    fill(rows, new_row(1, allowed_token_ids=[5]))
+
+    def allow(*tokens: int) -> RowMask:
+        words = torch.zeros((VOCAB + 31) // 32, dtype=torch.int64)
+        for token in tokens:
+            words[token // 32] += 1 << (token % 32)
+        return RowMask(row=1, words=words.to(torch.int32).numpy().tobytes())
+
+    for mask, want in ((allow(3, 31, 69), [3, 31, 69]), (allow(40), [40])):
+        apply(rows, StepPlan(step=1, work=(), row_masks=[mask]))
+        assert processed(rows, 1, 3).isfinite().nonzero()[:, 0].tolist() == want
+    apply(rows, StepPlan(step=2, work=(), row_masks=[RowMask(row=1, words=None)]))
+    assert torch.equal(processed(rows, 1, 3), torch.ones(VOCAB))
+    with pytest.raises(ValueError, match="a mask of 1 words for a vocabulary of 3"):
+        apply(rows, StepPlan(step=3, work=(), row_masks=[RowMask(row=1, words=b"1234")]))
+
+
+def test_a_mask_that_comes_with_its_row_is_written_once() -> None:
+    """Runs of one delta are written in any order, so none may overlap another."""
+    rows = tables()
+    mask = RowMask(row=0, words=bytes([0b10000]) + bytes(11))
+    plan = StepPlan(step=0, new_rows=[new_row(allowed_token_ids=[1])], row_masks=[mask], work=())
+    delta = encode(rows, plan)
+    header = delta.words[: delta.num_segments * 3].reshape(-1, 3)
+    places = [i for target, length, _ in header for i in range(target, target + length)]
+    assert len(places) == len(set(places))
+    write_segments.reference(rows.memory, torch.from_numpy(delta.words), delta.num_segments)
+    assert processed(rows, 0, 3).isfinite().nonzero()[:, 0].tolist() == [4]
+
+
+def test_drafts_go_behind_the_rows_own_tokens() -> None:
+    rows = tables()
+    fill(rows, new_row(2, [9, 8, 7]))
+    work = RowWork(row=2, start=2, num_tokens=4, sample=True, draft_token_ids=(4, 5, 6))
+    apply(rows, StepPlan(step=1, work=[work]))
+    assert rows.tables["history"][2, :6].tolist() == [9, 8, 7, 4, 5, 6]
+    assert encode(rows, StepPlan(step=2, work=[work])).num_sampled == 4

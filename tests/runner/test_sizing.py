@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from llmc.passes.page_attention import CacheSpec
 from llmc.runner.kv_cache import allocate, bytes_per_token
 from llmc.runner.sizing import PeakMemory, free_bytes, size_pool
 
-SPEC = CacheSpec(layer=0, kv_heads=2, head_dim=8, v_head_dim=4, window=0, chunk=0)
+BF16 = torch.bfloat16
+SPEC = CacheSpec(layer=0, kv_heads=2, head_dim=8, v_head_dim=4, window=0, chunk=0, dtype=BF16)
 
 
 def size(
@@ -24,16 +26,18 @@ def size(
 
 
 def test_bytes_of_a_token_over_all_layers() -> None:
-    wide = CacheSpec(layer=1, kv_heads=1, head_dim=32, v_head_dim=32, window=0, chunk=0)
-    assert bytes_per_token([SPEC, wide], torch.bfloat16) == 2 * (2 * (8 + 4) + 64)
+    wide = replace(SPEC, layer=1, kv_heads=1, head_dim=32, v_head_dim=32)
+    assert bytes_per_token([SPEC, wide]) == 2 * (2 * (8 + 4) + 64)
+    assert bytes_per_token([replace(SPEC, dtype=torch.float8_e4m3fn), wide]) == 24 + 2 * 64
 
 
-def test_allocate_shapes() -> None:
-    ((key, value),) = allocate(
-        [SPEC], num_blocks=3, block_size=16, dtype=torch.bfloat16, device=torch.device("cpu")
-    )
+@pytest.mark.parametrize("dtype", [BF16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_allocate_shapes(dtype: torch.dtype) -> None:
+    specs = [replace(SPEC, dtype=dtype)]
+    ((key, value),) = allocate(specs, num_blocks=3, block_size=16, device=torch.device("cpu"))
     assert key.shape == (3, 2, 16, 8) and value.shape == (3, 2, 16, 4)
-    assert key.nbytes + value.nbytes == 3 * 16 * bytes_per_token([SPEC], torch.bfloat16)
+    assert key.dtype == value.dtype == dtype
+    assert key.nbytes + value.nbytes == 3 * 16 * bytes_per_token(specs)
 
 
 def test_no_more_blocks_than_all_rows_at_full_length_can_use() -> None:

@@ -1,4 +1,4 @@
-"""A model that mixes tokens outside its attention is refused at load, and never kept."""
+"""A model that mixes tokens outside its attention, or forgets, is refused and never kept."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ from llmc.passes.pipeline import PipelineOptions
 from llmc.start import Started, start_engine
 
 
+def _shifted(x: Tensor) -> Tensor:
+    """Each token's predecessor, for every number of tokens by the same code."""
+    return torch.nn.functional.pad(x, (0, 0, 1, 0))[:, : x.shape[1]]
+
+
 class MixingConfig(tf.LlamaConfig):
     model_type = "llmc-test-mixing"
 
@@ -36,11 +41,28 @@ class MixingModel(tf.LlamaForCausalLM):
 class _Shifted(torch.nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         x = super().forward(input)
-        return x + 0.5 * torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
+        return x + 0.5 * _shifted(x)
+
+
+class ForgettingConfig(tf.LlamaConfig):
+    model_type = "llmc-test-forgetting"
+
+
+class ForgettingModel(tf.LlamaForCausalLM):
+    """The same within a request: right when packed, wrong where a prompt is cut."""
+
+    config_class = ForgettingConfig
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
+        x = self.model.embed_tokens(input_ids)
+        x = x + 0.5 * _shifted(x) * (position_ids != 0)[..., None]
+        return super().forward(inputs_embeds=x, position_ids=position_ids, **kwargs)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
+    tf.AutoConfig.register(ForgettingConfig.model_type, ForgettingConfig, exist_ok=True)
+    tf.AutoModelForCausalLM.register(ForgettingConfig, ForgettingModel, exist_ok=True)
     tf.AutoConfig.register(MixingConfig.model_type, MixingConfig, exist_ok=True)
     tf.AutoModelForCausalLM.register(MixingConfig, MixingModel, exist_ok=True)
 
@@ -51,11 +73,18 @@ def start(path: Path) -> Started:
     )
 
 
-def test_a_model_that_mixes_requests_is_refused_every_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (MixingConfig, "mixes the tokens of requests"),
+        (ForgettingConfig, "forgets what it saw in an earlier step"),
+    ],
+)
+def test_a_model_that_mixes_or_forgets_is_refused_every_time(
+    kind: type[tf.LlamaConfig], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ProgramCache, "__init__", lambda self, root: _use(self, tmp_path))
-    config = MixingConfig(
+    config = kind(
         vocab_size=96,
         hidden_size=32,
         intermediate_size=64,
@@ -66,7 +95,7 @@ def test_a_model_that_mixes_requests_is_refused_every_time(
     )
     tf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     for _ in range(2):
-        with pytest.raises(CompileError, match="mixes the tokens of requests"):
+        with pytest.raises(CompileError, match=reason):
             start(tmp_path / "model")
     assert not list((tmp_path / "programs").glob("*")), "a refused program was kept"
 

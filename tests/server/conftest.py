@@ -15,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from live_server import Live
 
-NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "httpx")
+NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "httpx", "zmq", "msgspec")
 if any(find_spec(name) is None for name in NEEDED):
     collect_ignore_glob = ["test_*.py"]
 

@@ -103,7 +103,8 @@ def test_the_metrics_are_those_of_the_server(live: Live) -> None:
         ({"max_token": 3}, 400),
         ({"temperature": "1"}, 400),
         ({"temperature": 2.1}, 400),
-        ({"echo": True, "logprobs": 1}, 400),
+        ({"echo": True, "logprobs": 1}, 200),
+        ({"guided_json": {}, "guided_regex": "a"}, 400),
         ({"model": "other"}, 404),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmc.structured_outputs import StructuredOutputs
+
 # flag -> its value with the unit; every flag that takes a number is here
 UNITS = {
     "--max-model-len": "N tokens",
@@ -12,11 +14,19 @@ UNITS = {
     "--max-queue": "N requests",
     "--block-size": "N tokens",
     "--kv-cache-memory": "BYTES (`512M`, `2G`)",
+    "--speculative-config": "JSON",
+    "--swap-space": "BYTES (`512M`, `2G`)",
     "--gpu-memory-utilization": "share, 0 to 1",
     "--opt-level": "0 to 3",
+    "--memory": "BYTES (`24GiB`)",
+    "--bandwidth": "GB/s",
+    "--longest-prompt": "N tokens",
+    "--cuda-graph-buckets": "sequences, with commas",
     "--seed": "integer",
     "--port": "0 to 65535",
     "--shutdown-timeout": "seconds",
+    "--stream-interval": "N tokens",
+    "--api-workers": "N processes",
     "--temperature": "at least 0",
     "--top-p": "above 0, to 1",
     "--top-k": "N tokens",
@@ -58,6 +68,14 @@ SAMPLING = {
         high=128,
         outside=(0, 129, 1.0, True),
         meaning="Completions of each prompt.",
+    ),
+    "best_of": Words(
+        range="n to 128",
+        low=1,
+        high=128,
+        outside=(0, 129, 2.0, True),
+        meaning="Generate so many completions and return the n with the highest sum of "
+        "log-probabilities, at the end. `n` when absent.",
     ),
     "temperature": Words(
         range="0 to 100",
@@ -168,6 +186,38 @@ SAMPLING = {
         high=20,
         outside=(-1, 21),
         meaning="Alternatives to list for each output token; 0: the chosen one alone.",
+    ),
+    "prompt_logprobs": Words(
+        range="0 to 20",
+        low=0,
+        high=20,
+        outside=(-1, 21, True),
+        meaning="The same for each token of the prompt but the first, computed with it. Such a "
+        "prompt does not read the prefix cache.",
+    ),
+    "bad_words": Words(
+        range="at most 64 texts",
+        low=[" "],
+        high=["a"] * 64,
+        outside=([""], ["a"] * 65, [1]),
+        meaning="Texts that the output must not contain, as they begin a text and as they follow "
+        "a space; each spelling at most 16 tokens and all at most 64.",
+    ),
+    "bad_words_token_ids": Words(
+        range="at most 64 lists of 1 to 16 token ids",
+        low=[[0]],
+        high=[[2**31 - 1] * 16] * 64,
+        outside=([[-1]], [[True]]),
+        meaning="The same as token ids: the last of them is not drawn after the others.",
+    ),
+    "structured_outputs": Words(
+        range="a `StructuredOutputs`",
+        low=StructuredOutputs(choice=["a"]),
+        high=StructuredOutputs(json_object=True),
+        outside=("[a-z]", {"regex": "a"}),
+        meaning="The grammar that the output follows: one of `json` (a schema), `json_object`, "
+        "`regex`, `choice` and `grammar`. It ends when the grammar allows nothing more, even "
+        "with `ignore_eos` or before `min_tokens`.",
     ),
     "skip_special_tokens": Words(range="", meaning="Leave control tokens out of the text."),
     "spaces_between_special_tokens": Words(range="", meaning="Taken for compatibility; no effect."),

@@ -104,8 +104,11 @@ def read_answer(sock: socket.socket) -> bytes:
 
 
 @contextlib.contextmanager
-def live_server(settings: ServerSettings | None = None, **engine_options: Any) -> Iterator[Live]:
-    scripted = make_scripted(**engine_options)
+def live_server(
+    settings: ServerSettings | None = None, *, over: Any = None, **engine_options: Any
+) -> Iterator[Live]:
+    """`over`: something like a Scripted that is there already."""
+    scripted = over or make_scripted(**engine_options)
     settings = settings or ServerSettings()
     llm = AsyncLLM.from_started(scripted, scripted.config, scripted.tokenizer)  # type: ignore[arg-type]
     ready = threading.Event()

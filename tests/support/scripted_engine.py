@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pending import DoneStep, run_now
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
-from llmc.engine.plan import StepPlan, StepResult, TokenLogprobs
+from llmc.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
 from llmc.text.tokenizer import Tokenizer
 
 REPLY = (
@@ -69,6 +70,11 @@ class ScriptedRunner:
         self.fail_next: Exception | None = None
         self.nan_word: str | None = None
         self.num_steps = 0
+        self.max_in_flight = 2
+        self.num_runtime_compiles = 0
+
+    def submit(self, plan: StepPlan) -> DoneStep:
+        return run_now(self.execute, plan)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
@@ -81,10 +87,18 @@ class ScriptedRunner:
             self._rows.pop(row, None)
         for new in plan.new_rows:
             self._rows[new.row] = (new, list(new.token_ids))
+        scores = [score for work in plan.work for score in self._scores(work)]
         drawn = [self._draw(work.row) for work in plan.work if work.sample]
         return StepResult(
-            token_ids=[token for token, _ in drawn], logprobs=[logprob for _, logprob in drawn]
+            token_ids=[token for token, _ in drawn],
+            logprobs=[logprob for _, logprob in drawn],
+            scores=scores,
         )
+
+    def _scores(self, work: RowWork) -> list[TokenLogprobs]:
+        new, tokens = self._rows[work.row]
+        follows = tokens[work.start + 1 : work.start + 1 + work.num_scored]
+        return [_logprobs(token, new.sampling.prompt_logprobs) for token in follows]
 
     def _draw(self, row: int) -> tuple[int | None, TokenLogprobs | None]:
         new, tokens = self._rows[row]
@@ -98,14 +112,17 @@ class ScriptedRunner:
         wanted = new.sampling.logprobs
         if wanted is None:
             return token, None
-        others = [(token + i) % 300 for i in range(wanted)]
-        return token, TokenLogprobs(
-            token_id=token,
-            logprob=-0.5,
-            rank=1,
-            top_token_ids=others,
-            top_logprobs=[-0.5 - i for i in range(wanted)],
-        )
+        return token, _logprobs(token, wanted)
+
+
+def _logprobs(token: int, wanted: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=token,
+        logprob=-0.5,
+        rank=1,
+        top_token_ids=[(token + i) % 300 for i in range(wanted)],
+        top_logprobs=[-0.5 - i for i in range(wanted)],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,8 @@ from llmc.compiler.cache import ProgramCache
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
+from llmc.engine.plan import Runner
+from llmc.engine.speculation import Speculation
 from llmc.runner import kv_cache
 from llmc.sampling_params import SamplingParams
 from llmc.start import Started, start_engine
@@ -39,13 +41,15 @@ class Running:
         max_num_seqs: int = MAX_ROWS,
         num_blocks: int | None = None,
         enable_prefix_caching: bool = True,
+        runner: Runner | None = None,
+        speculation: Speculation | None = None,
     ) -> EngineCore:
         """A fresh EngineCore around the same runner; what is in its cache is poison."""
         for cache in self.caches:
             cache.fill_(float("nan"))
         info = self.started.info
         return EngineCore(
-            self.started.runner,
+            runner or self.started.runner,
             num_blocks=num_blocks or info.num_blocks,
             block_size=info.block_size,
             max_num_seqs=max_num_seqs,
@@ -53,7 +57,8 @@ class Running:
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             eos_token_ids=(),
-            enable_prefix_caching=enable_prefix_caching,
+            enable_prefix_caching=enable_prefix_caching and not info.state_bytes_per_request,
+            speculation=speculation,
         )
 
 
@@ -87,7 +92,6 @@ def start(path: Path, **options: Any) -> Running:
     if started.upgrade is not None:
         # waited for, else the step would be exchanged in the middle of a test
         assert started.upgrade.wait(300), started.upgrade.error
-    assert made, "start_engine no longer allocates through kv_cache.allocate"
     return Running(started=started, caches=made)
 
 

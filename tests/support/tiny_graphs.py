@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from llmc.compiler.weights import make_weight
+from llmc.compiler.weights import make_weights
 from llmc.passes.base import Pass, PassReport, histogram, remove_dead_code, run_passes
 from llmc.passes.inputs import (
     CacheInput,
@@ -121,8 +121,9 @@ class Values:
             return torch.empty(0) if caches is None else caches[role.layer, role.part]
         assert isinstance(role, WeightInput)
         shapes = {name: tuple(t.shape) for name, t in self.weights.items()}
-        dtype = node.meta["val"].dtype
-        return make_weight(role, shapes, dtype, _Plain(self.weights), torch.device("cpu"))
+        dtype = torch.float32 if role.quantized else node.meta["val"].dtype
+        source = _Plain(self.weights)
+        return make_weights(role, shapes, dtype, source, torch.device("cpu"))[role]
 
 
 def run(gm: fx.GraphModule, values: Values) -> Any:

@@ -50,9 +50,14 @@ def partial(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Interleaved pairs, which no pattern of the pass covers yet."""
+    """Interleaved pairs: channel 2i turns with 2i + 1."""
     turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+def partial_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    return torch.cat((neighbours(x[..., :width], cos, sin), x[..., width:]), dim=-1)
 
 
 def two_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ TARGETS = {
 }
 # what one program may use of shared memory, bytes
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 65536}
+DEPENDENT_LAUNCH = ("sm_90", "sm_100")
 _TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -35,6 +36,7 @@ _TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "i1",
+    torch.uint8: "u8",
 }
 
 
@@ -45,11 +47,28 @@ class Use:
     shared: int  # bytes per program
 
 
-def compile_launch(launch: Launch, target: str) -> Use:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Specialization:
+    """What Triton compiles anew for: types, constants, and which values divide by 16."""
+
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    attrs: dict[tuple[int, ...], list[list[Any]]]
+
+
+def variant(launch: Launch) -> str:
+    """Equal for launches that one compiled kernel serves."""
+    options = (launch.kernel.__name__, launch.num_warps, launch.num_stages)
+    return f"{options} {specialize(launch, 'sm_90')}"
+
+
+def specialize(launch: Launch, target: str) -> Specialization:
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attrs: dict[tuple[int, ...], list[list[Any]]] = {}
     values = {**launch.args, **launch.constants}
+    if "PDL" in values:  # chosen by the GPU that is there
+        values["PDL"] = target in DEPENDENT_LAUNCH
     for i, param in enumerate(launch.kernel.params):
         value = values.pop(param.name)
         aligned = False
@@ -71,8 +90,15 @@ def compile_launch(launch: Launch, target: str) -> Use:
         if aligned:
             attrs[(i,)] = [["tt.divisibility", 16]]
     assert not values, f"{launch.kernel.__name__} has no parameters {sorted(values)}"
-    source = ASTSource(launch.kernel, signature, constants, attrs)
+    return Specialization(signature=signature, constants=constants, attrs=attrs)
+
+
+def compile_launch(launch: Launch, target: str) -> Use:
+    made = specialize(launch, target)
+    source = ASTSource(launch.kernel, made.signature, made.constants, made.attrs)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    if made.constants.get("PDL"):
+        options["launch_pdl"] = True
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     registers, spilled = (
         _amd_use(compiled.asm["amdgcn"])

@@ -11,14 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmc.kernels.fp8 import FP8
+from llmc.kernels.quantized_linear import Format, quantization_of
 from llmc.kernels.triton import (
     act_mul,
     expert_linear,
+    fused_linear,
     norm,
     paged_attention,
     process_logits,
+    quantized_linear,
     rope_write,
     sample,
+    step_rows,
+    token_logprobs,
     write_kv,
 )
 from llmc.kernels.triton.launch import Launch, Plan
@@ -58,11 +64,12 @@ def attention(
     sinks: bool = False,
     alibi: bool = False,
     max_blocks: int = 2048,
+    cache: torch.dtype | None = None,
 ) -> Plan[Tensor]:
     return paged_attention.plan(
         meta(tokens, heads, dim, dtype=dtype),
-        meta(64, kv_heads, 16, dim, dtype=dtype),
-        meta(64, kv_heads, 16, v_dim or dim, dtype=dtype),
+        meta(64, kv_heads, 16, dim, dtype=cache or dtype),
+        meta(64, kv_heads, 16, v_dim or dim, dtype=cache or dtype),
         ints(rows + 1),
         ints(rows),
         ints(rows, max_blocks),
@@ -72,19 +79,30 @@ def attention(
         softcap,
         meta(heads, dtype=dtype) if sinks else None,
         floats(heads) if alibi else None,
+        floats(1) if cache else None,
+        floats(kv_heads) if cache else None,
     )
 
 
-def caches(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    return meta(64, 8, 16, 128), meta(64, 8, 16, 128), longs(tokens)
+def caches(tokens: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
+    return *(meta(64, 8, 16, 128, dtype=dtype) for _ in "kv"), longs(tokens)
 
 
-def rope(*, interleaved: bool, normed: bool) -> Plan[Tensor]:
+def rope(*, interleaved: bool, normed: bool, cache: torch.dtype = BF16) -> Plan[Tensor]:
     weight = meta(128) if normed else None
     key = meta(64, 8, 128)
     tables = floats(4096, 128), floats(4096, 128), longs(64)
     return rope_write.plan(
-        meta(64, 32, 128), key, key, weight, weight, 1e-6, 0.0, *tables, interleaved, *caches(64)
+        meta(64, 32, 128),
+        key,
+        key,
+        weight,
+        weight,
+        1e-6,
+        0.0,
+        *tables,
+        interleaved,
+        *caches(64, cache),
     )
 
 
@@ -102,7 +120,7 @@ def logits_tables() -> Plan[Tensor]:
         ints(rows, 300),
         floats(rows, 300),
         ints(rows, 300),
-        meta(rows, dtype=torch.bool),
+        ints(rows),
         ints(rows, VOCAB // 32),
     )
 
@@ -120,6 +138,42 @@ def experts(rows: int, *, transposed: bool = False, bias: bool = False) -> Plan[
     )
 
 
+def step_inputs() -> Plan[None]:
+    tokens, rows = 8192, 64
+    history, table = ints(257, 40961), ints(257, 2560)
+    return step_rows.plan_prepare(
+        ints(rows, 8),
+        history,
+        table,
+        16,
+        *(longs(tokens) for _ in range(3)),
+        ints(rows + 1),
+        ints(rows),
+        ints(rows, 2560),
+        *(longs(rows) for _ in range(3)),
+        ints(rows),
+    )
+
+
+def low_bit(rows: int, format: Format, *, zero: bool = False) -> Plan[Tensor]:
+    to = quantization_of(format, 4096, 14336)
+    assert to is not None
+    weight = meta(*to.shape("weight", 4096, 14336), dtype=to.dtype)
+    scale = meta(*to.shape("scale", 4096, 14336), dtype=to.scale_dtype)
+    zeros = meta(*scale.shape, dtype=torch.uint8) if zero else None
+    return quantized_linear.plan(meta(rows, 14336), weight, scale, zeros, meta(4096))
+
+
+def few_rows(rows: int, channels: int, depth: int, act: str | None = None) -> Plan[Tensor]:
+    """Normed where it is gated, with a residual where it is not, as in a decoder's layer."""
+    normed = act is not None
+    out = channels // 2 if normed else channels
+    return fused_linear.plan(
+        meta(rows, depth), meta(channels, depth), None, meta(depth) if normed else None,
+        1e-6 if normed else None, 0.0, act, None if normed else meta(rows, out),
+    )  # fmt: skip
+
+
 # in the ordinary test run, for every target
 BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "write_kv": lambda: write_kv.plan(meta(64, 8, 128), meta(64, 8, 128), *caches(64)),
@@ -127,6 +181,13 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "rope_write interleaved": lambda: rope(interleaved=True, normed=False),
     "attention decode": lambda: attention(64, 64, 32, 8, 128),
     "attention prefill": lambda: attention(4096, 4, 32, 8, 128),
+    "write_kv fp8_e5m2": lambda: write_kv.plan(
+        meta(64, 8, 128), meta(64, 8, 128), *caches(64, FP8[1]), floats(8), floats(1)
+    ),
+    "rope_write fp8_e4m3": lambda: rope(interleaved=False, normed=True, cache=FP8[0]),
+    "attention decode fp8_e4m3": lambda: attention(64, 64, 32, 8, 128, cache=FP8[0]),
+    "attention decode fp8_e5m2": lambda: attention(64, 64, 32, 8, 128, cache=FP8[1]),
+    "attention prefill fp8_e4m3": lambda: attention(4096, 4, 32, 8, 128, cache=FP8[0]),
     "attention decode window sinks softcap": lambda: attention(
         64, 64, 64, 8, 64, window=128, sinks=True, softcap=50.0
     ),
@@ -134,14 +195,70 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
         128, 32, 12, 12, 80, 64, chunk=8192, alibi=True
     ),
     "sample": sampler,
+    "token_logprobs": lambda: token_logprobs.plan(floats(128, VOCAB), longs(128), 20),
     "process_logits": logits_tables,
     "rms_norm": lambda: norm.plan(meta(64, 4096), meta(4096), 1e-6, 0.0),
     "add_rms_norm": lambda: norm.add_plan(meta(64, 4096), meta(64, 4096), meta(4096), 1e-6, 1.0),
     "act_mul silu": lambda: act_mul.plan(meta(64, 24576), "silu"),
     "act_mul gelu": lambda: act_mul.plan(meta(64, 24576), "gelu"),
     "act_mul gelu_tanh": lambda: act_mul.plan(meta(64, 24576), "gelu_tanh"),
+    "write_segments": lambda: step_rows.plan_write(ints(1 << 24), ints(4096), 70),
+    "prepare_step": step_inputs,
+    "ban_words": lambda: step_rows.plan_ban(
+        floats(128, VOCAB),
+        longs(128),
+        ints(128),
+        ints(257, 40961),
+        ints(257),
+        ints(257, 64 * 16),
+        16,
+    ),
+    "record_tokens": lambda: step_rows.plan_record(
+        ints(257, 40961), longs(64), ints(64), longs(64)
+    ),
     "expert_linear few": lambda: experts(64),
     "expert_linear many": lambda: experts(32768, transposed=True, bias=True),
+    "fused_linear row": lambda: few_rows(1, 4096, 14336),
+    "fused_linear row gated": lambda: few_rows(1, 28672, 4096, "silu"),
+    "fused_linear few": lambda: few_rows(8, 4096, 14336),
+    "fused_linear few gated": lambda: few_rows(8, 28672, 4096, "silu"),
+    "quantized_linear int4 row": lambda: low_bit(1, "int4"),
+    "quantized_linear int8 row": lambda: low_bit(1, "int8"),
+    "quantized_linear fp8 row": lambda: low_bit(1, "fp8"),
+    "quantized_linear int4 few": lambda: low_bit(8, "int4", zero=True),
+    "quantized_linear int4 many": lambda: low_bit(4096, "int4"),
+    "quantized_linear fp8 many": lambda: low_bit(4096, "fp8"),
+}
+
+
+def _packed(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as a merged projection hands them on."""
+    q, k, v = meta(tokens, 48 * 128).split([32 * 128, 8 * 128, 8 * 128], dim=-1)
+    return q.unflatten(-1, (32, 128)), k.unflatten(-1, (8, 128)), v.unflatten(-1, (8, 128))
+
+
+def _rope_of(tokens: int) -> Plan[Tensor]:
+    tables = floats(4096, 128), floats(4096, 128), longs(tokens)
+    norms = meta(128), meta(128)
+    return rope_write.plan(
+        *_packed(tokens), *norms, 1e-6, 0.0, *tables, False, *caches(tokens)
+    )  # fmt: skip
+
+
+def _sample_of(rows: int) -> Plan[Tensor]:
+    columns = floats(rows), ints(rows), floats(rows), floats(rows), longs(rows), longs(rows)
+    return sample.plan(floats(rows, VOCAB), *columns)
+
+
+# plans of one model at any number of tokens or rows
+SIZED: dict[str, Callable[[int], Plan[Any]]] = {
+    "write_kv": lambda n: write_kv.plan(*_packed(n)[1:], *caches(n)),
+    "rope_write": _rope_of,
+    "sample": _sample_of,
+    "token_logprobs": lambda n: token_logprobs.plan(floats(4, VOCAB), longs(4), n),
+    "token_logprobs rows": lambda n: token_logprobs.plan(floats(n, VOCAB), longs(n), 5),
+    "rms_norm": lambda n: norm.plan(meta(n, 4096), meta(4096), 1e-6, 0.0),
+    "act_mul": lambda n: act_mul.plan(meta(n, 24576), "silu"),
 }
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -157,7 +274,8 @@ SHAPES = {"decode": (64, 64), "drafts": (256, 64), "prefill": (4096, 4)}
 
 
 def sweep() -> Iterator[tuple[str, Callable[[], Plan[Any]]]]:
-    """Attention, at length: every flag at one head size, every head size without flags."""
+    """Attention, at length: every flag at one head size, every head size without flags, and every
+    kind of cache at some."""
 
     def build(tokens: int, rows: int, dim: int, **features: Any) -> Callable[[], Plan[Any]]:
         return lambda: attention(tokens, rows, 16, 4, dim, **features)
@@ -169,6 +287,9 @@ def sweep() -> Iterator[tuple[str, Callable[[], Plan[Any]]]]:
             yield f"{shape} {dim}", build(tokens, rows, dim)
         for dim in (64, 128, 256):
             yield f"{shape} {dim} float32", build(tokens, rows, dim, dtype=torch.float32)
+        for dim in (64, 128, 256):
+            for cache in FP8:
+                yield f"{shape} {dim} {cache}", build(tokens, rows, dim, cache=cache)
         yield f"{shape} undivided", build(tokens, rows, 128, max_blocks=8)
 
 

@@ -1,4 +1,4 @@
-"""prepare: the packed tensors of a step equal what a slow loop over the plan writes."""
+"""encode and prepare_step: a step's packed tensors equal what a slow loop over the plan writes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmc.engine.plan import NewRow, RowWork, StepPlan
-from llmc.runner.prepare import PackedStep, prepare
+from llmc.kernels.prepare_step import WORK_WORDS
+from llmc.kernels.write_segments import write_segments
+from llmc.runner.delta import Delta, encode
 from llmc.runner.rows import RowTables
+from llmc.runner.step_buffers import StepBuffers, StepInputs
 from llmc.sampling_params import SamplingParams
 
 BLOCK_SIZE, CONTEXT, NUM_ROWS = 4, 24, 5
@@ -40,14 +43,14 @@ def states(draw: st.DrawFn) -> tuple[State, StepPlan, int]:
     order = draw(st.permutations(range(NUM_ROWS)))[: draw(st.integers(1, NUM_ROWS))]
     free = draw(st.permutations(range(NUM_ROWS * CONTEXT // BLOCK_SIZE)))
     decode = draw(st.booleans())
-    work = []
+    new, work = [], []
     for row in order:
         tokens = draw(st.lists(st.integers(0, 49), min_size=1, max_size=CONTEXT))
         count = 1 if decode else draw(st.integers(1, len(tokens)))
         start = len(tokens) - 1 if decode else draw(st.integers(0, len(tokens) - count))
         blocks = [free.pop() for _ in range(-(-len(tokens) // BLOCK_SIZE))]
         state.tokens[row], state.blocks[row] = tokens, blocks
-        rows.fill(
+        new.append(
             NewRow(
                 row=row,
                 request_id=str(row),
@@ -67,15 +70,14 @@ def states(draw: st.DrawFn) -> tuple[State, StepPlan, int]:
                 new_blocks=blocks,
             )
         )
-    rows.append_blocks(work)
-    plan = StepPlan(step=0, work=work)
+    plan = StepPlan(step=0, new_rows=new, work=work)
     return state, plan, draw(st.integers(0, 3))
 
 
 def oracle(state: State, plan: StepPlan, padding: int) -> dict[str, list[int] | list[list[int]]]:
     """The contract of PackedStep, token by token. Padding rows get what marks them as padding."""
     token_ids, positions, slots, starts, lengths = [], [], [], [0], []
-    index, row, length, tables = [], [], [], []
+    index, row, length, tables, request_row = [], [], [], [], []
     for work in plan.work:
         for position in range(work.start, work.start + work.num_tokens):
             token_ids.append(state.tokens[work.row][position])
@@ -86,6 +88,7 @@ def oracle(state: State, plan: StepPlan, padding: int) -> dict[str, list[int] | 
         end = work.start + work.num_tokens
         lengths.append(end)
         tables.append(state.blocks[work.row][: -(-end // BLOCK_SIZE)])
+        request_row.append(work.row)
         if work.sample:
             index.append(len(token_ids) - 1)
             row.append(work.row)
@@ -97,6 +100,7 @@ def oracle(state: State, plan: StepPlan, padding: int) -> dict[str, list[int] | 
         starts.append(starts[-1] + 1)
         index.append(starts[-1] - 1)
         row.append(state.rows.padding_row)
+        request_row.append(state.rows.padding_row)
         length.append(0)
     return {
         "token_ids": token_ids,
@@ -108,32 +112,49 @@ def oracle(state: State, plan: StepPlan, padding: int) -> dict[str, list[int] | 
         "row": row,
         "length": length,
         "block_table": tables,
+        "request_row": request_row,
     }
 
 
-def check(packed: PackedStep, state: State, plan: StepPlan, padding: int = 0) -> None:
+def prepare(state: State, plan: StepPlan, padding: int = 0) -> tuple[Delta, StepInputs]:
+    """What the runner does with a plan before the step; buffers start full of another step."""
+    delta = encode(state.rows, plan, padding)
+    sent = torch.from_numpy(delta.words)
+    write_segments.run(state.rows.memory, sent, delta.num_segments)
+    buffers = StepBuffers(state.rows, max_tokens=NUM_ROWS * CONTEXT, max_requests=NUM_ROWS + 3)
+    for stale in buffers.view(NUM_ROWS * CONTEXT, NUM_ROWS + 3, NUM_ROWS + 3).values():
+        stale.fill_(-77)
+    work = sent[delta.work : delta.work + delta.num_requests * WORK_WORDS].view(-1, WORK_WORDS)
+    return delta, buffers.prepare(work, delta.num_tokens, delta.num_samples)
+
+
+def check(state: State, plan: StepPlan, padding: int = 0) -> StepInputs:
+    delta, packed = prepare(state, plan, padding)
     want = oracle(state, plan, padding)
     tables = want.pop("block_table")
     tokens = want.pop("token_ids")
-    assert packed.token_ids[: len(tokens)].tolist() == tokens  # padding may hold any token
+    assert packed["token_ids"][: len(tokens)].tolist() == tokens  # padding may hold any token
+    assert (packed["token_ids"] >= 0).all()
     for name, values in want.items():
-        assert getattr(packed, name).tolist() == values, name
+        assert packed[name].tolist() == values, name
     for r, blocks in enumerate(tables):
-        assert packed.block_table[r, : len(blocks)].tolist() == blocks  # type: ignore[arg-type]
-    assert packed.block_table.shape == (len(tables) + padding, max(len(b) for b in tables))  # type: ignore[arg-type]
-    assert packed.num_sampled == sum(w.sample for w in plan.work)
-    int64 = ("token_ids", "positions", "slot_mapping", "logits_index", "row")
+        assert packed["block_table"][r, : len(blocks)].tolist() == blocks  # type: ignore[arg-type]
+    assert packed["block_table"].shape == (len(tables) + padding, state.rows.max_blocks)
+    assert packed["block_table"].is_contiguous()
+    assert delta.num_sampled == sum(w.sample for w in plan.work)
+    int64 = ("token_ids", "positions", "slot_mapping", "logits_index", "row", "request_row")
     int32 = ("query_start", "context_len", "block_table", "length")
-    assert {getattr(packed, name).dtype for name in int64} == {torch.int64}
-    assert {getattr(packed, name).dtype for name in int32} == {torch.int32}
-    assert len(packed.token_ids) == plan.num_tokens + padding
+    assert {packed[name].dtype for name in int64} == {torch.int64}
+    assert {packed[name].dtype for name in int32} == {torch.int32}
+    assert len(packed["token_ids"]) == plan.num_tokens + padding
+    return packed
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(states())
 def test_packed_tensors_equal_the_oracle(case: tuple[State, StepPlan, int]) -> None:
     state, plan, padding = case
-    check(prepare(state.rows, plan, padding), state, plan, padding)
+    check(state, plan, padding)
 
 
 def _one(row: int, tokens: int, work: RowWork) -> tuple[State, StepPlan]:
@@ -144,48 +165,70 @@ def _one(row: int, tokens: int, work: RowWork) -> tuple[State, StepPlan]:
         vocab_size=50,
         device=torch.device("cpu"),
     )
-    rows.fill(
-        NewRow(
-            row=row,
-            request_id="r",
-            token_ids=list(range(tokens)),
-            num_prompt_tokens=tokens,
-            sampling=SamplingParams(),
-            seed=0,
-            stop_token_ids=(),
-        )
+    new = NewRow(
+        row=row,
+        request_id="r",
+        token_ids=list(range(tokens)),
+        num_prompt_tokens=tokens,
+        sampling=SamplingParams(),
+        seed=0,
+        stop_token_ids=(),
     )
-    rows.append_blocks([work])
     state = State(rows, {row: list(range(tokens))}, {row: list(work.new_blocks)})
-    return state, StepPlan(step=0, work=[work])
+    return state, StepPlan(step=0, new_rows=[new], work=[work])
 
 
 def test_a_chunk_in_the_middle_samples_nothing() -> None:
     work = RowWork(row=2, start=4, num_tokens=6, sample=False, new_blocks=(5, 1, 3))
     state, plan = _one(2, 12, work)
-    packed = prepare(state.rows, plan)
-    check(packed, state, plan)
-    assert packed.num_sampled == 0 and len(packed.logits_index) == 0
+    packed = check(state, plan)
+    assert len(packed["logits_index"]) == 0
 
 
 def test_a_full_context() -> None:
     work = RowWork(row=0, start=0, num_tokens=CONTEXT, sample=True, new_blocks=tuple(range(6)))
     state, plan = _one(0, CONTEXT, work)
-    check(prepare(state.rows, plan), state, plan)
+    check(state, plan)
 
 
 @pytest.mark.parametrize("padding", [1, 3])
 def test_padding_writes_nothing_and_reads_a_neutral_row(padding: int) -> None:
     work = RowWork(row=1, start=4, num_tokens=1, sample=True, new_blocks=(2, 0))
     state, plan = _one(1, 5, work)
-    packed = prepare(state.rows, plan, padding)
-    check(packed, state, plan, padding)
-    assert packed.slot_mapping[1:].tolist() == [-1] * padding
-    assert packed.context_len[1:].tolist() == [0] * padding
+    packed = check(state, plan, padding)
+    assert packed["slot_mapping"][1:].tolist() == [-1] * padding
+    assert packed["context_len"][1:].tolist() == [0] * padding
 
 
-def test_the_block_table_is_as_wide_as_a_compiled_step_wants() -> None:
-    work = RowWork(row=0, start=0, num_tokens=2, sample=True, new_blocks=(3,))
-    state, plan = _one(0, 2, work)
-    assert prepare(state.rows, plan).block_table.tolist() == [[3]]
-    assert prepare(state.rows, plan, min_blocks=2).block_table.shape == (1, 2)
+def test_the_delta_does_not_grow_with_the_context() -> None:
+    """A decode step sends the same few words for 64 rows at 100 tokens and at 100,000."""
+    sizes = []
+    for context in (100, 100_000):
+        rows = RowTables(
+            num_rows=64,
+            max_model_len=context + 1,
+            block_size=16,
+            vocab_size=1000,
+            device=torch.device("cpu"),
+        )
+        work = [RowWork(row=r, start=context - 1, num_tokens=1, sample=True) for r in range(64)]
+        sizes.append(encode(rows, StepPlan(step=0, work=work)).words.nbytes)
+    assert sizes[0] == sizes[1] == 64 * 4 * WORK_WORDS
+
+
+def test_a_new_block_costs_a_few_words() -> None:
+    state, plan = _one(0, 8, RowWork(row=0, start=0, num_tokens=8, sample=True, new_blocks=(1, 2)))
+    encode(state.rows, plan)
+    grown = RowWork(row=0, start=8, num_tokens=1, sample=True, new_blocks=(3,))
+    delta = encode(state.rows, StepPlan(step=1, work=[grown]))
+    assert delta.num_segments == 1
+    assert delta.words.nbytes <= 4 * (4 + 8 + 1)
+
+
+def test_every_part_of_a_delta_starts_on_16_bytes() -> None:
+    """Kernels are compiled for aligned pointers; another alignment would be another kernel."""
+    state, plan = _one(3, 7, RowWork(row=3, start=0, num_tokens=7, sample=True, new_blocks=(1, 2)))
+    delta = encode(state.rows, plan)
+    assert [part % 4 for part in (delta.work, delta.picks, delta.copies)] == [0, 0, 0]
+    tables = state.rows.tables.values()
+    assert {table.storage_offset() * table.itemsize % 16 for table in tables} == {0}

@@ -1,0 +1,94 @@
+"""`causal_conv`: a short convolution over time, per channel, whose last inputs are a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmc.kernels.packed import Layout, spans
+from llmc.kernels.registry import Case, op
+from llmc.kernels.state_cases import step_cases
+from llmc.kernels.torch_impl import torch_impl
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    query_start: Tensor | None,
+    context_len: Tensor | None,
+    request_row: Tensor | None,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@op(mutates=("state",), fake=_fake)
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    query_start: Tensor | None,
+    context_len: Tensor | None,
+    request_row: Tensor | None,
+) -> Tensor:
+    """x [T, C], weight [C, K], bias [C] -> [T, C]: y[t] = sum over j of w[j] * x[t - (K - 1) + j].
+
+    state [slots, C, K - 1] holds the inputs before a request's tokens and is brought up to date;
+    tokens and slots as in `packed`. Without a state: one sequence that begins here.
+    """
+    out = torch.empty_like(x)
+    channels, width = weight.shape
+    for s in spans(x.shape[0], query_start, context_len, request_row):
+        tokens = x[s.first : s.last].T
+        past = x.new_zeros(channels, width - 1)
+        if state is not None and not s.fresh:
+            past = state[s.row].to(x.dtype)
+        inputs = torch.cat((past, tokens), dim=1)
+        y = F.conv1d(inputs[None], weight[:, None].to(x.dtype), bias, groups=channels)[0]
+        out[s.first : s.last] = y.T
+        if state is not None:
+            state[s.row] = inputs[:, inputs.shape[1] - (width - 1) :].to(state.dtype)
+    return out
+
+
+@torch_impl(causal_conv)
+def _all_at_once(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    request_row: Tensor,
+) -> Tensor:
+    """Every tap is one gather over all tokens: from the packed inputs, or from the slots."""
+    taps = weight.shape[1] - 1
+    layout = Layout.of(x.shape[0], query_start, context_len)
+    past = layout.start_state(state, request_row).to(x.dtype).transpose(1, 2)  # [R, K - 1, C]
+    inputs = torch.cat((past, layout.pad(x)), dim=1)  # a request's inputs from tap 0 on
+    y = torch.zeros_like(x, dtype=torch.float32) if bias is None else bias.float().expand(x.shape)
+    for j in range(taps + 1):
+        tap = inputs[layout.request, layout.column + j]
+        y = y + tap.float() * weight[:, j].float()
+    last = query_start.diff().long()[:, None] + torch.arange(taps, device=x.device)
+    row = torch.arange(last.shape[0], device=x.device)[:, None]
+    state[request_row] = inputs[row, last].transpose(1, 2).to(state.dtype)
+    return y.to(x.dtype)
+
+
+@causal_conv.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    for step, gen in step_cases(device):
+        for channels, width, biased in ((5, 4, True), (33, 2, False)):
+            yield (
+                torch.randn(step.num_tokens, channels, generator=gen).to(device, dtype),
+                torch.randn(channels, width, generator=gen).to(device, dtype),
+                torch.randn(channels, generator=gen).to(device, dtype) if biased else None,
+                step.state((channels, width - 1), gen, dtype),
+                *step.inputs,
+            )

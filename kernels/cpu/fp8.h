@@ -1,0 +1,134 @@
+// Eight-bit floats of the KV cache: e4m3 (no infinities, 448 at most) and e5m2 (57344 at most).
+//
+// Every one of them is a bfloat16 exactly, so reading goes through a table of the 128 magnitudes;
+// writing saturates and rounds to nearest, ties to even, with integer arithmetic.
+#pragma once
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace llmc {
+
+typedef uint8_t v16b __attribute__((vector_size(16)));
+
+struct Fp8Format {
+  int mantissa, bias;
+  uint8_t nan;
+  float largest;
+};
+
+inline Fp8Format fp8_format(Dtype dtype) {
+  return dtype == Dtype::e4m3 ? Fp8Format{3, 7, 0x7f, 448.0f} : Fp8Format{2, 15, 0x7f, 57344.0f};
+}
+
+inline bool is_fp8(Dtype dtype) {
+  return dtype == Dtype::e4m3 || dtype == Dtype::e5m2;
+}
+
+// The codes of sixteen floats.
+LLMC_INLINE v16b encode(v16f x, const Fp8Format& f) {
+  const v16u sign = ((v16u)x >> 24) & 0x80u;
+  v16f a = (v16f)((v16u)x & 0x7fffffffu);
+  const v16u nan = (v16u)(a != a);
+  a = select(a > splat(f.largest), splat(f.largest), a);
+  // below the least normal the step is constant: adding 2^23 steps leaves their count in the bits
+  const int step = 1 - f.bias - f.mantissa;
+  const v16u shifter = (v16u)splat_int((127 + 23 + step) << 23);
+  const v16u low = (v16u)(a + (v16f)shifter) - shifter;
+  const int drop = 23 - f.mantissa;
+  const v16u bits = (v16u)a;
+  const v16u odd = (bits >> drop) & 1u;
+  const v16u high = ((bits + odd + uint32_t((1 << (drop - 1)) - 1)) >> drop) -
+                    (uint32_t(127 - f.bias) << f.mantissa);
+  const v16u normal = (v16u)(bits >= (v16u)splat_int((128 - f.bias) << 23));
+  v16u code = (high & normal) | (low & ~normal);
+  code = (code & ~nan) | (nan & uint32_t(f.nan));
+  return __builtin_convertvector(code | sign, v16b);
+}
+
+// The codes of n floats, each divided by `scale`.
+template <class T>
+inline void encode_row(const T* from, int64_t n, float scale, const Fp8Format& f, uint8_t* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const v16b codes = encode(load(from + i) / scale, f);
+    std::memcpy(to + i, &codes, sizeof codes);
+  }
+  if (i < n) {
+    const v16b codes = encode(load_n(from + i, n - i) / scale, f);
+    std::memcpy(to + i, &codes, n - i);
+  }
+}
+
+struct Fp8Table {  // bfloat16 bits of the codes 0 to 127
+  alignas(64) uint16_t bits[128];
+
+  explicit Fp8Table(Dtype dtype) {
+    const Fp8Format f = fp8_format(dtype);
+    const int one = 1 << f.mantissa;
+    for (int code = 0; code < 128; ++code) {
+      const int exponent = code >> f.mantissa, m = code & (one - 1);
+      const float value = exponent == 0 ? std::ldexp(float(m), 1 - f.bias - f.mantissa)
+                                        : std::ldexp(float(one + m), exponent - f.bias - f.mantissa);
+      bits[code] = to_bf16(value).bits;
+    }
+    if (dtype == Dtype::e4m3) {
+      bits[0x7f] = 0x7fc0;
+    } else {
+      bits[0x7c] = 0x7f80;
+      for (int code = 0x7d; code < 128; ++code) bits[code] = 0x7fc0;
+    }
+  }
+};
+
+inline const Fp8Table& fp8_table(Dtype dtype) {
+  static const Fp8Table e4m3(Dtype::e4m3), e5m2(Dtype::e5m2);
+  return dtype == Dtype::e4m3 ? e4m3 : e5m2;
+}
+
+inline uint16_t decode(const Fp8Table& table, uint8_t code) {
+  return table.bits[code & 0x7f] | uint16_t(code & 0x80) << 8;
+}
+
+LLMC_INLINE void put(bf16* to, uint16_t bits) {
+  to->bits = bits;
+}
+
+LLMC_INLINE void put(float* to, uint16_t bits) {
+  *to = to_float(bf16{bits});
+}
+
+#ifdef LLMC_AVX512
+LLMC_INLINE void put_line(bf16* to, __m512i words) {
+  _mm512_storeu_si512(to, words);
+}
+
+LLMC_INLINE void put_line(float* to, __m512i words) {
+  const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(words));
+  const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(words, 1));
+  _mm512_storeu_si512(to, _mm512_slli_epi32(low, 16));
+  _mm512_storeu_si512(to + kLanes, _mm512_slli_epi32(high, 16));
+}
+#endif
+
+// n codes as T: exact in either.
+template <class T>
+inline void decode_row(const uint8_t* from, int64_t n, const Fp8Table& table, T* to) {
+  int64_t i = 0;
+#ifdef LLMC_AVX512
+  const __m512i* magnitudes = reinterpret_cast<const __m512i*>(table.bits);
+  const __m512i t0 = magnitudes[0], t1 = magnitudes[1], t2 = magnitudes[2], t3 = magnitudes[3];
+  for (; i + 32 <= n; i += 32) {
+    const __m512i code = _mm512_cvtepu8_epi16(
+        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+    const __mmask32 upper = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40));
+    const __m512i small = _mm512_permutex2var_epi16(t0, code, t1);
+    const __m512i large = _mm512_permutex2var_epi16(t2, code, t3);
+    const __m512i sign = _mm512_slli_epi16(_mm512_srli_epi16(code, 7), 15);
+    put_line(to + i, _mm512_or_si512(_mm512_mask_mov_epi16(small, upper, large), sign));
+  }
+#endif
+  for (; i < n; ++i) put(to + i, decode(table, from[i]));
+}
+
+}  // namespace llmc

@@ -1,0 +1,204 @@
+// Inside of quantized_linear: how a line of a weight is read. A line is 64 bytes, four of each of 16
+// channels; a lane of a vector is a channel, so no sum crosses lanes and a scale is one vector.
+#pragma once
+
+#include "kernels.h"
+#include "vec.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <numeric>
+
+namespace llmc {
+
+constexpr int64_t kChannels = 16, kLineBytes = 64;
+
+enum class Format { int8, int4, fp8 };
+
+struct LowBitArgs {
+  Dtype dtype;  // of x, bias and out
+  Format format;
+  const void* x;
+  const uint8_t *weight, *zero;  // zero may be null, and so may bias
+  const void *scale, *bias;
+  void* out;  // [rows, channels] dense
+  int64_t rows, depth, channels, group, x_stride;
+  int threads;
+
+  int64_t lines() const { return depth / (format == Format::int4 ? 8 : 4); }  // of a block
+  int64_t groups() const { return depth / group; }
+};
+
+void quantized_linear(const LowBitArgs&);  // by dot products, for few rows
+bool widens_weights();                     // whether these two serve here, for many rows
+// x in the order in which a line's values are unpacked, for the product with widened weights.
+void reorder_x(const LowBitArgs&, bf16* to);
+// Channels [begin, end) as rows of bf16 in that order, scaled.
+void widen(const LowBitArgs&, int64_t begin, int64_t end, bf16* to);
+
+// x is read in stretches that lie inside one group of the weight.
+inline int64_t stretch_of(const LowBitArgs& a) {
+  for (int64_t n : {128, 64})
+    if (a.group % n == 0) return n;
+  return 32;
+}
+
+LLMC_INLINE v16f scale_of(const LowBitArgs& a, int64_t block, int64_t group) {
+  const int64_t at = (block * a.groups() + group) * kChannels;
+  return a.format == Format::int4 ? load(static_cast<const bf16*>(a.scale) + at)
+                                  : load(static_cast<const float*>(a.scale) + at);
+}
+
+// The int4 value that stands for zero.
+LLMC_INLINE v16f zero_of(const LowBitArgs& a, int64_t block, int64_t group) {
+  if (!a.zero) return splat(8.0f);
+  v16f zero = {};
+  const uint8_t* from = a.zero + (block * a.groups() + group) * kChannels;
+  for (int i = 0; i < kChannels; ++i) zero[i] = float(from[i]);
+  return zero;
+}
+
+struct Packed {  // what a stretch of x became: its words times `scale`, which add up to `sum`
+  float scale, sum;
+};
+
+// A reader gives a line as kSteps steps; a step meets one word of x. Values of int4 come as they
+// are stored: what stands for zero is taken off a whole stretch at once, times the sum of its x.
+template <Format kFormat>
+struct FloatReader {  // any CPU
+  static constexpr int kInputs = kFormat == Format::int4 ? 8 : 4, kSteps = kInputs;
+  using X = float;
+  using V = v16f;
+  struct Sum {
+    v16f value = {};
+  };
+  static Packed pack(const float* x, int64_t count, X* to) {
+    std::copy(x, x + count, to);
+    return {1.0f, std::accumulate(x, x + count, 0.0f)};
+  }
+  LLMC_INLINE V get(v16u line, int step) {
+    if (kFormat == Format::int4)
+      return __builtin_convertvector((v16i)(line >> (4 * step) & 15u), v16f);
+    if (kFormat == Format::int8)
+      return __builtin_convertvector((v16i)(line << (24 - 8 * step)) >> 24, v16f);
+    const v16u bits = line >> (8 * step), small = bits & 0x78u;
+    const v16f normal = (v16f)(((bits & 0x7fu) << 20) + (120u << 23));
+    const v16f value = select((v16i)(small == 0), 2 * normal - 0.015625f, normal);
+    return (v16f)((v16u)value | (bits << 24 & 0x80000000u));
+  }
+  LLMC_INLINE void add(Sum& sum, V w, const X& x) { sum.value += w * x; }
+  LLMC_INLINE v16f total(const Sum& sum) { return sum.value; }
+  static constexpr float kOffset = 0;  // that get() adds to every value, int4 aside
+};
+
+#if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
+// int4 and int8 by products of bytes. x is held in 16 bits, relative to the largest of its stretch,
+// whose own rounding to bf16 is coarser by far: an upper and a lower byte of four inputs a word.
+template <Format kFormat>
+struct ByteReader {
+  static constexpr int kInputs = kFormat == Format::int4 ? 8 : 4, kSteps = kInputs / 4;
+  struct X {
+    int8_t upper[4], lower[4];
+  };
+  using V = __m512i;
+  struct Sum {
+    __m512i upper = {}, lower = {};
+  };
+  static Packed pack(const float* x, int64_t count, X* to) {
+    int64_t sum = 0;
+    float largest = 0, bad = 0;  // NaN where x is not finite, which must show in the result
+    for (int64_t k = 0; k < count; ++k) {
+      largest = std::max(largest, std::abs(x[k]));
+      bad += x[k] * 0;
+    }
+    if (bad != 0) return {bad, bad};
+    const float scale = largest / 32512, inverse = largest > 1e-30f ? 32512 / largest : 0;
+    for (int64_t k = 0; k < count; ++k) {
+      const int value = int(std::lrint(x[k] * inverse)), upper = (value + 128) >> 8;
+      const int64_t input = k % kInputs;
+      X& word = to[k / kInputs * kSteps + input % kSteps];
+      word.upper[input / kSteps] = int8_t(upper);
+      word.lower[input / kSteps] = int8_t(value - 256 * upper);
+      sum += value;
+    }
+    return {scale, scale * float(sum)};
+  }
+  LLMC_INLINE V get(v16u line, int step) {
+    if (kFormat == Format::int8) return (V)(line ^ 0x80808080u);
+    return (V)((step ? line >> 4 : line) & 0x0f0f0f0fu);
+  }
+  LLMC_INLINE void add(Sum& sum, V w, const X& x) {
+    int32_t bytes[2];
+    std::memcpy(bytes, &x, sizeof bytes);
+    sum.upper = _mm512_dpbusd_epi32(sum.upper, w, _mm512_set1_epi32(bytes[0]));
+    sum.lower = _mm512_dpbusd_epi32(sum.lower, w, _mm512_set1_epi32(bytes[1]));
+  }
+  LLMC_INLINE v16f total(const Sum& sum) {
+    return 256.0f * __builtin_convertvector((v16i)sum.upper, v16f) +
+           __builtin_convertvector((v16i)sum.lower, v16f);
+  }
+  static constexpr float kOffset = kFormat == Format::int8 ? 128 : 0;
+};
+#endif
+
+#ifdef LLMC_AVX512_BF16
+struct Table {  // bf16 of value(i) for the lower four bits i of an index, whatever the fifth is
+  alignas(64) uint16_t bits[32];
+  template <class Value>
+  constexpr explicit Table(Value value) : bits{} {
+    for (int i = 0; i < 32; ++i)
+      bits[i] = uint16_t(std::bit_cast<uint32_t>(float(value(i % 16))) >> 16);  // all are exact
+  }
+  __attribute__((always_inline)) __m512i load() const { return _mm512_load_si512(bits); }
+};
+inline constexpr Table kNibbles([](int i) { return i; });
+inline constexpr Table kTiny([](int i) { return i % 8 / 512.0f; });
+
+// A word of x is two bf16, and so is each lane of what a step gives. All values are exact in bf16.
+template <Format kFormat>
+struct PairReader {
+  static constexpr int kInputs = kFormat == Format::int4 ? 8 : 4, kSteps = kInputs / 2;
+  using X = uint32_t;
+  using V = __m512i;
+  struct Sum {
+    v16f value = {};
+  };
+  // half the inputs lie in the lower 16 bits of a word: input j meets input j + kSteps
+  static int64_t place(int64_t k) {
+    const int64_t first = k / kInputs * kInputs, j = k % kInputs;
+    return first + j % kSteps * 2 + j / kSteps;
+  }
+  static Packed pack(const float* x, int64_t count, X* to) {
+    for (int64_t k = 0; k < count; ++k) reinterpret_cast<bf16*>(to)[place(k)] = to_bf16(x[k]);
+    return {1.0f, std::accumulate(x, x + count, 0.0f)};
+  }
+  LLMC_INLINE V get(v16u words, int step) {
+    const __m512i line = (__m512i)words;
+    if (kFormat == Format::int4)
+      return _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4 * step), kNibbles.load());
+    if (kFormat == Format::int8) {
+      const v16u even = words << (step ? 16 : 24), odd = words << (step ? 0 : 8);
+      const v16f low = __builtin_convertvector((v16i)even >> 24, v16f);
+      const v16f high = __builtin_convertvector((v16i)odd >> 24, v16f);
+      return (V)((v16u)low >> 16 | (v16u)high);
+    }
+    const __m512i sign = step ? line : _mm512_slli_epi16(line, 8);
+    const __m512i low = step ? _mm512_srli_epi16(line, 8) : line;
+    const __m512i shifted = step ? _mm512_srli_epi16(line, 4) : _mm512_slli_epi16(line, 4);
+    const __m512i size = _mm512_and_si512(shifted, _mm512_set1_epi16(0x7f0));
+    const __m512i normal = _mm512_add_epi16(size, _mm512_set1_epi16(120 << 7));
+    const __mmask32 tiny = _mm512_testn_epi16_mask(low, _mm512_set1_epi16(0x78));
+    const __m512i value = _mm512_mask_permutexvar_epi16(normal, tiny, low, kTiny.load());
+    return _mm512_ternarylogic_epi32(value, sign, _mm512_set1_epi16(-0x8000), 0xf8);
+  }
+  LLMC_INLINE void add(Sum& sum, V w, const X& x) {
+    const __m512bh both = (__m512bh)_mm512_set1_epi32(int(x));
+    sum.value = (v16f)_mm512_dpbf16_ps((__m512)sum.value, (__m512bh)w, both);
+  }
+  LLMC_INLINE v16f total(const Sum& sum) { return sum.value; }
+  static constexpr float kOffset = 0;
+};
+#endif
+
+}  // namespace llmc

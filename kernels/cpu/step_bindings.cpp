@@ -1,0 +1,112 @@
+// The torch side of step_rows.cpp. Indices come from the scheduler: sizes are checked, values not.
+#include "step_rows.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+namespace {
+
+using at::Tensor;
+
+template <class T>
+T* dense(const Tensor& t, const char* name, int64_t dims, int64_t at_least) {
+  constexpr auto dtype = std::is_same_v<T, int64_t> ? at::kLong
+                         : std::is_same_v<T, float> ? at::kFloat
+                                                    : at::kInt;
+  TORCH_CHECK(t.scalar_type() == dtype, name, " must be ", dtype, ", got ", t.scalar_type());
+  TORCH_CHECK(t.dim() == dims, name, " must have ", dims, " dimensions, got ", t.sizes());
+  TORCH_CHECK(t.numel() == 0 || t.stride(-1) == 1, name, " must have a dense last dimension");
+  TORCH_CHECK(t.size(0) >= at_least, name, " must have at least ", at_least, " lines, got ",
+              t.size(0));
+  return t.data_ptr<T>();
+}
+
+void write_segments(const Tensor& memory, const Tensor& delta, int64_t count) {
+  llmc::write_segments(dense<int32_t>(memory, "memory", 1, 0),
+                       dense<int32_t>(delta, "delta", 1, count * 3), count);
+}
+
+void prepare_step(const Tensor& work, const Tensor& history, const Tensor& block_table,
+                  int64_t block_size, const Tensor& token_ids, const Tensor& positions,
+                  const Tensor& slot_mapping, const Tensor& query_start,
+                  const Tensor& context_len, const Tensor& packed_table,
+                  const Tensor& request_row, const Tensor& logits_index, const Tensor& row,
+                  const Tensor& length) {
+  TORCH_CHECK(work.dim() == 2 && work.size(1) == 8 && work.is_contiguous(),
+              "work must be a dense [R, 8], got ", work.sizes());
+  const int64_t requests = work.size(0), tokens = token_ids.size(0), samples = row.size(0);
+  llmc::PrepareArgs a;
+  a.work = dense<int32_t>(work, "work", 2, 0);
+  a.requests = requests;
+  a.history = dense<int32_t>(history, "history", 2, 1);
+  a.history_stride = history.stride(0);
+  a.block_table = dense<int32_t>(block_table, "block_table", 2, 1);
+  a.table_stride = block_table.stride(0);
+  a.block_size = block_size;
+  a.token_ids = dense<int64_t>(token_ids, "token_ids", 1, 0);
+  a.positions = dense<int64_t>(positions, "positions", 1, tokens);
+  a.slot_mapping = dense<int64_t>(slot_mapping, "slot_mapping", 1, tokens);
+  a.query_start = dense<int32_t>(query_start, "query_start", 1, requests + 1);
+  a.context_len = dense<int32_t>(context_len, "context_len", 1, requests);
+  a.packed_table = dense<int32_t>(packed_table, "packed_table", 2, requests);
+  a.packed_stride = packed_table.stride(0);
+  a.request_row = dense<int64_t>(request_row, "request_row", 1, requests);
+  a.logits_index = dense<int64_t>(logits_index, "logits_index", 1, samples);
+  a.row = dense<int64_t>(row, "row", 1, samples);
+  a.length = dense<int32_t>(length, "length", 1, samples);
+  llmc::prepare_step(a);
+}
+
+void record_tokens(const Tensor& history, const Tensor& row, const Tensor& length,
+                   const Tensor& token) {
+  const int64_t samples = row.size(0);
+  llmc::record_tokens(dense<int32_t>(history, "history", 2, 1), history.stride(0),
+                      dense<int64_t>(row, "row", 1, samples),
+                      dense<int32_t>(length, "length", 1, samples),
+                      dense<int64_t>(token, "token", 1, samples), samples);
+}
+
+void ban_words(const Tensor& logits, const Tensor& row, const Tensor& length,
+               const Tensor& history, const Tensor& prompt_len, const Tensor& words,
+               int64_t places) {
+  const int64_t samples = logits.size(0), rows = history.size(0);
+  TORCH_CHECK(words.dim() == 2 && places > 0 && words.size(1) % places == 0,
+              "words must be [", rows, ", W * ", places, "], got ", words.sizes());
+  llmc::BanArgs a;
+  a.logits = dense<float>(logits, "logits", 2, 0);
+  a.samples = samples;
+  a.vocab = logits.size(1);
+  a.logits_stride = logits.stride(0);
+  a.row = dense<int64_t>(row, "row", 1, samples);
+  a.length = dense<int32_t>(length, "length", 1, samples);
+  a.history = dense<int32_t>(history, "history", 2, 0);
+  a.history_stride = history.stride(0);
+  a.prompt_len = dense<int32_t>(prompt_len, "prompt_len", 1, rows);
+  a.words = dense<int32_t>(words, "words", 2, rows);
+  a.words_stride = words.stride(0);
+  a.num_words = words.size(1) / places;
+  a.places = places;
+  llmc::ban_words(a);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(llmc_cpu, m) {
+  m.def("write_segments(Tensor(a!) memory, Tensor delta, int count) -> ()");
+  m.def(
+      "prepare_step(Tensor work, Tensor history, Tensor block_table, int block_size, "
+      "Tensor(a!) token_ids, Tensor(b!) positions, Tensor(c!) slot_mapping, "
+      "Tensor(d!) query_start, Tensor(e!) context_len, Tensor(f!) packed_table, "
+      "Tensor(g!) request_row, Tensor(h!) logits_index, Tensor(i!) row, Tensor(j!) length) -> ()");
+  m.def(
+      "ban_words(Tensor(a!) logits, Tensor row, Tensor length, Tensor history, "
+      "Tensor prompt_len, Tensor words, int places) -> ()");
+  m.def("record_tokens(Tensor(a!) history, Tensor row, Tensor length, Tensor token) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(llmc_cpu, CPU, m) {
+  m.impl("write_segments", &write_segments);
+  m.impl("prepare_step", &prepare_step);
+  m.impl("record_tokens", &record_tokens);
+  m.impl("ban_words", &ban_words);
+}

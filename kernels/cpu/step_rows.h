@@ -1,0 +1,44 @@
+// What step_bindings.cpp hands to step_rows.cpp: rows, deltas, the packed inputs of a step, and what
+// is read off the rows after it.
+#pragma once
+
+#include <cstdint>
+
+namespace llmc {
+
+void write_segments(int32_t* memory, const int32_t* delta, int64_t count);
+
+struct PrepareArgs {
+  const int32_t* work;  // [requests, 8]
+  int64_t requests;
+  const int32_t* history;
+  int64_t history_stride;
+  const int32_t* block_table;
+  int64_t table_stride;
+  int64_t block_size;
+  int64_t *token_ids, *positions, *slot_mapping;
+  int32_t *query_start, *context_len;
+  int32_t* packed_table;
+  int64_t packed_stride;
+  int64_t *request_row, *logits_index, *row;
+  int32_t* length;
+};
+
+void prepare_step(const PrepareArgs& a);
+
+void record_tokens(int32_t* history, int64_t stride, const int64_t* row, const int32_t* length,
+                   const int64_t* token, int64_t samples);
+
+struct BanArgs {
+  float* logits;  // [samples, vocab]
+  int64_t samples, vocab, logits_stride;
+  const int64_t* row;
+  const int32_t *length, *history, *prompt_len;
+  int64_t history_stride;
+  const int32_t* words;  // [N, num_words, places]
+  int64_t words_stride, num_words, places;
+};
+
+void ban_words(const BanArgs& a);
+
+}  // namespace llmc

@@ -1,0 +1,47 @@
+"""Caches of 8-bit floats: how keys and values are rounded into them and read back.
+
+A cache holds x / scale, saturated and rounded to nearest (ties to even); it is read as its value
+times scale. Scales are float32, [1] for the tensor or [Hkv], one a head; None is 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+CACHE_DTYPES = {"auto": None, "fp8_e4m3": FP8[0], "fp8_e5m2": FP8[1]}  # names that users write
+
+
+def to_cache(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """x [..., Hkv, D] as the cache stores it, in the cache's dtype."""
+    if dtype not in FP8:
+        return x.to(dtype)
+    y = x.float() if scale is None else x.float() / scale[:, None]
+    largest = torch.finfo(dtype).max  # past it a cast gives NaN, infinity or this, by version
+    return y.clamp(-largest, largest).to(dtype)
+
+
+def from_cache(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Cached x [..., Hkv, D] in float32 where it is of 8 bits, else as it is."""
+    if x.dtype not in FP8:
+        return x
+    return x.float() if scale is None else x.float() * scale[:, None]
+
+
+def indexable(cache: Tensor) -> Tensor:
+    """The same memory in a dtype that torch can gather and scatter."""
+    return cache.view(torch.uint8) if cache.dtype in FP8 else cache
+
+
+def scales_fit(key_cache: Tensor, value_cache: Tensor, *scales: Tensor | None) -> bool:
+    """Whether fast versions take these scales: dense float32 of 1 or Hkv, beside an 8-bit cache."""
+    heads = key_cache.shape[1]
+    return key_cache.dtype == value_cache.dtype and all(
+        s.dtype == torch.float32
+        and s.is_contiguous()
+        and s.shape in ((1,), (heads,))
+        and key_cache.dtype in FP8
+        for s in scales
+        if s is not None
+    )

@@ -1,0 +1,75 @@
+"""`fused_linear`: a linear with the norm before it and the activation or residual sum after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmc.kernels.act_mul import ACTIVATIONS
+from llmc.kernels.registry import Case, op
+from llmc.kernels.rms_norm import normalize
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float | None,
+    offset: float,
+    act: str | None,
+    residual: Tensor | None,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if act is None else 2))
+
+
+@op(fake=_fake)
+def fused_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float | None,
+    offset: float,
+    act: str | None,
+    residual: Tensor | None,
+) -> Tensor:
+    """act_mul(rms_norm(x) weight^T + bias) + residual, each part only where it is given.
+
+    x [..., K], weight [N, K], bias [N]. eps None: no norm; otherwise norm_weight [K] and offset
+    as in `rms_norm`. act as in `act_mul`: the result has N / 2 columns. residual: like the result.
+    """
+    if eps is not None:
+        x = normalize(x, norm_weight, eps, offset).to(x.dtype)
+    y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    if act is not None:
+        gate, up = y.chunk(2, dim=-1)
+        y = ACTIVATIONS[act](gate) * up
+    return (y if residual is None else y + residual.float()).to(x.dtype)
+
+
+@fused_linear.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    gen = torch.Generator(device="cpu").manual_seed(0)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen).to(device, dtype)
+
+    for rows, k, n, normed, biased, act, added in (
+        ((1,), 64, 48, True, True, None, False),
+        ((1, 1), 100, 34, False, False, "gelu", False),
+        ((1, 3), 72, 40, True, False, "silu", False),
+        ((8,), 256, 64, False, True, None, True),
+        ((1,), 2048, 32, True, True, None, True),
+        ((5,), 520, 32, True, False, "gelu_tanh", True),
+        ((20,), 64, 32, True, True, "silu", True),
+    ):
+        x, weight = rand(*rows, k), rand(n, k) * k**-0.5
+        bias = rand(n) if biased else None
+        eps, norm_weight = (1e-5, rand(k)) if normed else (None, None)
+        residual = rand(*rows, n // (1 if act is None else 2)) if added else None
+        offset = 1.0 if normed and k % 8 else 0.0
+        yield x, weight, bias, norm_weight, eps, offset, act, residual

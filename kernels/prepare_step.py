@@ -1,0 +1,152 @@
+"""`prepare_step`: from the rows and a few words a request to the packed inputs of a step.
+
+One launch before the model; what the host sends does not depend on the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.registry import Case, op
+
+# row, start, num_tokens, query_start, context_len, first_sample, num_samples, num_scored
+WORK_WORDS = 8
+
+
+def _fake(
+    work: Tensor,
+    history: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    token_ids: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    packed_table: Tensor,
+    request_row: Tensor,
+    logits_index: Tensor,
+    row: Tensor,
+    length: Tensor,
+) -> None:
+    return None
+
+
+PACKED = (
+    "token_ids",
+    "positions",
+    "slot_mapping",
+    "query_start",
+    "context_len",
+    "packed_table",
+    "request_row",
+    "logits_index",
+    "row",
+    "length",
+)
+
+
+@op(mutates=PACKED, fake=_fake)
+def prepare_step(
+    work: Tensor,
+    history: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    token_ids: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    packed_table: Tensor,
+    request_row: Tensor,
+    logits_index: Tensor,
+    row: Tensor,
+    length: Tensor,
+) -> None:
+    """Fill the packed inputs of a step of R requests, T tokens and S samples.
+
+    work [R, 8] int32, a line a request: its row; the position of its first token; how many tokens;
+    where they begin among the packed ones; its context after the step (0: padding); its first
+    sample's index and how many samples it has, at its last tokens; how many of them, the first
+    ones, are only scored. Lines are in packed order.
+    history [N, L] int32 and block_table [N, B] int32 are indexed by row.
+
+    Written: token_ids, positions, slot_mapping [T] int64 (slot -1 for padding); query_start
+    [R + 1], context_len [R] int32; packed_table [R, B] int32, of which only the blocks of each
+    context; request_row [R] int64; logits_index, row [S] int64 and length [S] int32, for each
+    sample its token among the packed ones, its row, and its tokens up to there (0 for padding,
+    and where it is only scored: nothing that is drawn there counts).
+    """
+    starts = [0]
+    for r, line in enumerate(work.tolist()):
+        at, start, count, first, context, sample, samples, scored = line
+        place = torch.arange(start, start + count, device=work.device)
+        token_ids[first : first + count] = history[at, place].long()
+        positions[first : first + count] = place
+        if context > 0:
+            block = block_table[at, place // block_size].long()
+            slot_mapping[first : first + count] = block * block_size + place % block_size
+        else:
+            slot_mapping[first : first + count] = -1
+        blocks = (context + block_size - 1) // block_size
+        packed_table[r, :blocks] = block_table[at, :blocks]
+        context_len[r], request_row[r] = context, at
+        starts.append(first + count)
+        for i in range(samples):
+            token = count - samples + i
+            logits_index[sample + i], row[sample + i] = first + token, at
+            length[sample + i] = start + token + 1 if context > 0 and i >= scored else 0
+    query_start[: len(starts)] = torch.tensor(starts, dtype=torch.int32, device=work.device)
+
+
+def work_lines(
+    requests: list[tuple[int, int, int, int, int]], padding: int, padding_row: int
+) -> Tensor:
+    """(row, start, tokens, samples, scored) of each request, then dummies, as `work`."""
+    lines = []
+    first = sample = 0
+    for row, start, count, samples, scored in requests:
+        lines.append([row, start, count, first, start + count, sample, samples, scored])
+        first, sample = first + count, sample + samples
+    for i in range(padding):
+        lines.append([padding_row, 0, 1, first + i, 0, sample + i, 1, 0])
+    return torch.tensor(lines, dtype=torch.int32)
+
+
+@prepare_step.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    gen = torch.Generator(device="cpu").manual_seed(0)
+    rows, context, block_size = 6, 48, 4
+    history = torch.randint(0, 1000, (rows, context + 1), generator=gen).int()
+    table = torch.randperm(rows * context // block_size, generator=gen).int().view(rows, -1)
+    for requests, padding in (
+        ([(3, 0, 1, 1, 0)], 0),
+        ([(0, 7, 1, 1, 0), (4, 47, 1, 1, 0), (2, 0, 1, 1, 0)], 2),
+        ([(1, 0, 48, 1, 0), (2, 5, 9, 0, 0), (0, 30, 4, 4, 0), (4, 3, 1, 1, 0)], 0),
+        ([(1, 8, 3, 0, 0)], 1),
+        ([(0, 0, 5, 5, 5), (2, 6, 7, 7, 6)], 0),
+    ):
+        work = work_lines(requests, padding, rows - 1)
+        num = len(work)
+        tokens = int(work[:, 2].sum())
+        samples = int(work[:, 6].sum())
+        longs = [torch.zeros(n, dtype=torch.int64) for n in (tokens, tokens, tokens, num)]
+        yield (
+            work.to(device),
+            history.to(device),
+            table.to(device),
+            block_size,
+            longs[0].to(device),
+            longs[1].to(device),
+            longs[2].to(device),
+            torch.zeros(num + 1, dtype=torch.int32, device=device),
+            torch.zeros(num, dtype=torch.int32, device=device),
+            torch.zeros(num, table.shape[1], dtype=torch.int32, device=device),
+            longs[3].to(device),
+            torch.zeros(samples, dtype=torch.int64, device=device),
+            torch.zeros(samples, dtype=torch.int64, device=device),
+            torch.zeros(samples, dtype=torch.int32, device=device),
+        )

@@ -1,0 +1,161 @@
+"""`quantized_linear`: a linear whose weight is held in 4 or 8 bits and widened while it is read.
+
+A weight is cut in blocks of 16 channels; a line of a block holds four bytes of each of them, so
+that one thread or program reads one block as one stream, and a vector register holds a line.
+
+Formats: int8 and fp8 (e4m3) with one float32 scale a channel; int4, two a byte, the lower half
+first, with a bfloat16 scale for every group of inputs. The group follows from the shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmc.kernels.registry import Case, op
+
+Format = Literal["int8", "int4", "fp8"]
+Part = Literal["weight", "scale"]
+FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")
+CHANNELS = 16  # of a block
+INPUTS = 32  # the depth is a multiple of this
+GROUPS = (128, 64, 32)  # inputs that share a scale in int4
+_LINE = 4  # bytes of each channel
+_ZERO = 8  # the int4 value that stands for 0 where no zero points are given
+_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
+_FP8_MAX = 448.0
+
+
+def _fake(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] * CHANNELS)
+
+
+@op(fake=_fake)
+def quantized_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """x [..., K] -> x w^T + bias [..., N] in x's dtype, with w[n, k] = (q[n, k] - zero) * scale.
+
+    weight [N / 16, lines, 64] is q in blocks: int8 and float8_e4m3fn hold K / 4 lines, uint8 (two
+    values a byte) K / 8. scale [N / 16, K / group, 16]: float32 with group = K, or bfloat16 for
+    uint8. zero: uint8, like scale, for uint8 weights only; None stands for 8. bias [N].
+    Summed in float32 and rounded once.
+    """
+    w = dequantize(weight, scale, zero)
+    y = F.linear(x.float(), w, None if bias is None else bias.float())
+    return y.to(x.dtype)
+
+
+def dequantize(weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+    """The weight [N, K] in float32."""
+    if weight.dtype == torch.uint8:
+        q = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2)
+    else:
+        q = weight
+    values = _from_blocks(q, q.shape[-1] // CHANNELS).float()
+    groups = _from_blocks(scale, 1)
+    if weight.dtype == torch.uint8:
+        offset = torch.full_like(groups, _ZERO) if zero is None else _from_blocks(zero, 1)
+        values = values - _spread(offset, values)
+    return values * _spread(groups, values)
+
+
+def _spread(groups: Tensor, like: Tensor) -> Tensor:
+    """[N, K / group] -> [N, K] float32."""
+    return groups.float().repeat_interleave(like.shape[1] // groups.shape[1], dim=1)
+
+
+def _to_blocks(rows: Tensor, width: int) -> Tensor:
+    """[N, W] -> [N / 16, W / width, 16 * width]."""
+    n, columns = rows.shape
+    blocks = rows.view(n // CHANNELS, CHANNELS, columns // width, width)
+    return blocks.transpose(1, 2).contiguous().view(n // CHANNELS, -1, CHANNELS * width)
+
+
+def _from_blocks(blocks: Tensor, width: int) -> Tensor:
+    """The inverse of `_to_blocks`."""
+    count, lines, _ = blocks.shape
+    rows = blocks.view(count, lines, CHANNELS, width).transpose(1, 2)
+    return rows.reshape(count * CHANNELS, lines * width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """How a weight is held. `group`: inputs that share a scale; 0: all of a channel."""
+
+    format: Format
+    group: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.format]
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.format == "int4" else torch.float32
+
+    def shape(self, part: Part, channels: int, depth: int) -> tuple[int, int, int]:
+        """Of the quantized weight, or of its scales."""
+        blocks = channels // CHANNELS
+        if part == "scale":
+            return blocks, depth // (self.group or depth), CHANNELS
+        return blocks, depth // (8 if self.format == "int4" else 4), CHANNELS * _LINE
+
+
+def quantization_of(format: Format, channels: int, depth: int) -> Quantization | None:
+    """How a weight of this shape is held in a format; None where the op can't take it."""
+    if channels % CHANNELS or depth % INPUTS or not channels:
+        return None
+    group = next(g for g in GROUPS if depth % g == 0) if format == "int4" else 0
+    return Quantization(format=format, group=group)
+
+
+def quantize(rows: Tensor, to: Quantization) -> tuple[Tensor, Tensor]:
+    """(weight, scale) of rows [N, K], each value rounded to the nearest of its scale.
+
+    N is a multiple of 16. int4 takes the scale that puts a group's value of largest magnitude on
+    -8, so that all sixteen values are used.
+    """
+    values = rows.float().unflatten(1, (-1, to.group or rows.shape[1]))
+    if to.format == "int4":
+        extreme = values.gather(2, values.abs().argmax(2, keepdim=True))
+        scale = extreme / -_ZERO
+    else:
+        largest = values.abs().amax(2, keepdim=True)
+        scale = largest / (_FP8_MAX if to.format == "fp8" else 127)
+    scale = scale.to(to.scale_dtype)
+    q = (values / torch.where(scale == 0, 1, scale).float()).flatten(1)
+    if to.format == "fp8":
+        stored = q.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    elif to.format == "int8":
+        stored = q.round().clamp(-127, 127).to(torch.int8)
+    else:
+        whole = (q.round() + _ZERO).clamp(0, 15).to(torch.uint8)
+        stored = whole[:, ::2] | whole[:, 1::2] << 4
+    return _to_blocks(stored, _LINE), _to_blocks(scale[..., 0], 1)
+
+
+@quantized_linear.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    gen = torch.Generator(device="cpu").manual_seed(0)
+    shapes = ((1,), 128, 48, "int4"), ((3,), 96, 32, "int4"), ((1, 2, 5), 256, 96, "int4")
+    wide = ((1,), 64, 48, "int8"), ((9,), 160, 16, "int8"), ((1, 4), 96, 64, "fp8")
+    many = ((40,), 96, 32, "fp8"), ((33,), 64, 48, "int8"), ((70,), 128, 80, "int4")
+    for rows, k, n, name in (*shapes, *wide, *many):
+        format: Format = name  # type: ignore[assignment]
+        to = quantization_of(format, n, k)
+        assert to is not None
+        weight, scale = quantize(torch.randn(n, k, generator=gen) * k**-0.5, to)
+        zero = None
+        if format == "int4" and n % 32 == 0:
+            zero = torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8).to(device)
+        bias = torch.randn(n, generator=gen).to(device, dtype) if n % 48 == 0 else None
+        x = torch.randn(*rows, k, generator=gen).to(device, dtype)
+        yield x, weight.to(device), scale.to(device), zero, bias

@@ -1,0 +1,104 @@
+"""Float8 caches in Triton: codes are moved as bytes, and turned by bit operations or in hardware.
+
+A cache is handed to kernels as uint8, since targets without float8 (sm_80) know no such pointers.
+Reading goes through float16, which holds every code exactly. Where the chip converts (NATIVE), it
+does; elsewhere shifts do: a code is a float16 of the same bits but for its exponent's bias.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmc.kernels.fp8 import FP8
+
+NONE, E4M3, E5M2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_FORMATS = {FP8[0]: 1, FP8[1]: 2}
+
+
+@triton.jit
+def widen(codes, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """uint8 -> float16, exactly."""
+    if FORMAT == E5M2:
+        wide = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    elif NATIVE:
+        wide = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        bits = codes.to(tl.uint16)
+        magnitude = bits & 0x7F
+        moved = ((bits & 0x80) << 8) | (magnitude << 7)
+        # exponents of e4m3 have a bias of 7, those of float16 of 15
+        wide = moved.to(tl.float16, bitcast=True) * 256.0
+        wide = tl.where(magnitude == 0x7F, float("nan"), wide).to(tl.float16)
+    return wide
+
+
+@triton.jit
+def narrow(x, FORMAT: tl.constexpr):
+    """float32 -> codes in uint8: saturated, rounded to nearest with ties to even."""
+    MANTISSA: tl.constexpr = 3 if FORMAT == E4M3 else 2
+    BIAS: tl.constexpr = 7 if FORMAT == E4M3 else 15
+    LARGEST: tl.constexpr = 448.0 if FORMAT == E4M3 else 57344.0
+    DROP: tl.constexpr = 23 - MANTISSA
+    sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
+    size = tl.abs(x)
+    a = tl.where(size > LARGEST, LARGEST, size)
+    bits = a.to(tl.uint32, bitcast=True)
+    normal = ((bits + ((1 << (DROP - 1)) - 1) + ((bits >> DROP) & 1)) >> DROP) - (
+        (127 - BIAS) << MANTISSA
+    )
+    # below the least normal the step is constant: adding 2^23 steps leaves their count in the bits
+    SHIFTER: tl.constexpr = (127 + 23 + 1 - BIAS - MANTISSA) << 23
+    shifter = tl.full(x.shape, SHIFTER, tl.uint32).to(tl.float32, bitcast=True)
+    small = (a + shifter).to(tl.uint32, bitcast=True) - SHIFTER
+    code = tl.where(bits >= ((128 - BIAS) << 23), normal, small)
+    code = tl.where(x != x, 0x7F, code)
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def store_cached(pointers, x, scale, mask, FORMAT: tl.constexpr):
+    """x, divided by `scale` where the cache is of 8 bits, at `pointers` of the cache."""
+    if FORMAT == NONE:
+        tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
+    else:
+        tl.store(pointers, narrow(tl.div_rn(x.to(tl.float32), scale), FORMAT), mask=mask)
+
+
+@triton.jit
+def scales_of(scale, head, heads, STRIDE: tl.constexpr):
+    """The scale of each of some heads, 1 where there are none. STRIDE: 0 for one scale in all."""
+    if scale is None:
+        found = head * 0.0 + 1.0
+    else:
+        found = tl.load(scale + head * STRIDE, mask=head < heads, other=1.0)
+    return found
+
+
+def as_bytes(cache: Tensor) -> Tensor:
+    return cache.view(torch.uint8) if cache.dtype in FP8 else cache
+
+
+def format_constants(
+    cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> dict[str, Any]:
+    return {
+        "FORMAT": _FORMATS.get(cache.dtype, 0),
+        "K_SCALE_STRIDE": int(k_scale is not None and k_scale.shape[0] > 1),
+        "V_SCALE_STRIDE": int(v_scale is not None and v_scale.shape[0] > 1),
+    }
+
+
+@lru_cache
+def _cuda_converts(index: int | None) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 9)
+
+
+def converts(device: torch.device) -> bool:
+    """Whether the chip turns e4m3 into float16 by itself."""
+    return device.type == "cuda" and _cuda_converts(device.index)

@@ -1,0 +1,208 @@
+"""`fused_linear` and `linear` in Triton: for few rows, one kernel that streams the weight once.
+
+One row is multiplied lane by lane, up to FEW_ROWS by tensor cores. The norm's factor is the same
+for a whole row, so it is applied to the sums, and the squares are added up along the way. More rows
+are bound by computing: torch's own linear multiplies them, between the other ops of this package.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmc.kernels.fused_linear import fused_linear
+from llmc.kernels.linear import linear
+from llmc.kernels.triton import act_mul, dependent_launch, norm
+from llmc.kernels.triton.define import define, interpreted, needs_upcast, same_dtype, takes
+from llmc.kernels.triton.dependent_launch import prefetch
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
+from llmc.kernels.triton.linear_configs import FEW_ROWS, few_rows_config, prefers_library
+from llmc.kernels.triton.linear_reduce import activate, reduce_launch
+
+
+@triton.jit
+def few_rows_kernel(
+    x, weight, bias, norm_weight, residual, out, partial, squares, rows, x_row, weight_row,
+    residual_row, eps, offset,
+    N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
+    WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """weight [N, K], or [2 N, K] with the gates first where ACT is given."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    inside = n < N
+    GATED: tl.constexpr = ACT is not None
+    first = tl.program_id(1) * SPLIT_K
+    w_at = weight + n.to(tl.int64)[:, None] * weight_row
+    up_at = w_at + N * weight_row.to(tl.int64)
+    if PDL:
+        early = tl.minimum(first + tl.arange(0, BLOCK_K), K - 1)[None, :]
+        channel = tl.minimum(n, N - 1).to(tl.int64)[:, None] * weight_row
+        prefetch(weight + channel + early)
+        if GATED:
+            prefetch(weight + channel + N * weight_row.to(tl.int64) + early)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if DOT:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    square = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for k0 in tl.range(first, min(first + SPLIT_K, K), BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        known = inside[:, None] & (k < K)[None, :]
+        a = tl.load(
+            x + m[:, None] * x_row + k[None, :], mask=(m < rows)[:, None] & (k < K)[None, :],
+            other=0.0,
+        )  # fmt: skip
+        w = tl.load(w_at + k[None, :], mask=known, other=0.0)
+        if NORM:
+            wide = a.to(tl.float32)
+            square += wide * wide
+            if WEIGHTED:
+                gain = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32) + offset
+                wide = wide * gain[None, :]
+            a = wide.to(w.dtype) if DOT else wide
+        if UPCAST or not DOT:
+            a = a.to(tl.float32)
+            w = w.to(tl.float32)
+        if DOT:
+            acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
+        else:
+            acc += w * a
+        if GATED:
+            u = tl.load(up_at + k[None, :], mask=known, other=0.0)
+            if UPCAST or not DOT:
+                u = u.to(tl.float32)
+            if DOT:
+                up_acc = tl.dot(a, tl.trans(u), up_acc, input_precision=PRECISION)
+            else:
+                up_acc += u * a
+    y = acc if DOT else tl.sum(acc, axis=1)[None, :]
+    up = up_acc if DOT else tl.sum(up_acc, axis=1)[None, :]
+    total = tl.sum(square, axis=1)
+    row = m.to(tl.int64)[:, None]
+    stored = (m < rows)[:, None] & inside[None, :]
+    if SPLITS > 1:
+        WIDTH: tl.constexpr = 2 * N if GATED else N
+        at = partial + (tl.program_id(1) * rows + row) * WIDTH + n[None, :]
+        tl.store(at, y, mask=stored)
+        if GATED:
+            tl.store(at + N, up, mask=stored)
+        if NORM and tl.program_id(0) == 0:
+            tl.store(squares + tl.program_id(1) * rows + m, total, mask=m < rows)
+    else:
+        if NORM:
+            factor = (1 / tl.sqrt_rn(total / K + eps))[:, None]
+            y *= factor
+            up *= factor
+        if BIAS:
+            y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            y = activate(y, ACT) * up
+        if ADD:
+            more = tl.load(residual + row * residual_row + n[None, :], mask=stored, other=0.0)
+            y += more.to(tl.float32)
+        tl.store(out + row * N + n[None, :], y.to(out.dtype.element_ty), mask=stored)
+
+
+def plan(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
+    eps: float | None, offset: float, act: str | None, residual: Tensor | None,
+) -> Plan[Tensor]:  # fmt: skip
+    """For up to FEW_ROWS rows."""
+    depth = x.shape[-1]
+    channels = weight.shape[0] // (1 if act is None else 2)
+    flat = x.reshape(-1, depth)
+    rows = flat.shape[0]
+    more = None if residual is None else residual.reshape(rows, channels)
+    processors = 3 if interpreted() else multiprocessors(x.device)
+    size = weight.element_size() * (1 if act is None else 2)  # bytes of a channel's input
+    config = few_rows_config(rows, channels, depth, size, processors)
+    out = x.new_empty(*x.shape[:-1], channels)
+    pdl = x.device.type == "cuda" and dependent_launch.supported()
+    partial = x.new_empty(config.splits, rows, weight.shape[0], dtype=torch.float32)
+    squares = None if eps is None else x.new_empty(config.splits, rows, dtype=torch.float32)
+    launch = Launch(
+        kernel=few_rows_kernel,
+        grid=(cdiv(channels, config.block_n), config.splits),
+        args={
+            "x": flat, "weight": weight, "bias": bias, "norm_weight": norm_weight,
+            "residual": more, "out": out, "partial": partial, "squares": squares, "rows": rows,
+            "x_row": flat.stride(0), "weight_row": weight.stride(0),
+            "residual_row": 0 if more is None else more.stride(0), "eps": eps or 0.0,
+            "offset": offset,
+        },
+        constants={
+            "N": channels, "K": depth, "SPLITS": config.splits, "SPLIT_K": config.split_k,
+            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+            "NORM": eps is not None, "WEIGHTED": norm_weight is not None,
+            "BIAS": bias is not None, "ACT": act, "ADD": more is not None, "DOT": rows > 1,
+            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        pdl=pdl,
+    )  # fmt: skip
+    if config.splits == 1:
+        return Plan(out=out, launches=(launch,))
+    last = reduce_launch(
+        partial, bias, out.view(rows, channels), depth, pdl=pdl, squares=squares,
+        eps=eps or 0.0, act=act, residual=more,
+    )  # fmt: skip
+    return Plan(out=out, launches=(launch, last))
+
+
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
+    eps: float | None, offset: float, act: str | None, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    rows = x.numel() // x.shape[-1]
+    # an unnormed float16 row times the norm's weight may exceed what float16 holds
+    narrow = x.dtype == torch.float16 and eps is not None
+    if 0 < rows <= FEW_ROWS and not narrow and not prefers_library(*weight.shape):
+        return plan(x, weight, bias, norm_weight, eps, offset, act, residual).run()
+    if eps is not None:
+        x = norm.plan(x, norm_weight, eps, offset).run()
+    y = F.linear(x, weight, bias)
+    if act is not None:
+        y = act_mul.plan(y, act).run()
+    return y if residual is None else y + residual
+
+
+def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _run(x, weight, bias, None, None, 0.0, None, None)
+
+
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
+    eps: float | None, offset: float, act: str | None, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if act is None else 2))
+
+
+def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _supports(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None = None,
+    eps: float | None = None, offset: float = 0.0, act: str | None = None,
+    residual: Tensor | None = None,
+) -> bool:  # fmt: skip
+    tensors = (x, weight, bias, norm_weight, residual)
+    return takes(*tensors) and same_dtype(x, weight, bias, residual)
+
+
+define(fused_linear, _run, fake=_fake, supports=_supports)
+define(linear, _run_linear, fake=_fake_linear, supports=_supports)

@@ -1,0 +1,175 @@
+"""`quantized_linear` in Triton: words of 4- or 8-bit values are widened in registers.
+
+A program reads blocks of 16 channels as 32-bit words, which lie side by side. One row is multiplied
+lane by lane; more are multiplied by tensor cores, in x's dtype. Deep, narrow weights are divided
+along their depth and summed in a second kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmc.kernels.quantized_linear import CHANNELS, quantized_linear
+from llmc.kernels.triton import dependent_launch
+from llmc.kernels.triton.define import define, interpreted, needs_upcast, same_dtype, takes
+from llmc.kernels.triton.dependent_launch import prefetch
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
+from llmc.kernels.triton.linear_configs import LinearConfig, low_bit_config
+from llmc.kernels.triton.linear_reduce import reduce_launch
+
+_FORMATS = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+
+
+@triton.jit
+def widen(words, shift, FORMAT: tl.constexpr):
+    """The value at `shift` bits of each word, float32; int4 as it is stored, 0 to 15."""
+    if FORMAT == "int4":
+        return ((words >> shift) & 15).to(tl.float32)
+    elif FORMAT == "int8":
+        return ((words << (24 - shift)) >> 24).to(tl.float32)
+    else:
+        bits = words >> shift  # e4m3 is float16 with fewer bits and an exponent 8 lower
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def low_bit_kernel(
+    x, words, scale, zero, bias, out, partial, rows, x_row,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """words [N / 16, K / PER, 16] int32; scale, zero [N / 16, K / GROUP, 16]."""
+    PER: tl.constexpr = 8 if FORMAT == "int4" else 4
+    BITS: tl.constexpr = 32 // PER
+    BLOCK_W: tl.constexpr = BLOCK_K // PER
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = n < N
+    block, lane = (n // 16).to(tl.int64), n % 16
+    first = tl.program_id(2) * SPLIT_K
+    word = words + block * (K // PER * 16) + lane
+    if PDL:
+        early = first // PER + tl.arange(0, BLOCK_W)
+        prefetch(word[None, :] + tl.minimum(early, K // PER - 1)[:, None] * 16)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    j = tl.arange(0, PER)
+    if DOT:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_W, BLOCK_N], tl.float32)
+    for k0 in tl.range(first, min(first + SPLIT_K, K), BLOCK_K):
+        w = k0 // PER + tl.arange(0, BLOCK_W)
+        known = (w < K // PER)[:, None] & inside[None, :]
+        q = tl.load(word[None, :] + w[:, None] * 16, mask=known, other=0)
+        at = block[None, :] * (K // GROUP * 16) + (w * PER // GROUP)[:, None] * 16 + lane[None, :]
+        factor = tl.load(scale + at, mask=known, other=0.0).to(tl.float32)
+        if ZERO:
+            offset = tl.load(zero + at, mask=known, other=0).to(tl.float32)
+        else:
+            offset = tl.full([BLOCK_W, BLOCK_N], 8.0 if FORMAT == "int4" else 0.0, tl.float32)
+        if DOT:
+            k = k0 + tl.arange(0, BLOCK_K)
+            a = tl.load(
+                x + m.to(tl.int64)[:, None] * x_row + k[None, :],
+                mask=(m < rows)[:, None] & (k < K)[None, :],
+                other=0.0,
+            )
+            values = widen(q[:, None, :], j[None, :, None] * BITS, FORMAT)
+            values -= offset[:, None, :]
+            b = tl.reshape(values * factor[:, None, :], [BLOCK_K, BLOCK_N]).to(a.dtype)
+            if UPCAST:
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        else:
+            sums = tl.zeros([BLOCK_W, BLOCK_N], tl.float32)
+            inputs = tl.zeros([BLOCK_W], tl.float32)
+            for i in tl.static_range(PER):
+                one = tl.load(x + w * PER + i, mask=w < K // PER, other=0.0).to(tl.float32)
+                sums += widen(q, i * BITS, FORMAT) * one[:, None]
+                inputs += one
+            acc += (sums - offset * inputs[:, None]) * factor
+    y = acc if DOT else tl.sum(acc, axis=0)[None, :]
+    known = (m < rows)[:, None] & inside[None, :]
+    row = m.to(tl.int64)[:, None]
+    if SPLITS > 1:
+        tl.store(partial + (tl.program_id(2) * rows + row) * N + n[None, :], y, mask=known)
+    else:
+        if BIAS:
+            y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + row * N + n[None, :], y.to(out.dtype.element_ty), mask=known)
+
+
+def plan(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+) -> Plan[Tensor]:
+    kind = _FORMATS[weight.dtype]
+    per_word = 8 if kind == "int4" else 4
+    depth, channels = weight.shape[1] * per_word, weight.shape[0] * CHANNELS
+    flat = x.reshape(-1, depth)
+    rows = flat.shape[0]
+    processors = 3 if interpreted() else multiprocessors(x.device)
+    config = low_bit_config(rows, channels, depth, per_word, processors, x.element_size())
+    out = x.new_empty(*x.shape[:-1], channels)
+    pdl = x.device.type == "cuda" and dependent_launch.supported()
+    partial = x.new_empty(config.splits, rows, channels, dtype=torch.float32)
+    launch = Launch(
+        kernel=low_bit_kernel,
+        grid=(cdiv(rows, config.block_m), cdiv(channels, config.block_n), config.splits),
+        args={
+            "x": flat, "words": weight.view(torch.int32), "scale": scale, "zero": zero,
+            "bias": bias, "out": out, "partial": partial, "rows": rows, "x_row": flat.stride(0),
+        },
+        constants={
+            "N": channels, "K": depth, "GROUP": depth // scale.shape[1],
+            **_tiles(config), "FORMAT": kind, "ZERO": zero is not None, "BIAS": bias is not None,
+            "DOT": rows > 1, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        pdl=pdl,
+    )  # fmt: skip
+    if config.splits == 1:
+        return Plan(out=out, launches=(launch,))
+    last = reduce_launch(partial, bias, out.view(rows, channels), depth, pdl=pdl)
+    return Plan(out=out, launches=(launch, last))
+
+
+def _tiles(config: LinearConfig) -> dict[str, int]:
+    return {
+        "SPLITS": config.splits, "SPLIT_K": config.split_k, "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+    }  # fmt: skip
+
+
+def _run(*args: Any) -> Tensor:
+    return plan(*args).run()
+
+
+def _fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] * CHANNELS)
+
+
+def _supports(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+) -> bool:
+    return (
+        takes(x, bias)
+        and same_dtype(x, bias)
+        and weight.dtype in _FORMATS
+        and weight.device.type == x.device.type
+        and weight.is_contiguous()
+    )
+
+
+define(quantized_linear, _run, fake=_fake, supports=_supports)

@@ -1,0 +1,48 @@
+"""Does a captured graph hold for every number of tokens, or only for such as it was captured with?
+
+Capture keeps no guards, so Python code of the model that asks for the number of tokens (a branch, a
+loop over blocks) would leave one answer in the graph without a word. What it asked is on record as
+guards over the symbolic size; sizes that break one are captured too, and must give the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+from torch._guards import detect_fake_mode
+
+_SIZES = (2, 3, 8, 64, 150, 1000, 5000, 40000, 300000)
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+_MOST = 2  # captures more, at most: the smallest and the largest size that differ
+
+
+def sizes_in_doubt(graph: fx.Graph, config: Any) -> tuple[int, ...]:
+    """Numbers of tokens for which the model's code may have gone another way.
+
+    One sequence is never longer than the model's context; only packed ones are, and their code is
+    that of a sequence that fits.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    context = next(
+        (n for c in _CONTEXT if isinstance(n := getattr(text, c, None), int)), _SIZES[-1]
+    )
+    mode = detect_fake_mode([n.meta.get("val") for n in graph.nodes])
+    guards = [guard.expr for guard in mode.shape_env.guards] if mode and mode.shape_env else []
+    broken = [
+        size
+        for size in _SIZES
+        if size <= context and any(_is_broken(expr, size) for expr in guards)
+    ]
+    return tuple(dict.fromkeys((*broken[:1], *broken[-1:])))[:_MOST]
+
+
+def _is_broken(expr: Any, size: int) -> bool:
+    """With `size` for every symbol: only the number of tokens is symbolic. `expr` is sympy's."""
+    return bool(expr.subs(dict.fromkeys(expr.free_symbols, size)) == False)  # noqa: E712
+
+
+def text_of(graph: fx.Graph) -> Sequence[str]:
+    """What two graphs must have in common to compute the same."""
+    return [f"{n.op} {n.name} {n.target} {n.args} {n.kwargs}" for n in graph.nodes]

@@ -1,0 +1,63 @@
+"""Which form of a model's attention is captured: transformers' interface, or the spelled-out one.
+
+Nearly every model calls its attention through the interface, where ours is registered. A model
+that does not, or that takes masks apart which ours only mark, is captured in its plainest form
+(`eager`), whose attention `passes/find_attention.py` then recognizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from llmc.compiler.build import BuiltModel, build
+from llmc.compiler.capture import CapturedModel, capture
+from llmc.compiler.outline import capture_outlined
+from llmc.errors import CheckpointError, CompileError
+from llmc.passes.edit import calls
+from llmc.passes.find_attention import SOFTMAX, is_scores
+
+_PLAIN = "eager"
+
+
+def build_any(config: Any, dtype: torch.dtype) -> BuiltModel:
+    """The model on meta, wired to llmc's attention where its class lets that be chosen."""
+    try:
+        return build(config, dtype)
+    except CheckpointError as reason:
+        try:
+            return build(config, dtype, _PLAIN)
+        except CheckpointError:
+            raise reason from reason.__cause__
+
+
+def capture_any(
+    built: BuiltModel,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    outline: bool = True,
+) -> CapturedModel:
+    """Raise CompileError, with what the interface's form was refused for, where neither works.
+
+    `outline`: layers that repeat are captured once.
+    """
+    capture_one = capture_outlined if outline else capture
+    try:
+        captured = capture_one(built, device)
+        if not _spells_attention_out(captured):
+            return captured
+        reason: CompileError = CompileError("the model computes attention that can't be paged")
+    except CompileError as error:
+        reason = error
+    try:
+        return capture_one(build(config, dtype, _PLAIN), device)
+    except (CompileError, CheckpointError):
+        raise reason from reason.__cause__
+
+
+def _spells_attention_out(captured: CapturedModel) -> bool:
+    """Masks of ours are only marks, which attention of the model's own would not understand."""
+    return any(is_scores(n) for n in calls(captured.graph.graph, *SOFTMAX))

@@ -1,0 +1,190 @@
+"""How recurrent layers reach llmc: transformers' replaceable functions, by their public names.
+
+Modelling code calls its convolution, delta rule and state-space scan through functions that
+transformers lets kernels of the hub stand in for. While a model is captured, those names lead
+here: each function calls one op of ours, which knows packed requests and keeps its state in slots.
+The branch that is captured is that of a fresh prompt; the ops make it hold for every step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmc.kernels.causal_conv import causal_conv
+from llmc.kernels.delta_rule import delta_rule
+from llmc.kernels.linear_recurrence import linear_recurrence
+from llmc.kernels.selective_scan import selective_scan
+
+_FRESH = (None, None, None, None)  # no state yet: passes/slot_state.py gives every call its own
+_L2_EPS = 1e-6  # what the functions of the hub add under the root
+
+
+def _conv(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """[1, C, T] -> [1, C, T]"""
+    from transformers.activations import ACT2FN
+
+    out = causal_conv.overload(hidden_states[0].T, weight, bias, *_FRESH).T[None]
+    return out if activation is None else ACT2FN[activation](out)  # type: ignore[no-any-return]
+
+
+def _delta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """[1, T, H, D] each, g [1, T, H] or [1, T, H, D] -> ([1, T, H, Dv], None)"""
+    q, k = query[0].float(), key[0].float()
+    if use_qk_l2norm_in_kernel:
+        q = q * torch.rsqrt((q * q).sum(-1, keepdim=True) + _L2_EPS)
+        k = k * torch.rsqrt((k * k).sum(-1, keepdim=True) + _L2_EPS)
+    q = q * q.shape[-1] ** -0.5
+    groups = value.shape[2] // k.shape[1]
+    if groups > 1:
+        q, k = q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1)
+    decay = g[0].float() if g.dim() == 4 else g[0].float()[..., None]
+    return delta_rule.overload(q, k, value[0], decay, beta[0], *_FRESH)[None], None
+
+
+def _scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """A state per channel: hidden, dt, z [1, C, T], A [C, N], B and C [1, N, T] -> [1, C, T]"""
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[..., None]
+    if delta_softplus:
+        dt = F.softplus(dt)
+    x = hidden_states[0].T
+    y = selective_scan.overload(
+        x[:, :, None].float(),
+        dt[0].T.float(),
+        A.float(),
+        B[0].T[:, None],
+        C[0].T[:, None],
+        *_FRESH,
+    )
+    out: Tensor = y[:, :, 0].T[None].to(hidden_states.dtype)
+    if D is not None:
+        out = out + hidden_states * D[None, :, None]
+    return out if z is None else out * F.silu(z)
+
+
+def _chunk_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """A decay per head: hidden [1, T, H, P], dt [1, T, H], A [H], B and C [1, T, G, N]"""
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])
+    x = hidden_states.float()
+    y: Tensor = selective_scan.overload(
+        x[0], dt[0].float(), A.float()[:, None], B[0], C[0], *_FRESH
+    )[None]
+    if D is not None:
+        y = y + x * D[..., None]
+    return y if z is None else y * F.silu(z)
+
+
+# Ends of transformers' names for them -> ours. Longer names that end alike do other things.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _conv,
+    "chunk_gated_delta_rule": _delta,
+    "chunk_kda": _delta,
+    "selective_scan_fn": _scan,
+    "_chunk_scan_combined": _chunk_scan,
+}
+
+
+def _recurrence(
+    self: nn.Module,
+    hidden_states: Tensor,
+    recurrent_gate: Tensor,
+    reset: Tensor,
+    recurrent_states: Tensor | None,
+    acc_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, None]:
+    """hidden, gate [1, T, C], reset [1, T, 1] -> ([1, T, C], None)"""
+    decay = (recurrent_gate * ~reset)[0]
+    return linear_recurrence.overload(hidden_states[0], decay, *_FRESH)[None], None
+
+
+# Methods that loop over the tokens of a linear recurrence, by their names in modelling code.
+METHODS: dict[str, Callable[..., Any]] = {"_rnn_scan": _recurrence}
+
+
+def public_name(function: Any) -> str:
+    """The name under which transformers lets a function be replaced; "" for any other function."""
+    if not inspect.isfunction(function):
+        return ""
+    name = inspect.getclosurevars(function).nonlocals.get("func_name", "")
+    return name if isinstance(name, str) else ""
+
+
+@contextmanager
+def replaced_functions(model: nn.Module) -> Iterator[None]:
+    """Inside, the modules that `model`'s code lies in call ours instead of transformers' own."""
+    files = {type(m).__module__ for m in model.modules()}
+    old: list[tuple[Any, str, Any]] = []
+    for file in sorted(files & set(sys.modules)):
+        module = sys.modules[file]
+        for attribute, function in list(vars(module).items()):
+            name = public_name(function)
+            ours = next((f for end, f in FUNCTIONS.items() if name.endswith(end)), None)
+            if name and ours is not None:
+                old.append((module, attribute, function))
+                setattr(module, attribute, ours)
+    for kind in {type(m) for m in model.modules()}:
+        for name, method in METHODS.items():
+            if name in vars(kind):
+                old.append((kind, name, vars(kind)[name]))
+                setattr(kind, name, method)
+    try:
+        yield
+    finally:
+        for module, attribute, function in old:
+            setattr(module, attribute, function)

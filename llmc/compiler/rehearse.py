@@ -1,0 +1,219 @@
+"""Which decoder layers of a model are the same: its own code is run once on meta, full depth.
+
+Each layer's forward is compiled by Dynamo with a backend that only takes notes. A layer that
+passes the guards of an earlier one's trace would be traced to the same graph, whatever its number:
+torch itself says so. What happens around the layers is written down op by op, so that the
+same run with fewer layers can be held against it (outline.py does).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llmc.compiler.recurrent import replaced_functions
+from llmc.compiler.traceable import traceable_torch
+
+_EXAMPLE_TOKENS = 19  # as in capture
+
+
+class NotAlike(Exception):
+    """Why the layers of a model can't be captured once and repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One call of a layer: the trace whose guards it passed, what it was given, what that reads.
+
+    `given` describes the arguments without naming the layer. `read[i]` is what stands for the
+    i-th input of the trace: a parameter, a buffer, a value made before.
+    """
+
+    layer: int
+    trace: int
+    given: str
+    read: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """Layer calls in order, and the ops before, between and behind them."""
+
+    calls: list[LayerCall] = field(default_factory=list)
+    ops: list[list[str]] = field(default_factory=lambda: [[]])  # one list more than calls
+
+
+class Rehearser:
+    """Runs `model` on meta; traces made in one run are known in the next."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], most_traces: int) -> None:
+        self._model = model
+        self._index = {id(layer): i for i, layer in enumerate(layers)}
+        self._most_traces = most_traces
+        self._names = {
+            id(t): name
+            for named in (model.named_parameters, model.named_buffers)
+            for name, t in named(remove_duplicate=False)
+        }
+        self._outputs: list[list[Tensor]] = []  # of each trace, to be given again
+        self._last: tuple[int, tuple[Any, ...]] = (-1, ())
+        self._notes: _Notes = _Notes({})
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside, the layers are compiled; Dynamo is reset before and after."""
+        classes = {type(m) for m in self._model.modules() if id(m) in self._index}
+        torch._dynamo.reset()
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(replaced_functions(self._model))
+            stack.enter_context(traceable_torch())
+            stack.enter_context(
+                torch._dynamo.config.patch(
+                    specialize_float=True, recompile_limit=self._most_traces + 1
+                )
+            )
+            # what Dynamo would answer where the code around the layers asks
+            stack.enter_context(mock.patch.object(torch.compiler, "_is_compiling_flag", True))
+            for cls in classes:
+                stack.enter_context(mock.patch.object(cls, "forward", self._stand_in(cls.forward)))
+            try:
+                yield
+            finally:
+                torch._dynamo.reset()
+
+    def run(self) -> Rehearsal:
+        """NotAlike where the model's code does not run this way."""
+        self._notes = _Notes(self._names)
+        ids = torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long, device="meta")
+        given = {"input_ids": ids}
+        if "position_ids" in inspect.signature(self._model.forward).parameters:
+            given["position_ids"] = torch.zeros_like(ids)
+        for name, tensor in given.items():
+            self._notes.label(tensor, name)
+        try:
+            with self._notes:
+                self._model(**given, use_cache=False)
+        except NotAlike:
+            raise
+        except Exception as e:  # the model's code: the full capture says what is wrong with it
+            first = (str(e).strip().splitlines() or [""])[0][:200]
+            raise NotAlike(f"rehearsing it gave {type(e).__name__}: {first}") from e
+        return self._notes.rehearsal
+
+    def _stand_in(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = torch.compile(forward, backend=self._note_trace, fullgraph=True, dynamic=True)
+
+        def run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if id(layer) not in self._index:
+                raise NotAlike(f"a {type(layer).__name__} is called outside the list of layers")
+            given = self._notes.describe((args, kwargs))
+            with self._notes.paused():
+                out = compiled(layer, *args, **kwargs)
+            trace, read = self._last
+            if trace >= self._most_traces:
+                raise NotAlike(f"{trace + 1} of them differ")
+            self._notes.layer_called(LayerCall(self._index[id(layer)], trace, given, read), out)
+            return out
+
+        return run_layer
+
+    def _note_trace(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        trace = len(self._outputs)
+        self._outputs.append([])
+
+        def replay(*read: Any) -> Any:
+            self._last = (trace, read)
+            if not self._outputs[trace]:
+                self._outputs[trace] = list(gm(*read))
+            return [
+                torch.empty_like(o) if isinstance(o, Tensor) else o for o in self._outputs[trace]
+            ]
+
+        return replay
+
+
+class _Notes(TorchDispatchMode):
+    """Writes down every op outside the layers, with its tensors named by where they come from."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rehearsal = Rehearsal()
+        self._labels = dict(names)
+        self._made_by: dict[int, int] = {}  # a layer's output -> its call
+        self._alive: list[Any] = []  # so that no id is used twice
+        self._num_ops = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Dynamo does not trace under a dispatch mode."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        said = f"{func}{self.describe((args, kwargs or {}))}"
+        out = func(*args, **(kwargs or {}))
+        self.rehearsal.ops[-1].append(said)
+        for i, tensor in enumerate(_tensors(out)):
+            if id(tensor) not in self._labels and id(tensor) not in self._made_by:
+                self.label(tensor, f"op {self._num_ops}.{i}")
+        self._num_ops += 1
+        return out
+
+    def label(self, tensor: Tensor, text: str) -> None:
+        self._labels[id(tensor)] = text
+        self._alive.append(tensor)
+
+    def layer_called(self, call: LayerCall, out: Any) -> None:
+        for tensor in _tensors(out):
+            self._made_by[id(tensor)] = len(self.rehearsal.calls)
+            self._alive.append(tensor)
+        self.rehearsal.calls.append(call)
+        self.rehearsal.ops.append([])
+
+    def describe(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            return self._describe_tensor(value)
+        if isinstance(value, list | tuple):
+            return f"{type(value).__name__}({', '.join(self.describe(v) for v in value)})"
+        if isinstance(value, dict):
+            return f"dict({', '.join(f'{k}={self.describe(v)}' for k, v in value.items())})"
+        if value is None or isinstance(
+            value, bool | int | float | str | torch.dtype | torch.device | torch.layout
+        ):
+            return repr(value)
+        self._alive.append(value)
+        return f"{type(value).__name__} {id(value)}"
+
+    def _describe_tensor(self, tensor: Tensor) -> str:
+        if id(tensor) in self._made_by:
+            call = self._made_by[id(tensor)]
+            is_last = call == len(self.rehearsal.calls) - 1
+            return "<the last layer's>" if is_last else f"<layer call {call}'s>"
+        if id(tensor) not in self._labels:  # made by code that no dispatch mode sees
+            raise NotAlike("a tensor appears whose origin is not known")
+        return f"<{self._labels[id(tensor)]}>"
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)

@@ -1,0 +1,71 @@
+"""What Dynamo can't follow on the meta device, spelled in ways that it can.
+
+Numbers that become tensors (torch.tensor(2.0), x[..., [-2], :]) have no place on meta: the first
+are replaced by fills, the second are let through and rewritten as slices in Dynamo's graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_tensor = torch.tensor
+
+
+def _constant(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+    """torch.tensor of plain numbers, as fills: Dynamo turns the original into a tensor of data,
+    which does not exist on meta."""
+    if isinstance(data, bool):
+        dtype = dtype or torch.bool
+    elif isinstance(data, int):
+        dtype = dtype or torch.int64
+    elif isinstance(data, float):
+        dtype = dtype or torch.get_default_dtype()
+    elif isinstance(data, list | tuple) and data and all(_is_number(x) for x in data):
+        return torch.stack([_constant(x, dtype=dtype, device=device) for x in data])
+    else:
+        return _tensor(data, dtype=dtype, device=device)
+    return torch.full((), data, dtype=dtype, device=device)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, bool | int | float)
+
+
+@contextmanager
+def traceable_torch() -> Iterator[None]:
+    """Inside, models that are captured call the spellings above."""
+    init = FakeTensorMode.__init__
+
+    def lenient(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **(kwargs | {"allow_non_fake_inputs": True}))
+
+    with (
+        mock.patch.object(torch, "tensor", _constant),
+        mock.patch.object(FakeTensorMode, "__init__", lenient),
+    ):
+        yield
+
+
+def lists_to_slices(graph: fx.Graph) -> None:
+    """x[..., [i], :] -> x[..., i : i + 1, :], in Dynamo's graph of Python calls."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is operator.getitem:
+            index = node.args[1]
+            if isinstance(index, tuple):
+                node.args = (node.args[0], tuple(_slice_of(i) for i in index))
+            elif isinstance(index, list):
+                node.args = (node.args[0], _slice_of(index))
+
+
+def _slice_of(index: Any) -> Any:
+    if isinstance(index, list) and len(index) == 1 and isinstance(index[0], int):
+        return slice(index[0], index[0] + 1 or None)
+    return index

@@ -1,0 +1,122 @@
+"""A child process that ends with its parent: orders on standard input, reports on a pipe.
+
+Both the engine process and further API processes are such children.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+POLL_S = 0.05
+
+
+class Child:
+    """Started at once. `module` gets the number of its report pipe as its first argument."""
+
+    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> None:
+        reports, theirs = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [*command, str(theirs)],
+                stdin=subprocess.PIPE,
+                pass_fds=[theirs, *pass_fds],
+                bufsize=0,
+            )
+        except BaseException:
+            os.close(reports)
+            raise
+        finally:
+            os.close(theirs)
+        assert self._process.stdin is not None, "opened as a pipe"
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._reports = reports
+        self._unread = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def order(self, line: bytes) -> None:
+        """Write one line to its standard input. The dead hear nothing, the deaf are killed."""
+        assert self._process.stdin is not None, "opened as a pipe"
+        try:
+            written = self._process.stdin.write(line)
+        except (BrokenPipeError, ValueError):  # it has ended; we have closed the pipe
+            return
+        if written != len(line):  # the pipe is full: it has not read for a long time
+            self._process.kill()
+
+    def reports(self) -> Iterator[bytes]:
+        """Lines of its report pipe as they come, to the end of the pipe or of the process."""
+        while True:
+            is_dead = self._process.poll() is not None
+            ready, _, _ = select.select([self._reports], [], [], 0 if is_dead else POLL_S)
+            if not ready:
+                if is_dead:
+                    return
+                continue
+            data = os.read(self._reports, 65536)
+            if not data:
+                return
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            yield from lines
+
+    def wait(self) -> str:
+        """Waits for its end; says how it came about."""
+        return how_it_ended(self._process.wait())
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def end(self, timeout_s: float) -> None:
+        """Close its standard input, which tells it to end; kill it when it does not."""
+        assert self._process.stdin is not None, "opened as a pipe"
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def close(self) -> None:
+        """Kill what still runs, and give the pipes back."""
+        self._process.kill()  # does nothing once it has been waited for
+        self._process.wait()
+        assert self._process.stdin is not None, "opened as a pipe"
+        self._process.stdin.close()
+        if self._reports >= 0:
+            os.close(self._reports)
+            self._reports = -1
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def python_module(name: str) -> list[str]:
+    """The command that runs a module of ours: -P, since our folders must not be on its path."""
+    return [sys.executable, "-P", "-m", name]
+
+
+def how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"it ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    memory = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
+    return f"it was killed by {name}{memory}"

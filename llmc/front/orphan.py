@@ -1,0 +1,32 @@
+"""A child process's side of its parent: signals are the parent's to answer, and nobody outlives it.
+
+Used first thing by the engine process and by further API processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def leave_signals_to_parent() -> None:
+    """Ctrl-C reaches all processes of a terminal; the main one decides how to drain."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def die_with_parent() -> None:
+    """Linux: have this process killed 3 s after its parent's death, even if it hangs in C.
+
+    The signal's handler is libc's own alarm(), which gets the signal's number as its argument, and
+    SIGQUIT's is 3. Until then the end of standard input may lead to an orderly end.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    libc.signal(signal.SIGQUIT, libc.alarm)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGQUIT, 0, 0, 0)

@@ -1,0 +1,211 @@
+"""`inspect_model`: EngineConfig -> Inspection. Reads config.json: no weights, no device."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmc.choices import check_model_len, model_context, pick_device, pick_dtype
+from llmc.compiler.build import build
+from llmc.compiler.capture import capture
+from llmc.config import EngineConfig
+from llmc.errors import CompileError
+from llmc.inspection.choose import KernelChoice, choose_kernels
+from llmc.inspection.facts import LayerFacts, layer_facts, num_bytes, size_hint, total
+from llmc.inspection.fit import Sizes
+from llmc.inspection.shorten import Shortened, shorten
+from llmc.inspection.stages import Stage, change, run_stages
+from llmc.model_files import load_config, resolve_model
+from llmc.passes.inputs import StepInput
+from llmc.passes.pipeline import pipeline
+from llmc.passes.user import user_passes
+from llmc.start import pipeline_options
+
+_LIVE_VALUES = 4  # of the largest value of a step, that many are taken to live at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassFacts:
+    """Ops that went and came in the whole model, and the layers where (-1: before the layers, their
+    number: behind them)."""
+
+    name: str
+    title: str
+    is_required: bool
+    is_users: bool
+    enabled: bool
+    removed: int
+    added: int
+    layers: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """Everything but the graphs is plain data; `stages` are for the page."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    num_parameters: int
+    num_active_parameters: int  # that one token goes through
+    max_model_len: int
+    vocab_size: int
+    num_layers: int
+    num_captured: int
+    capture_seconds: float
+    layers: dict[int, LayerFacts]
+    passes: tuple[PassFacts, ...]
+    kernels: tuple[KernelChoice, ...]
+    sizes: Sizes
+    stages: tuple[Stage, ...]
+
+
+def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspection:
+    """Raises CheckpointError and CompileError as loading would, CompileError with the reason why
+    the model can't be served."""
+    config = dataclasses.replace(config, load_format="dummy")  # a hub model's weights stay there
+    files = resolve_model(config)
+    hf_config = load_config(files, config)
+    check_model_len(config, hf_config)
+    device = torch.device("cuda") if config.device == "cuda" else pick_device(config.device)
+    dtype = pick_dtype(config.dtype, hf_config, device)
+    model_len = config.max_model_len or model_context(hf_config)
+    extra = user_passes(config.extra_passes)
+    passes = pipeline(pipeline_options(config, device, model_len), extra)
+    start = time.perf_counter()
+    built, shortened, stages = None, None, None
+    for keep_all in (True,) if all_layers else (False, True):
+        built = build(copy.deepcopy(hf_config), dtype)
+        parameters = sum(p.numel() for p in built.module.parameters())
+        shortened = shorten(built.module, built.config, keep_all=keep_all)
+        try:
+            captured = capture(built, device)
+            stages = run_stages(captured.graph, passes, config.passes)
+            break
+        except CompileError:
+            if shortened.is_whole:
+                raise  # else: its code may count its layers
+    assert built is not None and shortened is not None and stages is not None
+    seconds = time.perf_counter() - start
+    facts = layer_facts(stages[0], stages[-1], shortened)
+    sizes = _sizes(config, facts, stages[-1], model_len, captured.vocab_size)
+    idle = sizes.expert_bytes * (1 - sizes.num_chosen / max(1, sizes.num_experts))
+    return Inspection(
+        model=files.name,
+        architecture=type(built.module).__name__,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        num_parameters=parameters,
+        num_active_parameters=parameters - round(idle / dtype.itemsize),
+        max_model_len=model_len,
+        vocab_size=captured.vocab_size,
+        num_layers=shortened.num_layers,
+        num_captured=shortened.num_captured,
+        capture_seconds=seconds,
+        layers=facts,
+        passes=_pass_facts(stages, shortened, {p.name for p in extra}),
+        kernels=choose_kernels(stages[-1], device, shortened.copies),
+        sizes=sizes,
+        stages=tuple(stages),
+    )
+
+
+def _pass_facts(
+    stages: Sequence[Stage], shortened: Shortened, users: set[str]
+) -> tuple[PassFacts, ...]:
+    found = []
+    for before, after in zip(stages, stages[1:], strict=False):
+        assert after.rewrite is not None and after.report is not None, "a pass made it"
+        report = after.report
+        made = change(before, after, shortened.copies)
+        found.append(
+            PassFacts(
+                name=report.name,
+                title=title_of(after.rewrite.doc),
+                is_required=after.rewrite.required,
+                is_users=report.name in users,
+                enabled=report.enabled,
+                removed=made.removed,
+                added=made.added,
+                layers=_whole(made.layers, shortened),
+                notes=tuple(_together(report.notes)),
+            )
+        )
+    return tuple(found)
+
+
+def title_of(doc: str) -> str:
+    """The sentence that a pass's docstring begins with."""
+    return " ".join(doc.strip().partition("\n\n")[0].split())
+
+
+def _whole(layers: Sequence[int], shortened: Shortened) -> tuple[int, ...]:
+    """The same in the whole model, where the layers that were not captured are like those."""
+    changed = set(layers)
+    inside = [i for i, stand_in in enumerate(shortened.stand_in) if stand_in in changed]
+    before = [-1] if -1 in changed else []
+    behind = [shortened.num_layers] if shortened.num_captured in changed else []
+    return (*before, *inside, *behind)
+
+
+def _together(notes: Sequence[str]) -> list[str]:
+    """Notes that differ in the name of a node only are said once."""
+    counts: dict[str, list[str]] = {}
+    for note in notes:
+        name, colon, reason = note.partition(": ")
+        is_node = bool(colon) and re.fullmatch(r"[a-z_]+\d*(, [a-z_]+\d*)*", name) is not None
+        counts.setdefault(reason if is_node else note, []).append(name if is_node else "")
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+        if names[0]
+        else reason
+        for reason, names in counts.items()
+    ]
+
+
+def _sizes(
+    config: EngineConfig,
+    facts: dict[int, LayerFacts],
+    last: Stage,
+    model_len: int,
+    vocab_size: int,
+) -> Sizes:
+    experts = next((f.experts for f in facts.values() if f.experts is not None), None)
+    return Sizes(
+        weight_bytes=total(facts, "weight_bytes"),
+        read_bytes=total(facts, "read_bytes"),
+        expert_bytes=total(facts, "expert_bytes"),
+        num_experts=experts.num_experts if experts else 0,
+        num_chosen=experts.num_chosen if experts else 0,
+        kv_bytes_per_token=total(facts, "kv_bytes_per_token"),
+        state_bytes=total(facts, "state_bytes"),
+        activation_bytes=_activations(config, last, model_len, vocab_size),
+        block_size=config.block_size,
+        max_model_len=model_len,
+    )
+
+
+def _activations(config: EngineConfig, last: Stage, model_len: int, vocab_size: int) -> int:
+    """An estimate: a few of the largest value that grows with the tokens, and the logits."""
+    nodes = list(last.graph.graph.nodes)
+    tokens: Any = next(n for n in nodes if n.meta.get("input") == StepInput(name="token_ids"))
+    example = size_hint(tokens.meta["val"].shape[0])
+    widest = max(
+        (
+            num_bytes(n) // example
+            for n in nodes
+            if n.op == "call_function" and last.layers.of[n] < last.layers.count
+        ),
+        default=0,
+    )
+    step = min(config.max_num_batched_tokens, model_len)
+    return _LIVE_VALUES * widest * step + config.max_num_seqs * vocab_size * (4 + 4)

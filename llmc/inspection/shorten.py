@@ -1,0 +1,85 @@
+"""Capture only as many decoder layers as there are kinds of them: the others are copies.
+
+Two layers are of one kind when their modules have the same structure, shapes and settings and the
+config says the same of both. The model keeps its first layers up to one of every kind, so that
+whatever it reads by a layer's number stays right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from llmc.passes.layers import layer_list
+
+Kind = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortened:
+    """`stand_in[i]` is the captured layer that layer i is a copy of."""
+
+    path: str
+    num_layers: int
+    num_captured: int
+    stand_in: tuple[int, ...]
+
+    def copies(self, layer: int) -> int:
+        """How many layers of the whole model a captured layer stands for; 1 outside of them."""
+        return self.stand_in.count(layer) if 0 <= layer < self.num_captured else 1
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_captured == self.num_layers
+
+
+def shorten(module: nn.Module, config: Any, *, keep_all: bool = False) -> Shortened:
+    """Cut the module's list of layers, in place."""
+    path, count = layer_list(name for name, _ in module.named_parameters())
+    layers = module.get_submodule(path) if count else None
+    if keep_all or not isinstance(layers, nn.ModuleList) or len(layers) != count:
+        return Shortened(
+            path=path, num_layers=count, num_captured=count, stand_in=tuple(range(count))
+        )
+    kinds = [_kind(layer, config, i, count) for i, layer in enumerate(layers)]
+    kept = _prefix(kinds)
+    last = {kind: i for i, kind in enumerate(kinds[:kept])}  # not the first layer, where possible
+    del layers[kept:]
+    stand_in = tuple(i if i < kept else last[kind] for i, kind in enumerate(kinds))
+    return Shortened(path=path, num_layers=count, num_captured=kept, stand_in=stand_in)
+
+
+def _prefix(kinds: Sequence[Kind]) -> int:
+    """The first layers up to one of every kind, and one more, which follows another layer."""
+    wanted = set(kinds)
+    seen: set[Kind] = set()
+    for i, kind in enumerate(kinds):
+        seen.add(kind)
+        if seen == wanted:
+            return min(i + 2, len(kinds))
+    return len(kinds)
+
+
+def _kind(layer: nn.Module, config: Any, index: int, count: int) -> Kind:
+    parts: list[object] = []
+    for name, module in layer.named_modules():
+        shapes = [(n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False)]
+        shapes += [(n, tuple(b.shape)) for n, b in module.named_buffers(recurse=False)]
+        settings = [
+            (key, value)
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, bool | int | float | str) and "idx" not in key
+        ]
+        parts.append((name, type(module).__name__, tuple(shapes), tuple(settings)))
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    listed = [
+        (key, value[index])
+        for key, value in sorted(vars(text).items())
+        if isinstance(value, list | tuple)
+        and len(value) == count
+        and all(isinstance(v, bool | int | float | str) for v in value)
+    ]
+    return (*parts, tuple(listed))

@@ -1,0 +1,70 @@
+"""The graph after every pass, and what each pass did in which layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from llmc.passes.base import Pass, PassReport, check_names, histogram, op_name, run_passes
+from llmc.passes.layers import Layers, find_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A graph and the pass that made it; None for the captured graph."""
+
+    graph: fx.GraphModule
+    layers: Layers
+    rewrite: Pass | None
+    report: PassReport | None
+
+    @property
+    def num_ops(self) -> int:
+        return sum(histogram(self.graph).values())
+
+
+def run_stages(
+    captured: fx.GraphModule, passes: Sequence[Pass], switches: Mapping[str, bool]
+) -> list[Stage]:
+    """One pass at a time; a pass that is off leaves the same graph."""
+    check_names(switches, passes)
+    graph = captured
+    stages = [Stage(graph=graph, layers=find_layers(graph.graph), rewrite=None, report=None)]
+    for p in passes:
+        own = {p.name: False} if not switches.get(p.name, True) else {}
+        graph, (report,) = run_passes(graph, (p,), own)
+        layers = find_layers(graph.graph)
+        stages.append(Stage(graph=graph, layers=layers, rewrite=p, report=report))
+    return stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Ops that went and that came in the whole model, and the captured layers that they are in."""
+
+    removed: int
+    added: int
+    layers: tuple[int, ...]
+
+
+def change(before: Stage, after: Stage, copies: Callable[[int], int]) -> Change:
+    """`copies(layer)` is how many layers of the model a captured one stands for."""
+    old, new = _ops(before), _ops(after)
+    gone = [layer for op, layer in old.items() if op not in new]
+    came = [layer for op, layer in new.items() if op not in old]
+    return Change(
+        removed=sum(map(copies, gone)),
+        added=sum(map(copies, came)),
+        layers=tuple(sorted({*gone, *came})),
+    )
+
+
+def _ops(stage: Stage) -> dict[tuple[str, str], int]:
+    """(name, op) of every call -> its layer."""
+    return {
+        (node.name, op_name(node)): stage.layers.of[node]
+        for node in stage.graph.graph.nodes
+        if node.op == "call_function"
+    }

@@ -1,0 +1,100 @@
+"""Ops in plain words, for readers who know neither FX nor ATen: (group, what it does)."""
+
+from __future__ import annotations
+
+Words = tuple[str, str]
+
+GROUPS = {
+    "matmul": "Matrix products: nearly all of the weights, and of the time",
+    "attention": "Attention: each token looks at the tokens before it",
+    "cache": "The cache: keys and values of earlier tokens, in blocks",
+    "recurrent": "Recurrence: what a layer keeps of all earlier tokens in one state",
+    "norm": "Normalization",
+    "math": "Arithmetic, number by number",
+    "shape": "Views: no number changes, some cost nothing at all",
+    "lookup": "Table look-ups",
+    "sample": "Choosing the next token",
+}
+
+_WORDS: dict[str, Words] = {
+    "linear": ("matmul", "multiply by a weight matrix"),
+    "mm": ("matmul", "multiply two matrices"),
+    "bmm": ("matmul", "multiply matrices, batch by batch"),
+    "matmul": ("matmul", "multiply two matrices"),
+    "addmm": ("matmul", "multiply by a weight matrix and add a bias"),
+    "_linear_pointwise": ("matmul", "multiply by a prepacked weight matrix"),
+    "expert_linear": ("matmul", "multiply by the weight matrix of each token's expert"),
+    "attention": ("attention", "attend to all earlier tokens of one text (a marker)"),
+    "paged_attention": ("attention", "attend to the cached tokens of each request"),
+    "write_kv": ("cache", "write keys and values to the cache"),
+    "rope_write": ("cache", "rotate queries and keys by position, and write the cache"),
+    "causal_conv": ("recurrent", "mix each token with the few before it (short convolution)"),
+    "delta_rule": ("recurrent", "update the layer's memory and read it (delta rule)"),
+    "selective_scan": ("recurrent", "update the layer's state and read it (state space)"),
+    "linear_recurrence": ("recurrent", "update the layer's state and read it"),
+    "rms_norm": ("norm", "scale every token to unit size (RMSNorm)"),
+    "add_rms_norm": ("norm", "add to the residual stream, then RMSNorm"),
+    "layer_norm": ("norm", "center and scale every token (LayerNorm)"),
+    "rsqrt": ("math", "one over the square root"),
+    "mean": ("math", "average over a dimension"),
+    "pow": ("math", "raise to a power"),
+    "act_mul": ("math", "activation of one half times the other half"),
+    "silu": ("math", "activation (SiLU)"),
+    "gelu": ("math", "activation (GELU)"),
+    "relu": ("math", "activation (ReLU)"),
+    "sigmoid": ("math", "activation (sigmoid)"),
+    "softmax": ("math", "turn scores into shares of one"),
+    "tanh": ("math", "squash between -1 and 1"),
+    "add": ("math", "add"),
+    "sub": ("math", "subtract"),
+    "mul": ("math", "multiply"),
+    "div": ("math", "divide"),
+    "neg": ("math", "change the sign"),
+    "cos": ("math", "cosine: the angle of a position"),
+    "sin": ("math", "sine: the angle of a position"),
+    "exp": ("math", "e to the power of it"),
+    "softplus": ("math", "a smooth step up from zero"),
+    "clamp": ("math", "keep within bounds"),
+    "maximum": ("math", "the larger of two"),
+    "sum": ("math", "sum over a dimension"),
+    "topk": ("math", "the largest few, for the choice of experts"),
+    "to": ("shape", "change the number format"),
+    "_to_copy": ("shape", "change the number format"),
+    "view": ("shape", "see the same numbers in another shape"),
+    "reshape": ("shape", "see the same numbers in another shape"),
+    "transpose": ("shape", "swap two dimensions"),
+    "permute": ("shape", "swap dimensions"),
+    "unsqueeze": ("shape", "add a dimension of size one"),
+    "squeeze": ("shape", "drop a dimension of size one"),
+    "expand": ("shape", "repeat without copying"),
+    "slice": ("shape", "take a part"),
+    "split": ("shape", "cut into parts"),
+    "split_with_sizes": ("shape", "cut into parts"),
+    "chunk": ("shape", "cut into equal parts"),
+    "cat": ("shape", "join parts"),
+    "contiguous": ("shape", "lay out in order"),
+    "flatten": ("shape", "join dimensions"),
+    "select": ("shape", "take one"),
+    "getitem": ("shape", "take one of several results"),
+    "sym_size": ("shape", "how many tokens there are"),
+    "embedding": ("lookup", "look up each token's vector"),
+    "index_select": ("lookup", "look up rows of a table"),
+    "index": ("lookup", "look up by index"),
+    "gather": ("lookup", "look up by index"),
+    "arange": ("lookup", "count up"),
+    "process_logits": ("sample", "penalties, biases and masks on the scores"),
+    "sample": ("sample", "draw the next token"),
+}
+
+
+def words_of(op: str) -> Words:
+    """By the op's bare name: `linear` of `aten.linear.default`."""
+    return _WORDS.get(op, ("math", op.replace("_", " ").strip()))
+
+
+def bare_name(target: str) -> str:
+    """`aten.add.Tensor` -> `add`, `llmc_cpu.linear.default` -> `linear`."""
+    if "getitem" in target:
+        return "getitem"
+    parts = target.split(".")
+    return parts[1] if len(parts) > 2 else parts[-1]

@@ -1,0 +1,60 @@
+"""Which batch sizes decode steps are padded to, and whether another one would pay.
+
+A captured graph serves one batch size. The default sizes bound the waste for any load; a load
+that stays at one size in between gets a size of its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Sequence
+
+_WINDOW = 512  # decode steps between two looks
+_WASTE = 0.10  # share of computed rows that were dummies, above which a size is added
+_MOST_ADDED = 8  # each size is one more graph to keep
+
+
+def default_buckets(max_rows: int) -> tuple[int, ...]:
+    """Decode batch sizes: 1, 2, 4, 8, then by 8 to 64, by 16 to 256, by 64 from there."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_rows + 64, 64)]
+    return (*[s for s in sizes if s < max_rows], max_rows)
+
+
+class Buckets:
+    """Sorted sizes and a histogram of the batches that came."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        if not sizes or min(sizes) < 1:
+            raise ValueError(f"batch sizes must be positive, got {list(sizes)}")
+        self.sizes = sorted(set(sizes))
+        self._added = 0
+        self._seen: Counter[int] = Counter()
+        self.num_rows = 0  # of requests, in all decode steps so far
+        self.num_padding = 0  # dummies beside them
+
+    def choose(self, rows: int) -> int:
+        """The least size that holds `rows`; `rows` itself beyond the largest."""
+        i = bisect_left(self.sizes, rows)
+        return self.sizes[i] if i < len(self.sizes) else rows
+
+    def observe(self, rows: int) -> int | None:
+        """Count a decode step. -> a size that was just added because too much was padding."""
+        self._seen[rows] += 1
+        self.num_rows += rows
+        self.num_padding += self.choose(rows) - rows
+        if self._seen.total() < _WINDOW:
+            return None
+        seen, self._seen = self._seen, Counter()
+        return self._add_one(seen)
+
+    def _add_one(self, seen: Counter[int]) -> int | None:
+        """The size that would have saved most of the window's padding, if that was too much."""
+        wasted = {rows: (self.choose(rows) - rows) * times for rows, times in seen.items()}
+        computed = sum(self.choose(rows) * times for rows, times in seen.items())
+        if self._added == _MOST_ADDED or sum(wasted.values()) <= _WASTE * computed:
+            return None
+        size = max(wasted, key=lambda rows: wasted[rows])
+        insort(self.sizes, size)
+        self._added += 1
+        return size

@@ -1,0 +1,147 @@
+"""A plan -> one array of words: all that the host sends for a step.
+
+    segments (target, length, source) | work lines, one a request | samples that want
+    log-probabilities | block copies | blocks to swap | the segments' words
+
+Its size depends on how many rows take part and on what is new to them, never on how long their
+contexts are. Each part starts on 16 bytes, as the kernels were compiled for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmc.engine.plan import StepPlan
+from llmc.kernels.prepare_step import WORK_WORDS
+from llmc.kernels.write_segments import SEGMENT_WORDS
+from llmc.runner.rows import RowTables, Segments, Words
+
+_ALIGN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """`words` and where its parts begin. The step has T tokens, R requests and S samples, of
+    which `num_sampled` belong to requests; the rest pad a bucket."""
+
+    words: Words
+    num_segments: int
+    work: int
+    num_requests: int
+    num_tokens: int
+    num_samples: int
+    num_sampled: int
+    picks: int
+    picked: tuple[int, ...]  # samples whose log-probabilities are wanted
+    wanted: tuple[int, ...]  # how many alternatives each of them wants
+    scored: frozenset[int]  # samples that draw nothing: the next token is known
+    copies: int  # sources, then targets
+    num_copies: int
+    swaps: int  # blocks that go out, then blocks that come in
+
+
+def encode(rows: RowTables, plan: StepPlan, padding: int = 0, dummy_tokens: int = 1) -> Delta:
+    """`padding` dummies are added that compute `dummy_tokens` tokens and sample one each."""
+    segments = _row_changes(rows, plan)
+    lines, num_tokens, num_sampled = _work_lines(plan)
+    for i in range(padding):
+        first = num_tokens + i * dummy_tokens
+        lines += (rows.padding_row, 0, dummy_tokens, first, 0, num_sampled + i, 1, 0)
+    picks, wanted, scored = _logprob_picks(rows, plan)
+    copies = [copy.source for copy in plan.block_copies]
+    copies += [copy.target for copy in plan.block_copies]
+    count = len(segments.targets)
+    at_work = _aligned(count * SEGMENT_WORDS)
+    at_picks = _aligned(at_work + len(lines))
+    at_copies = _aligned(at_picks + len(picks))
+    swaps = [copy.source for copy in plan.swap_out] + [copy.target for copy in plan.swap_in]
+    at_swaps = _aligned(at_copies + len(copies))
+    at_payload = at_swaps + len(swaps)
+    words = np.empty(at_payload + segments.num_words, np.int32)
+    words[at_work : at_work + len(lines)] = lines
+    words[at_picks : at_picks + len(picks)] = picks
+    words[at_copies : at_copies + len(copies)] = copies
+    words[at_swaps : at_swaps + len(swaps)] = swaps
+    _write_segments(words, segments, at_payload)
+    return Delta(
+        words=words,
+        num_segments=count,
+        work=at_work,
+        num_requests=len(plan.work) + padding,
+        num_tokens=num_tokens + padding * dummy_tokens,
+        num_samples=num_sampled + padding,
+        num_sampled=num_sampled,
+        picks=at_picks,
+        picked=tuple(picks),
+        wanted=tuple(wanted),
+        scored=frozenset(scored),
+        copies=at_copies,
+        num_copies=len(plan.block_copies),
+        swaps=at_swaps,
+    )
+
+
+def _aligned(words: int) -> int:
+    return -(-words // _ALIGN) * _ALIGN
+
+
+def _row_changes(rows: RowTables, plan: StepPlan) -> Segments:
+    segments = Segments()
+    for row in plan.released_rows:
+        rows.release(row)
+    masked = {mask.row for mask in plan.row_masks}
+    for new in plan.new_rows:
+        rows.fill(new, segments, is_masked=new.row in masked)  # two runs must not overlap
+    for mask in plan.row_masks:
+        rows.set_mask(mask, segments)
+    for work in plan.work:
+        rows.append_blocks(work, segments)
+        rows.enter_drafts(work, segments)
+    return segments
+
+
+def _work_lines(plan: StepPlan) -> tuple[list[int], int, int]:
+    """The words of each request's line, and the step's tokens and samples."""
+    lines: list[int] = []
+    token = sample = 0
+    for work in plan.work:
+        count, scored = work.num_tokens, work.num_scored
+        samples = work.num_samples + scored
+        end = work.start + count
+        lines += (work.row, work.start, count, token, end, sample, samples, scored)
+        token += count
+        sample += samples
+    assert len(lines) == len(plan.work) * WORK_WORDS
+    return lines, token, sample
+
+
+def _logprob_picks(rows: RowTables, plan: StepPlan) -> tuple[list[int], list[int], list[int]]:
+    """Samples that want log-probabilities, how many alternatives each, and those only scored."""
+    picks: list[int] = []
+    wanted: list[int] = []
+    scored: list[int] = []
+    sample = 0
+    for work in plan.work:
+        if work.is_scored:
+            given = range(sample, sample + work.num_scored)
+            scored += given
+            picks += given
+            wanted += [rows.prompt_logprobs[work.row] or 0] * len(given)
+            sample += len(given)
+        most = rows.logprobs[work.row]
+        if most is not None:
+            picks += range(sample, sample + work.num_samples)
+            wanted += [most] * work.num_samples
+        sample += work.num_samples
+    return picks, wanted, scored
+
+
+def _write_segments(words: Words, segments: Segments, source: int) -> None:
+    header: list[int] = []
+    for target, run in zip(segments.targets, segments.runs, strict=True):
+        header += (target, len(run), source)
+        words[source : source + len(run)] = run
+        source += len(run)
+    words[: len(header)] = header

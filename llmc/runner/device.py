@@ -1,0 +1,114 @@
+"""What a runner needs of its device: words to it, results back, graphs where it has them.
+
+The host never waits for a device here except in `Download.wait`. On a GPU copies go through
+pinned memory and are ordered by the stream; on CPU there is nothing to copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmc.runner.graphs import CudaGraphs, GraphBackend
+from llmc.runner.rows import Words
+
+
+class Download(Protocol):
+    """Tensors on their way to the host."""
+
+    def wait(self) -> list[Tensor]: ...
+
+
+class Device(Protocol):
+    """Where a runner runs. `graphs` is None where there is nothing to capture."""
+
+    graphs: GraphBackend | None
+
+    def upload(self, words: Words) -> Tensor:
+        """-> int32 words on the device, to be used by the step that is being launched."""
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        """Start to bring tensors home; they may be overwritten by steps launched later."""
+
+
+class _Here:
+    """Results that were on the host all along."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+
+    def wait(self) -> list[Tensor]:
+        return self._tensors
+
+
+class HostDevice:
+    """The CPU: what is launched is done when the call returns."""
+
+    def __init__(self, graphs: GraphBackend | None = None) -> None:
+        self.graphs = graphs
+
+    def upload(self, words: Words) -> Tensor:
+        return torch.from_numpy(words)
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        return _Here([tensor.clone() for tensor in tensors])
+
+
+class _Event:
+    """Pinned copies and the event that says they are whole."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> list[Tensor]:
+        self._event.synchronize()
+        return self._tensors
+
+
+class CudaDevice:
+    """One GPU and its current stream.
+
+    Uploads go round a ring of pinned buffers: one more than steps can be in flight, so that a
+    buffer is free again when its turn comes, without a wait.
+    """
+
+    def __init__(self, device: torch.device, *, max_in_flight: int) -> None:
+        self.graphs: GraphBackend | None = CudaGraphs()
+        self._device = device
+        self._ring: list[Tensor] = [torch.empty(0)] * (max_in_flight + 1)
+        self._used: list[torch.cuda.Event | None] = [None] * len(self._ring)
+        self._next = 0
+
+    def upload(self, words: Words) -> Tensor:
+        i = self._next
+        self._next = (i + 1) % len(self._ring)
+        used = self._used[i]
+        if used is not None:
+            used.synchronize()  # long past, unless steps are submitted without reading results
+        if self._ring[i].numel() < words.size:
+            self._ring[i] = torch.empty(2 * words.size, dtype=torch.int32, pin_memory=True)
+        pinned = self._ring[i][: words.size]
+        pinned.numpy()[:] = words
+        sent = pinned.to(self._device, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        self._used[i] = done
+        return sent
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        home = []
+        for tensor in tensors:
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            home.append(pinned.copy_(tensor, non_blocking=True))
+        return _Event(home)
+
+
+def open_device(device: torch.device, *, max_in_flight: int) -> Device:
+    if device.type == "cuda":
+        return CudaDevice(device, max_in_flight=max_in_flight)
+    return HostDevice()

@@ -1,0 +1,25 @@
+"""Which errors of a step end the engine, and which only the requests in it."""
+
+from __future__ import annotations
+
+import torch
+
+from llmc.errors import EngineDeadError
+
+# A kernel that faulted leaves the device unusable for this process: nothing can succeed after it.
+_AcceleratorError: type[Exception] | None = getattr(torch, "AcceleratorError", None)
+_CUDA_ERRORS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS")
+
+
+def classified(error: Exception) -> Exception:
+    """`error` itself, or an EngineDeadError where the device will run no later step either.
+
+    Running out of memory is an ordinary error: a smaller step may fit.
+    """
+    if isinstance(error, torch.OutOfMemoryError | EngineDeadError):
+        return error
+    is_device = _AcceleratorError is not None and isinstance(error, _AcceleratorError)
+    if is_device or any(text in str(error) for text in _CUDA_ERRORS):
+        reason = str(error).strip().splitlines()[0]
+        return EngineDeadError(f"the device failed: {reason}; restart the engine")
+    return error

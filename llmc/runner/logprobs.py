@@ -1,0 +1,61 @@
+"""Log-probabilities of drawn tokens and of given ones: computed on the device, read when the step's
+result is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from llmc.engine.plan import StepResult, TokenLogprobs
+from llmc.kernels.token_logprobs import token_logprobs
+from llmc.runner.delta import Delta
+
+
+def chosen_tokens(tokens: Tensor, inputs: dict[str, Tensor], history: Tensor) -> Tensor:
+    """[S] int64: the drawn token of each sample; where it is only scored, the one that follows."""
+    row, length = inputs["row"], inputs["length"]
+    # a sample at the end of the prompt of a full context has no next token, and is drawn
+    after = inputs["positions"].index_select(0, inputs["logits_index"]) + 1
+    follows = history[row, after.clamp(max=history.shape[1] - 1)].long()
+    return torch.where(length == 0, follows, tokens)
+
+
+def gather_logprobs(logits: Tensor, tokens: Tensor, picks: Tensor, most: int) -> list[Tensor]:
+    """Of the unprocessed logits [S, V] at samples `picks` [P]: the chosen tokens [P] int64, then
+    what `token_logprobs` says of them and of the `most` likeliest; on the same device."""
+    chosen = tokens.index_select(0, picks)
+    found: tuple[Tensor, ...] = token_logprobs.run(logits.index_select(0, picks), chosen, most)
+    return [chosen, *found]
+
+
+def read_result(delta: Delta, tokens: Sequence[int], gathered: Sequence[Tensor]) -> StepResult:
+    """The tokens of all samples and what `gather_logprobs` brought home of some of them."""
+    drawn = [i for i in range(len(tokens)) if i not in delta.scored]
+    ids = [tokens[i] if tokens[i] >= 0 else None for i in drawn]
+    if not gathered:
+        return StepResult(token_ids=ids)
+    found = dict(zip(delta.picked, _read(delta.wanted, gathered), strict=True))
+    return StepResult(
+        token_ids=ids,
+        logprobs=[found[i] if found.get(i) and tokens[i] >= 0 else None for i in drawn],
+        scores=[found[i] for i in sorted(delta.scored)],
+    )
+
+
+def _read(wanted: Sequence[int], gathered: Sequence[Tensor]) -> list[TokenLogprobs]:
+    chosen, values, ranks, top_ids, top_values = (tensor.tolist() for tensor in gathered)
+    found = []
+    for i, count in enumerate(wanted):
+        ids = [token for token in top_ids[i][:count] if token >= 0]  # the vocabulary may be smaller
+        found.append(
+            TokenLogprobs(
+                token_id=chosen[i],
+                logprob=values[i],
+                rank=ranks[i],
+                top_token_ids=ids,
+                top_logprobs=top_values[i][: len(ids)],
+            )
+        )
+    return found

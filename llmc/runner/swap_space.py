@@ -1,0 +1,59 @@
+"""Host memory for the blocks of preempted requests, and the copies to it and back.
+
+One slot holds a block of all layers, side by side, so that a block moves in one copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_TRIAL_BLOCKS = 32
+
+
+class SwapSpace:
+    """`num_slots` slots for the blocks of `caches` ([num_blocks, ...] each)."""
+
+    def __init__(self, caches: Sequence[Tensor], num_slots: int) -> None:
+        # bytes, whatever the dtype: float8 has no index ops
+        self._caches = [cache.view(torch.uint8).flatten(1) for cache in caches]
+        self._widths = [cache.shape[1] for cache in self._caches]
+        self.block_bytes = sum(self._widths)
+        self.device = caches[0].device
+        self.num_slots = num_slots
+        pinned = self.device.type == "cuda"
+        self._slots = torch.empty(num_slots, self.block_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+    def swap_out(self, blocks: Tensor, slots: Sequence[int]) -> None:
+        """Copy blocks [N] int32 (on the device) to these slots; queued, not waited for."""
+        gathered = torch.cat([cache.index_select(0, blocks) for cache in self._caches], 1)
+        for i, slot in enumerate(slots):
+            self._slots[slot].copy_(gathered[i], non_blocking=True)
+
+    def swap_in(self, slots: Sequence[int], blocks: Tensor) -> None:
+        """Copy these slots to blocks [N] int32; queued behind what was queued before."""
+        arrived = torch.empty(len(slots), self.block_bytes, dtype=torch.uint8, device=self.device)
+        for i, slot in enumerate(slots):
+            arrived[i].copy_(self._slots[slot], non_blocking=True)
+        index = blocks.long()
+        for cache, part in zip(self._caches, arrived.split(self._widths, 1), strict=True):
+            cache.index_copy_(0, index, part)
+
+    def measure(self) -> float:
+        """Bytes a second, one way; call before anything is in the caches."""
+        count = min(_TRIAL_BLOCKS, len(self._slots), self._caches[0].shape[0])
+        blocks = torch.arange(count, dtype=torch.int32, device=self.device)
+        slots = range(count)
+        self._round_trip(blocks, slots)  # memory is taken and kernels are loaded
+        start = time.perf_counter()
+        self._round_trip(blocks, slots)
+        return 2 * count * self.block_bytes / (time.perf_counter() - start)
+
+    def _round_trip(self, blocks: Tensor, slots: Sequence[int]) -> None:
+        self.swap_out(blocks, slots)
+        self.swap_in(slots, blocks)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()

@@ -1,0 +1,99 @@
+"""The fields of a body that ask for a grammar -> one StructuredOutputs.
+
+response_format | structured_outputs | guided_json, guided_regex, guided_choice, guided_grammar
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from llmc.errors import InvalidRequestError
+from llmc.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llmc.server.protocol import GenerationBody
+
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+FORMATS = ("text", "json_object", "json_schema")
+
+
+def structured_outputs(body: GenerationBody) -> StructuredOutputs | None:
+    """None when free text is asked for. InvalidRequestError for what is wrong or twice there."""
+    fields = _asking(body)
+    if len(fields) > 1:
+        raise InvalidRequestError(
+            f"{' and '.join(fields)} both ask for a grammar; give one of them", param=fields[1]
+        )
+    if not fields:
+        return None
+    with blaming(body):
+        return StructuredOutputs(**_options(fields[0], getattr(body, fields[0])))
+
+
+@contextmanager
+def blaming(body: GenerationBody) -> Iterator[None]:
+    """Errors about the grammar name the field that it came in."""
+    try:
+        yield
+    except InvalidRequestError as exc:
+        [field, *_] = _asking(body) or [""]
+        if field != "structured_outputs" and (exc.param or "").startswith("structured_outputs"):
+            text = str(exc).replace(str(exc.param), field, 1)
+            raise InvalidRequestError(text, param=field, code=exc.code) from exc
+        raise
+
+
+def _asking(body: GenerationBody) -> list[str]:
+    names = ("response_format", "structured_outputs", *GUIDED)
+    fields = [name for name in names if getattr(body, name) is not None]
+    if body.response_format is not None and body.response_format.get("type") == "text":
+        fields.remove("response_format")
+    return fields
+
+
+def _options(field: str, value: Any) -> dict[str, Any]:
+    if field == "response_format":
+        return _of_response_format(value)
+    if field in GUIDED:
+        return {GUIDED[field]: value}
+    options: dict[str, Any] = value.model_dump(by_alias=True, exclude_none=True)
+    return options
+
+
+def _of_response_format(given: dict[str, Any]) -> dict[str, Any]:
+    _check_keys("response_format", given, ("type", "json_schema"))
+    kind = given.get("type")
+    if kind not in FORMATS:
+        raise InvalidRequestError(
+            f"response_format.type must be one of {', '.join(FORMATS)}, got {kind!r:.80}",
+            param="response_format.type",
+        )
+    if kind == "json_object":
+        return {"json_object": True}
+    described = given.get("json_schema")
+    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
+        raise InvalidRequestError(
+            'response_format of type "json_schema" needs a schema: {"type": "json_schema", '
+            '"json_schema": {"name": "...", "schema": {...}}}',
+            param="response_format.json_schema",
+        )
+    _check_keys(
+        "response_format.json_schema", described, ("name", "description", "schema", "strict")
+    )
+    return {"json": described["schema"]}
+
+
+def _check_keys(where: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
+    for key in given:
+        if key not in known:
+            raise InvalidRequestError(
+                f"{where} has no field {key[:80]!r}; it has {', '.join(known)}",
+                param=f"{where}.{key[:80]}",
+            )

@@ -1,0 +1,132 @@
+"""A further API process: `python -P -m llmc.server.worker`, started by server/workers.py.
+
+It is the front of `llmc serve` once more, on the same socket and the same engine process. What
+happens to the engine, and when to end, it reads on its standard input; when that closes the main
+process is dead, and so is this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from llmc.front.fleet import Fleet, Listener
+from llmc.front.orphan import die_with_parent, leave_signals_to_parent
+from llmc.front.wire import VERSION, WireError, from_line, other_version
+from llmc.server.workers import WORKER_MESSAGES, End, WorkerOrder
+
+if TYPE_CHECKING:
+    from llmc.async_llm import AsyncLLM
+
+
+class MainProcess:
+    """What the main process says, line by line. A fleet.FleetWatch."""
+
+    def __init__(self, order: WorkerOrder) -> None:
+        self._fleet = order.fleet
+        self._listeners: list[Listener] = []
+        self._lock = threading.Lock()
+        self.on_end: Callable[[], object] = lambda: os._exit(0)  # nothing is served yet
+        self._thread = threading.Thread(target=self._run, name="llmc-orders", daemon=True)
+        self._thread.start()
+
+    def watch(self, listener: Listener) -> Fleet:
+        with self._lock:
+            self._listeners.append(listener)
+            return self._fleet
+
+    def dump_stacks(self) -> None:
+        pid = self._fleet.pids.get("engine")
+        if pid is not None and self._fleet.engine is not None:
+            os.kill(pid, signal.SIGUSR1)
+
+    def wait_for_engine(self) -> Fleet:
+        """What holds once there is an engine: at the start there may be none for a moment."""
+        known = threading.Event()
+
+        def listen(fleet: Fleet) -> None:
+            if fleet.engine is not None:
+                known.set()
+
+        if self.watch(listen).engine is None:
+            known.wait()
+        return self._fleet
+
+    def _run(self) -> None:
+        for line in sys.stdin.buffer:
+            message = from_line(line, WORKER_MESSAGES)
+            if isinstance(message, End):
+                self.on_end()
+            else:
+                with self._lock:
+                    self._fleet = message
+                    for listener in self._listeners:
+                        listener(message)
+        os._exit(0)
+
+
+def main() -> int:
+    leave_signals_to_parent()
+    die_with_parent()
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 0
+    order: WorkerOrder = from_line(line, WorkerOrder)
+    if order.version != VERSION:
+        raise WireError(other_version(order.version))
+    logging.basicConfig(format=order.log_format, level=logging.WARNING)
+    logging.getLogger("llmc").setLevel(order.log_level.upper())
+    # Before prometheus_client is imported, which reads it then.
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = order.metrics_folder
+    parent = MainProcess(order)
+    _serve(order, _connect(order, parent), parent)
+    return 0
+
+
+def _connect(order: WorkerOrder, parent: MainProcess) -> AsyncLLM:
+    from llmc.async_llm import AsyncLLM
+    from llmc.front.engine import load_tokenizer
+    from llmc.front.remote import RemoteEngine
+
+    engine = parent.wait_for_engine().engine
+    assert engine is not None, "it was waited for"
+    return AsyncLLM.from_link(
+        RemoteEngine(order.name, parent),
+        engine.info,
+        engine.stats,
+        order.config,
+        load_tokenizer(order.config, engine.info),
+        is_shared=True,
+    )
+
+
+def _serve(order: WorkerOrder, llm: AsyncLLM, parent: MainProcess) -> None:
+    from llmc.server.app import create_app
+    from llmc.server.run import Server
+
+    class WorkerServer(Server):
+        _logs_throughput = False
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            """Not from a signal: uvicorn has replaced our handlers by this one."""
+
+    def ready() -> None:
+        loop = asyncio.get_running_loop()
+        parent.on_end = lambda: loop.call_soon_threadsafe(server.end)
+        with os.fdopen(int(sys.argv[-1]), "wb") as report:
+            report.write(b"ready\n")
+
+    server = WorkerServer(create_app(llm, order.settings), order.settings, on_ready=ready)
+    server.run(sockets=[socket.socket(fileno=order.socket_fd)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""`--api-workers N`: N - 1 further API processes beside the main one, on the same listening socket.
+
+    main process: Workers --WorkerOrder, Fleet, End--> worker processes (server/worker.py)
+
+The kernel gives each connection to one of them. They share the engine process, and the metrics by
+way of files. One that dies loses its own connections only, and is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import msgspec
+
+from llmc.config import EngineConfig
+from llmc.front.child import Child, python_module
+from llmc.front.fleet import Fleet, RestartBudget
+from llmc.front.supervisor import Supervisor
+from llmc.front.wire import VERSION, to_line
+from llmc.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+WORKER_MODULE = "llmc.server.worker"
+END_S = 3.0  # for a worker that was told to end at once
+POLL_S = 0.05
+
+
+class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line that a worker reads."""
+
+    version: str
+    name: str
+    socket_fd: int
+    settings: ServerSettings
+    config: EngineConfig
+    fleet: Fleet
+    metrics_folder: str
+    log_level: str
+    log_format: str
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """Drain and end; the second one: end at once."""
+
+
+WORKER_MESSAGES = Fleet | End
+
+
+class Workers:
+    """A context: at its end no worker is left."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        make_order: Callable[[str, Fleet], WorkerOrder],
+        sock: socket.socket,
+        count: int,
+    ) -> None:
+        self._supervisor = supervisor
+        self._make_order = make_order
+        self._sock = sock
+        self._budget = RestartBudget()
+        self._num_ends = 0
+        self._is_closing = threading.Event()
+        self._children: dict[str, Child] = {}
+        self._threads = [
+            threading.Thread(target=self._run, args=(f"api-{i}",), name=f"llmc-api-{i}")
+            for i in range(1, count + 1)
+        ]
+
+    def __enter__(self) -> Workers:
+        self._supervisor.watch(self._pass_on)
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_closing.set()
+        for child in self._running():
+            child.end(END_S)
+        for thread in self._threads:
+            thread.join()
+
+    def end(self) -> None:
+        self._num_ends += 1
+        self._is_closing.set()
+        for child in self._running():
+            child.order(to_line(End()))
+
+    async def wait(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while any(thread.is_alive() for thread in self._threads):
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(POLL_S)
+        return True
+
+    def _pass_on(self, fleet: Fleet) -> None:
+        line = to_line(fleet)
+        for child in self._running():
+            child.order(line)
+
+    def _running(self) -> Sequence[Child]:
+        return list(self._children.values())
+
+    # ---- a thread for each worker ----
+
+    def _run(self, name: str) -> None:
+        number = 0
+        while not self._is_closing.is_set():
+            # The engine must never take a worker for the one that died before it.
+            front = name if number == 0 else f"{name}.{number}"
+            why = self._live(name, front, is_restart=number > 0)
+            if self._is_closing.is_set():
+                return
+            self._supervisor.tell_gone(front)
+            delay_s = self._budget.take(time.monotonic())
+            if delay_s is None:
+                log.error("%s died: %s; it stays away (%s)", name, why, self._budget)
+                return
+            log.error("%s died: %s; started again in %g s (%s)", name, why, delay_s, self._budget)
+            self._is_closing.wait(delay_s)
+            number += 1
+
+    def _live(self, name: str, front: str, *, is_restart: bool) -> str:
+        command = python_module(WORKER_MODULE)
+        with Child(command, pass_fds=[self._sock.fileno()]) as child:
+            child.order(to_line(self._make_order(front, self._supervisor.fleet)))
+            self._children[name] = child  # only now, since the order must be its first line
+            self._supervisor.tell_process(name, child.pid, restarted=is_restart)
+            if self._is_closing.is_set():
+                return "it was not needed any more"
+            for _ in child.reports():
+                log.info("%s answers", name)
+            why = child.wait()
+            del self._children[name]
+        self._supervisor.tell_process(name, None)
+        return why
+
+
+def order_maker(
+    sock: socket.socket,
+    settings: ServerSettings,
+    config: EngineConfig,
+    *,
+    metrics_folder: str,
+    log_level: str,
+    log_format: str,
+) -> Callable[[str, Fleet], WorkerOrder]:
+    """Orders that differ in the worker's name and in what holds when it starts."""
+
+    def make(name: str, fleet: Fleet) -> WorkerOrder:
+        return WorkerOrder(
+            version=VERSION,
+            name=name,
+            socket_fd=sock.fileno(),
+            settings=settings,
+            config=config,
+            fleet=fleet,
+            metrics_folder=metrics_folder,
+            log_level=log_level,
+            log_format=log_format,
+        )
+
+    return make

@@ -1,0 +1,90 @@
+"""SpeculativeConfig: how tokens are guessed ahead of the model. Keys are those of `vllm serve`.
+
+What comes out is the same with and without it; only how many steps it takes is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from llmc.errors import ConfigError
+
+METHODS = ("ngram",)
+MAX_DRAFT = 32
+MAX_NGRAM = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """`ngram`: what followed the last tokens where they stood before, in the same request.
+
+    The last `prompt_lookup_max` tokens are looked up first, then fewer, down to
+    `prompt_lookup_min`. Where one of the two is not given it is 4 or 2, or what the other needs.
+    """
+
+    method: Literal["ngram"] = "ngram"
+    num_speculative_tokens: int = 4  # guessed at most, per request and step
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(
+                f"speculative_config: unknown method {self.method!r}; "
+                f"the methods are {', '.join(METHODS)}"
+            )
+        _check("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFT)
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), MAX_NGRAM)
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        if shortest is None:
+            shortest = min(2, longest or 2)
+        if longest is None:
+            longest = max(4, shortest)
+        if shortest > longest:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min is {shortest} and prompt_lookup_max "
+                f"{longest}; the first must not exceed the second"
+            )
+        object.__setattr__(self, "prompt_lookup_min", shortest)
+        object.__setattr__(self, "prompt_lookup_max", longest)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Of the looked-up token sequences, shortest and longest."""
+        assert self.prompt_lookup_min is not None and self.prompt_lookup_max is not None
+        return self.prompt_lookup_min, self.prompt_lookup_max
+
+    @classmethod
+    def of(cls, given: Mapping[str, object]) -> SpeculativeConfig:
+        """From a mapping of its fields; an unknown key is refused with those that are known."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = [key for key in given if key not in known]
+        if unknown:
+            raise ConfigError(
+                f"speculative_config: unknown key {unknown[0]!r}; the keys are {', '.join(known)}"
+            )
+        return cls(**given)  # type: ignore[arg-type]  # checked there
+
+    @classmethod
+    def parse(cls, text: str) -> SpeculativeConfig:
+        """From JSON, as on the command line."""
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"speculative_config is not JSON ({error}): {text!r:.80}") from None
+        if not isinstance(given, dict):
+            raise ConfigError(f"speculative_config must be a JSON object, got {text!r:.80}")
+        return cls.of(given)
+
+
+def _check(name: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigError(
+            f"speculative_config: {name} must be an integer from 1 to {most}, got {value!r}"
+        )

@@ -1,0 +1,70 @@
+"""GrammarStarter: matchers for the engine, made beside its thread.
+
+    begin(spec) --kept grammar--> a copy at once
+                --new one-------> a thread: reads the tokenizer (once), compiles --> later
+
+The library and the tokenizer are read when the first request needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmc.errors import InvalidRequestError
+from llmc.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llmc.structured.grammars import Grammars, Matcher
+
+
+class GrammarStarter:
+    """Of one model. `tokenizer_path` None: it has no tokenizer, and nothing can be started."""
+
+    def __init__(
+        self, tokenizer_path: Path | None, *, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._path = tokenizer_path
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._grammars: Grammars | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="llmc-grammar")
+
+    def begin(self, spec: StructuredOutputs) -> Future[Matcher]:
+        """A matcher at the start of an output; done at once for a grammar that is kept."""
+        kept = None if self._grammars is None else self._grammars.copy_kept(spec)
+        if kept is None:
+            return self._thread.submit(self._start, spec)
+        started: Future[Matcher] = Future()
+        started.set_result(kept)
+        return started
+
+    def _start(self, spec: StructuredOutputs) -> Matcher:
+        if self._grammars is None:
+            self._grammars = load_grammars(
+                self._path, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
+            )
+        return self._grammars.start(spec)
+
+
+def load_grammars(path: Path | None, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
+    """`Grammars.load`; InvalidRequestError where the library or the tokenizer is missing."""
+    if path is None:
+        raise InvalidRequestError(
+            "structured outputs need a tokenizer, and this model has none",
+            param="structured_outputs",
+            code="no_tokenizer",
+        )
+    try:
+        from llmc.structured.grammars import Grammars
+    except ImportError as error:
+        raise InvalidRequestError(
+            f"structured outputs need the package llguidance ({error}); install it beside the "
+            "server",
+            param="structured_outputs",
+        ) from error
+    # A checkpoint may name an end token beyond its logits; it can't be drawn.
+    ends = [token for token in eos_token_ids if 0 <= token < vocab_size]
+    return Grammars.load(path, vocab_size=vocab_size, eos_token_ids=ends)

@@ -1,0 +1,151 @@
+"""Grammars: the matchers of one model's requests. Used by the engine and by the trial process."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import llguidance
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from llmc.errors import InvalidRequestError, LlmcError
+from llmc.structured_outputs import StructuredOutputs
+
+_MAX_KEPT = 64  # prototypes; a copy costs microseconds, a new one milliseconds
+
+# Half of the library's defaults or less: what a step may cost at most, and a grammar hold.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=100_000,
+    max_lexer_states=50_000,
+    max_grammar_size=250_000,
+)
+
+
+_FORMATS: dict[str, Literal["gbnf", "regex", "choice"]] = {
+    "grammar": "gbnf",
+    "regex": "regex",
+    "choice": "choice",
+}
+
+
+# Between the parts of JSON: nothing, a space, or a new line and its indentation. Without a bound
+# a small model may write white space until its tokens are spent.
+_WHITE_SPACE = r"(\n[ ]{0,16}|[ ])?"
+
+
+class GrammarError(LlmcError):
+    """A matcher met something that it can't go on from; its request must end, never go on
+    without a mask."""
+
+
+def compile_grammar(spec: StructuredOutputs) -> str:
+    """The grammar in the library's own form. InvalidRequestError where it can't be read."""
+    try:
+        if spec.kind in ("json", "json_object"):
+            return LLMatcher.grammar_from_json_schema(
+                spec.text, defaults={"whitespace_pattern": _WHITE_SPACE}
+            )
+        return str(llguidance.grammar_from(_FORMATS[spec.kind], spec.text))
+    except (ValueError, RecursionError) as error:
+        raise _invalid(spec, str(error)) from error
+
+
+def _invalid(spec: StructuredOutputs, reason: str) -> InvalidRequestError:
+    first = reason.strip().splitlines()[0][:500] if reason.strip() else "it is not accepted"
+    param = f"structured_outputs.{spec.kind}"
+    return InvalidRequestError(f"{param} can't be used: {first}", param=param)
+
+
+class Matcher:
+    """Follows one sequence. `mask` and `accept` raise GrammarError and never fail open."""
+
+    def __init__(self, matcher: LLMatcher, mask_bytes: int) -> None:
+        self._matcher = matcher
+        self._mask_bytes = mask_bytes
+
+    def mask(self) -> bytes:
+        """Bit v % 32 of little-endian int32 word v // 32: whether token v may come next.
+
+        Once the grammar is complete and allows nothing more, only end tokens may.
+        """
+        words = self._matcher.compute_bitmask()
+        self._check()
+        return words[: self._mask_bytes]  # the library may add a word that holds nothing
+
+    def accept(self, token: int) -> None:
+        if not self._matcher.consume_token(token):
+            self._check()
+            raise GrammarError(f"token {token} does not fit the grammar")
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing but an end token can follow."""
+        return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = str(self._matcher.get_error()).strip().splitlines()
+            raise GrammarError(f"the grammar failed: {reason[0] if reason else 'unknown reason'}")
+
+
+class Grammars:
+    """Makes matchers over one tokenizer; keeps those of the grammars that were used last."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._mask_bytes = 4 * ((tokenizer.vocab_size + 31) // 32)
+        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(cls, path: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
+        """Read a model's tokenizer; about a second for 100,000 tokens. `vocab_size` is the width
+        of the logits. InvalidRequestError for a tokenizer that can't be used for grammars."""
+        from llmc.text.tokenizer import Tokenizer
+
+        hf = Tokenizer.load(path).hf
+        backend = getattr(hf, "backend_tokenizer", None)
+        if backend is None:
+            raise InvalidRequestError(
+                "structured outputs need a tokenizer with a tokenizer.json, which this model "
+                "has not",
+                param="structured_outputs",
+            )
+        eos = list(eos_token_ids) or hf.eos_token_id
+        try:
+            made = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=eos)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"this model's tokenizer can't be used for structured outputs: {error}",
+                param="structured_outputs",
+            ) from error
+        return cls(made)
+
+    def start(self, spec: StructuredOutputs) -> Matcher:
+        """A matcher at the start of an output. InvalidRequestError for a grammar that is wrong."""
+        kept = self.copy_kept(spec)
+        if kept is not None:
+            return kept
+        made = LLMatcher(self._tokenizer, compile_grammar(spec), log_level=0, limits=_LIMITS)
+        made.compute_bitmask()  # much is compiled only now
+        if made.is_error():
+            raise _invalid(spec, made.get_error())
+        with self._lock:
+            self._kept[(spec.kind, spec.text)] = made
+            if len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+        return Matcher(made.deep_copy(), self._mask_bytes)
+
+    def copy_kept(self, spec: StructuredOutputs) -> Matcher | None:
+        """What `start` returns, where it takes no time: of a grammar that was used before."""
+        key = (spec.kind, spec.text)
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is None:
+                return None
+            self._kept.move_to_end(key)
+            return Matcher(kept.deep_copy(), self._mask_bytes)

@@ -1,0 +1,196 @@
+"""A grammar from outside is first tried in a process of its own, with limits on time and memory.
+
+    server --spec--> Trial ==pipe==> `python -P -m llmc.structured.trial` : compiles, fills a mask
+           <-accepted, or InvalidRequestError--
+
+A grammar that crashes native code, hangs or eats memory takes down that process alone, and is
+refused; the next trial starts another. What was accepted is remembered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import select
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from llmc.errors import InvalidRequestError, LlmcError
+from llmc.structured_outputs import StructuredOutputs
+
+TIME_LIMIT = 2.0  # seconds for one grammar
+_START_LIMIT = 60.0  # seconds to import and to read the tokenizer
+_MEMORY_LIMIT = 4 * 2**30
+_MAX_KEPT = 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrialSetup:
+    """What the process needs to know of the model."""
+
+    tokenizer_path: str | None
+    vocab_size: int
+    eos_token_ids: Sequence[int]
+
+
+class Trial:
+    """Says whether a grammar may go to the engine. Safe to call from several threads: one at a
+    time is tried."""
+
+    def __init__(self, setup: TrialSetup, *, time_limit: float = TIME_LIMIT) -> None:
+        self._setup = setup
+        self._time_limit = time_limit
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._verdicts: OrderedDict[tuple[str, str], str | None] = OrderedDict()
+
+    def check(self, spec: StructuredOutputs) -> None:
+        """InvalidRequestError for a grammar that is wrong, too costly, or crashes the process."""
+        key = (spec.kind, spec.text)
+        with self._lock:
+            if key not in self._verdicts:
+                self._verdicts[key] = self._try(spec)
+                if len(self._verdicts) > _MAX_KEPT:
+                    self._verdicts.popitem(last=False)
+            self._verdicts.move_to_end(key)
+            verdict = self._verdicts[key]
+        if verdict is not None:
+            raise InvalidRequestError(verdict, param=f"structured_outputs.{spec.kind}")
+
+    def close(self) -> None:
+        """End the process. A later check starts another."""
+        with self._lock:
+            self._stop()
+
+    def _try(self, spec: StructuredOutputs) -> str | None:
+        """Why the grammar is refused; None when it is not."""
+        process = self._started()
+        try:
+            _send(process, {"kind": spec.kind, "text": spec.text})
+            answer = _receive(process, self._time_limit)
+        except TimeoutError:
+            self._stop()
+            # Not remembered: the machine may have been busy.
+            raise InvalidRequestError(
+                f"structured_outputs.{spec.kind} took more than {self._time_limit:g} s to "
+                "compile; make it smaller",
+                param=f"structured_outputs.{spec.kind}",
+            ) from None
+        except (OSError, EOFError):
+            self._stop()
+            return f"structured_outputs.{spec.kind} can't be compiled: it made the compiler crash"
+        return answer
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._stop()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "llmc.structured.trial"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            _send(self._process, dataclasses.asdict(self._setup))
+            problem = _receive(self._process, _START_LIMIT)
+        except (OSError, EOFError, TimeoutError) as error:
+            self._stop()
+            raise LlmcError(
+                f"the process that tries grammars did not start ({type(error).__name__}); "
+                "structured outputs are not available"
+            ) from error
+        if problem is not None:
+            self._stop()
+            raise InvalidRequestError(problem, param="structured_outputs")
+        return self._process
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+            self._process = None
+
+
+def _send(process: subprocess.Popen[str], message: object) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(message) + "\n")
+    process.stdin.flush()
+
+
+def _receive(process: subprocess.Popen[str], limit: float) -> str | None:
+    """The process's answer: one line a message, so that a ready pipe holds a whole one."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], limit)
+    if not ready:
+        raise TimeoutError
+    line = process.stdout.readline()
+    if not line:
+        raise EOFError
+    answer: str | None = json.loads(line)
+    return answer
+
+
+# Inside the process
+
+
+def _main(requests: IO[str], answers: IO[str]) -> None:
+    _limit_memory()
+    from llmc.structured.begin import load_grammars
+
+    def answer(problem: str | None) -> None:
+        answers.write(json.dumps(problem) + "\n")
+        answers.flush()
+
+    setup = TrialSetup(**json.loads(requests.readline()))
+    try:
+        grammars = load_grammars(
+            Path(setup.tokenizer_path) if setup.tokenizer_path else None,
+            vocab_size=setup.vocab_size,
+            eos_token_ids=setup.eos_token_ids,
+        )
+    except LlmcError as error:
+        answer(str(error))
+        return
+    answer(None)
+    for line in requests:
+        given = json.loads(line)
+        try:
+            grammars.start(_spec(given["kind"], given["text"]))
+        except LlmcError as error:
+            answer(str(error))
+        else:
+            answer(None)
+
+
+def _spec(kind: str, text: str) -> StructuredOutputs:
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True)
+    if kind == "choice":
+        return StructuredOutputs(choice=json.loads(text))
+    if kind == "json":
+        return StructuredOutputs(json=text)
+    return StructuredOutputs(regex=text) if kind == "regex" else StructuredOutputs(grammar=text)
+
+
+def _limit_memory() -> None:
+    """Address space beyond what importing took; where the system knows no such limit, none."""
+    try:
+        import resource
+    except ImportError:
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT * 2, _MEMORY_LIMIT * 2))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    _main(sys.stdin, sys.stdout)

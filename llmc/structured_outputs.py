@@ -1,0 +1,112 @@
+"""What a request may ask of the shape of its output: one of five kinds of grammar.
+
+Plain data; llmc/structured/ turns it into masks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.errors import InvalidRequestError
+
+MAX_GRAMMAR_BYTES = 64 * 1024
+MAX_GRAMMAR_DEPTH = 200
+MAX_CHOICES = 1000
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_OPEN, _CLOSE = "([{", ")]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """Exactly one of the kinds. The output matches it as a whole, unless max_tokens cuts it.
+
+    Raises InvalidRequestError for none or several of them, and for what is too large (64 KiB) or
+    nested too deeply (200 levels).
+    """
+
+    json: str | Mapping[str, Any] | None = None  # a JSON schema; kept as text
+    json_object: bool = False  # any JSON object
+    regex: str | None = None
+    choice: Sequence[str] | None = None  # one of these strings
+    grammar: str | None = None  # GBNF, an EBNF, or Lark
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            got = " and ".join(given) if given else "none"
+            raise _fail("", f"needs exactly one of {', '.join(_KINDS)}, got {got}")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _checked_choice(self.choice))
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise _fail(name, f"must be a text that is not empty, got {value!r}")
+        _check_size(given[0], self.text)
+
+    @property
+    def kind(self) -> str:
+        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+
+    @property
+    def text(self) -> str:
+        """The grammar in its own language; with `kind` it says all."""
+        if self.json_object:
+            return '{"type": "object"}'
+        if self.choice is not None:
+            return json.dumps(self.choice, ensure_ascii=False)
+        return str(getattr(self, self.kind))
+
+
+def _fail(name: str, rule: str) -> InvalidRequestError:
+    param = f"structured_outputs.{name}" if name else "structured_outputs"
+    return InvalidRequestError(f"{param} {rule}", param=param)
+
+
+def _schema_text(schema: object) -> str:
+    if isinstance(schema, str):
+        _check_size("json", schema)  # before it is parsed
+        try:
+            parsed = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise _fail("json", f"is no JSON: {error}") from error
+    else:
+        parsed = schema
+    if not isinstance(parsed, Mapping | bool):
+        raise _fail("json", f"must be a JSON schema (an object), got {type(parsed).__name__}")
+    try:
+        return json.dumps(parsed, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _fail("json", f"can't be written as JSON: {error}") from error
+
+
+def _checked_choice(choice: object) -> tuple[str, ...]:
+    if isinstance(choice, str) or not isinstance(choice, Sequence):
+        raise _fail("choice", f"must be a list of strings, got {choice!r}")
+    if not 0 < len(choice) <= MAX_CHOICES:
+        raise _fail("choice", f"must have 1 to {MAX_CHOICES} strings, got {len(choice)}")
+    for text in choice:
+        if not isinstance(text, str) or not text:
+            raise _fail("choice", f"must hold strings that are not empty, got {text!r}")
+    return tuple(choice)
+
+
+def _check_size(name: str, text: str) -> None:
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > MAX_GRAMMAR_BYTES:
+        raise _fail(name, f"has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
+    if name == "choice":
+        return
+    depth = deepest = 0
+    for letter in text:
+        if letter in _OPEN:
+            depth += 1
+            deepest = max(deepest, depth)
+        elif letter in _CLOSE:
+            depth = max(0, depth - 1)
+    if deepest > MAX_GRAMMAR_DEPTH:
+        raise _fail(name, f"is nested {deepest} levels deep; the limit is {MAX_GRAMMAR_DEPTH}")

@@ -1,0 +1,67 @@
+"""What a certificate is about, worked out from an EngineConfig without capturing anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmc.choices import check_model_len, model_context, pick_device, pick_dtype, pick_level
+from llmc.compiler.cache import program_key
+from llmc.config import EngineConfig
+from llmc.model_files import ModelFiles, load_config, resolve_model
+from llmc.passes.base import Pass
+from llmc.passes.pipeline import PipelineOptions
+from llmc.passes.user import digest, user_passes
+from llmc.start import pipeline_options
+from llmc.verification.certificate import certificate_key, fingerprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """All that decides which step will serve. `key` is "" where a pass has no digest."""
+
+    config: EngineConfig
+    files: ModelFiles
+    hf_config: Any
+    device: torch.device
+    dtype: torch.dtype
+    level: int
+    model_len: int
+    options: PipelineOptions
+    extra: tuple[Pass, ...]
+    weights: str
+    key: str
+
+
+def identify(config: EngineConfig) -> Identity:
+    files = resolve_model(config)
+    device = pick_device(config.device)
+    hf_config = load_config(files, config)
+    check_model_len(config, hf_config)
+    dtype = pick_dtype(config.dtype, hf_config, device)
+    level = pick_level(config.opt_level, device)
+    model_len = config.max_model_len or model_context(hf_config)
+    options = pipeline_options(config, device, model_len)
+    extra = user_passes(config.extra_passes)
+    dummy = config.load_format == "dummy"
+    weights = f"made up from seed {config.seed}" if dummy else fingerprint(files.path)
+    named = digest(extra)
+    key = ""
+    if named is not None:
+        program = program_key(hf_config, dtype, device, options, config.passes, named)
+        key = certificate_key(program, weights, device, level)
+    return Identity(
+        config=config,
+        files=files,
+        hf_config=hf_config,
+        device=device,
+        dtype=dtype,
+        level=level,
+        model_len=model_len,
+        options=options,
+        extra=extra,
+        weights=weights,
+        key=key,
+    )

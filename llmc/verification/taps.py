@@ -1,0 +1,41 @@
+"""A pass of the checker's own: copy the hidden state that leaves each layer to a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+from llmc.errors import CompileError
+from llmc.passes.base import Notes, graph_pass
+from llmc.passes.edit import val
+from llmc.passes.layers import copy_out, layer_outputs
+
+
+def tap_buffers(
+    graph: fx.Graph, num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """A buffer [tokens, N] for each layer; CompileError where a layer's output is no [1, T, N]."""
+    buffers = []
+    for node in layer_outputs(graph):
+        shape = val(node).shape
+        if len(shape) != 3 or str(shape[0]) != "1":
+            raise CompileError(f"the hidden state {node.name} has an unusual shape {list(shape)}")
+        buffers.append(torch.zeros(num_tokens, int(shape[2]), dtype=dtype, device=device))
+    return buffers
+
+
+@graph_pass(cached=False)
+def tap_layers(gm: fx.GraphModule, *, buffers: Sequence[Tensor]) -> Notes:
+    """Copy what leaves each layer.
+
+    Before:
+        h [1, T, N] = the output of a layer
+    After:
+        buffer[:T].copy_(h[0])
+    """
+    outputs = layer_outputs(gm.graph)
+    for layer, (hidden, buffer) in enumerate(zip(outputs, buffers, strict=True)):
+        copy_out(hidden, buffer, f"tap_{layer}")
+    return []

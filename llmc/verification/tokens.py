@@ -1,0 +1,81 @@
+"""What both sides compute: a few token sequences, and the steps in which an engine takes them.
+
+The same tokens are given to both, so a rounding difference never leads to another text. The steps
+hold what serving holds: several requests packed, long prompts in chunks, decodes beside prefills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+_TEXTS = (
+    "A",
+    "The quick brown fox jumps over the lazy dog while seven wizards count the stars.",
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n"
+    "    return total / len(values)\n\n# 3.14 is near pi, 2.72 near e, and 42 answers all.\n",
+    "In the beginning the engineers drew a graph. They wrote on every edge what flowed along it, "
+    "and on every node what was done to it. Then they looked for nodes that could become one, and "
+    "found many. The graph grew small, the machine grew fast, and nobody could say whether "
+    "it still computed the same thing. So they kept the first drawing, and compared. ",
+)
+_DECODES = 6
+_PROMPTS = (1, 13, 37, 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSequence:
+    """`token_ids` begin with a prompt of `prompt_len`; the rest comes one by one, as decoded."""
+
+    token_ids: tuple[int, ...]
+    prompt_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens [start, start + count) of a sequence, computed in one step."""
+
+    sequence: int
+    start: int
+    count: int
+
+
+def make_sequences(
+    encode: Callable[[str], Sequence[int]] | None,
+    *,
+    vocab_size: int,
+    max_len: int,
+    longest: int | None = None,
+) -> tuple[TokenSequence, ...]:
+    """Texts in the model's own tokens, or numbers by a fixed rule where it has no tokenizer.
+
+    `longest` is the length of the longest prompt.
+    """
+    made = []
+    for i, (text, length) in enumerate(zip(_TEXTS, _PROMPTS, strict=True)):
+        wanted = longest if longest is not None and i == len(_TEXTS) - 1 else length
+        total = max(2, min(wanted + _DECODES, max_len))
+        ids = [t % vocab_size for t in encode(text)] if encode is not None else []
+        if not ids:
+            ids = [(11 * i + 7 * j + i * j * 3 + 1) % vocab_size for j in range(total)]
+        ids = (ids * (total // len(ids) + 1))[:total]
+        prompt_len = max(1, total - _DECODES)
+        made.append(TokenSequence(token_ids=tuple(ids), prompt_len=prompt_len))
+    return tuple(made)
+
+
+def make_steps(sequences: Sequence[TokenSequence]) -> list[list[Chunk]]:
+    """All sequences at once; prompts in thirds of the longest, then one token a step."""
+    chunk = -(-max(s.prompt_len for s in sequences) // 3)
+    done = [0] * len(sequences)
+    steps: list[list[Chunk]] = []
+    while any(d < len(s.token_ids) for d, s in zip(done, sequences, strict=True)):
+        step = []
+        for i, sequence in enumerate(sequences):
+            left = sequence.prompt_len - done[i]
+            count = min(chunk, left) if left > 0 else 1
+            if done[i] < len(sequence.token_ids):
+                step.append(Chunk(sequence=i, start=done[i], count=count))
+                done[i] += count
+        steps.append(step)
+    return steps

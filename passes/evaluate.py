@@ -1,0 +1,78 @@
+"""Run a part of a graph that no weight takes part in, for a chosen number of tokens.
+
+Masks and position biases are computed from positions, sizes and constants; passes that need to
+know what such a part means run it and look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from llmc.passes.edit import aten
+from llmc.passes.inputs import ConstantInput, StepInput, input_of
+
+_CPU = torch.device("cpu")
+
+
+class Unknown(Exception):
+    """The part reads what is not known here, or is not what was expected."""
+
+
+def evaluate(
+    graph: fx.Graph,
+    target: Any,
+    tokens: int,
+    given: Mapping[fx.Node, Any],
+    seed: int = 0,
+) -> Tensor:
+    """`target` for one sequence of `tokens` random tokens (by `seed`), on the CPU.
+
+    `given` holds values of nodes that are not computed: tensors, or functions that are handed the
+    way to compute another node. Raises Unknown where a weight or a state would be needed.
+    """
+    env: dict[fx.Node, Any] = {}
+
+    def value(node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        if node not in env:
+            env[node] = _given(given[node], value) if node in given else compute(node)
+        return env[node]
+
+    def compute(node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return _input(node, tokens, seed)
+        if node.target is aten.sym_size.int and not isinstance(value(node.args[0]), Tensor):
+            raise Unknown(f"{node.name} is the size of no tensor")
+        args = fx.node.map_aggregate(fx.node.map_arg(node.args, value), _on_cpu)
+        kwargs = fx.node.map_aggregate(fx.node.map_arg(node.kwargs, value), _on_cpu)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    with torch.no_grad():
+        result = value(target)
+    if not isinstance(result, Tensor):
+        raise Unknown(f"{target} is no tensor")
+    return result
+
+
+def _given(value: Any, compute: Any) -> Any:
+    return value(compute) if callable(value) and not isinstance(value, Tensor) else value
+
+
+def _input(node: fx.Node, tokens: int, seed: int) -> Any:
+    role = input_of(node)
+    if role == StepInput(name="positions"):
+        return torch.arange(tokens)
+    if role == StepInput(name="token_ids"):
+        return torch.randint(0, 7, (tokens,), generator=torch.Generator().manual_seed(seed))
+    if isinstance(role, ConstantInput):
+        return role.tensor.to(_CPU)
+    raise Unknown(f"it reads {node.name}")
+
+
+def _on_cpu(arg: Any) -> Any:
+    return _CPU if isinstance(arg, torch.device) else arg

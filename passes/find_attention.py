@@ -1,0 +1,290 @@
+"""`find_attention`: attention that a model's own code spells out becomes the attention marker.
+
+Only the two products and the softmax are matched by shape. What lies between them (scale, mask,
+position bias) is not matched but measured: it is run on chosen scores, and has to come out as a
+scale, a causal window and a slope per head, or the model is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from llmc.errors import CompileError
+from llmc.kernels.attention import attention, visible
+from llmc.passes.base import Notes, graph_pass, writes
+from llmc.passes.edit import aten, calls, emit, is_call, replace, val
+from llmc.passes.evaluate import Unknown, evaluate
+from llmc.passes.inputs import CacheInput, ConstantInput, add_input, input_of
+
+SOFTMAX = (aten.softmax.int, aten._softmax.default)
+_PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default)
+_AFTER = (
+    aten.to.dtype,
+    aten._to_copy.default,
+    aten.dropout.default,
+    aten.contiguous.default,
+    aten.view.default,  # of one sequence: adds or drops the batch of 1
+    aten.reshape.default,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+)
+_HIDDEN = -1e4  # a bias below this hides a key
+_PROBE_TOKENS = 37
+_MAX_PROBE = 4096
+
+
+Run = Callable[[Tensor, int, int], Tensor]  # scores, tokens, seed -> what enters the softmax
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """What stands between the product of query and key and the softmax."""
+
+    scale: float
+    window: int
+    chunk: int
+    slopes: Tensor | None  # [H]
+
+
+@graph_pass(required=True)
+def find_attention(gm: fx.GraphModule, *, max_positions: int) -> Notes:
+    """Turn attention over one sequence that is spelled out in products into the marker.
+
+    Before:
+        p = aten.softmax(aten.matmul(q, k^T) * scale + mask + slopes * distance, -1)
+        o = aten.matmul(p, v)
+    After:
+        o = llmc.attention(q [1, H, T, D], k, v, key_cache, value_cache, scale, window, ...)
+    """
+    graph = gm.graph
+    notes = []
+    for softmax in calls(graph, *SOFTMAX):
+        if not is_scores(softmax):
+            continue
+        product = _product(softmax)
+        if any(writes(user) for user in product.users):
+            raise CompileError(f"{product.name} is written to in place, which is not supported")
+        mixed = _mixed(softmax)
+        scoring = _measure(graph, softmax, product, max_positions)
+        _replace(graph, product, mixed, scoring)
+        notes.append(f"{softmax.name}: {_describe(scoring)}")
+    return notes
+
+
+def is_scores(node: fx.Node) -> bool:
+    """Whether the last two dimensions are both the tokens: attention that is spelled out."""
+    shape = val(node).shape
+    return (
+        len(shape) >= 3 and isinstance(shape[-1], torch.SymInt) and str(shape[-1]) == str(shape[-2])
+    )
+
+
+def _describe(s: Scoring) -> str:
+    parts = [f"scale {s.scale:.4g}"]
+    parts += [f"window {s.window}"] if s.window else []
+    parts += [f"chunk {s.chunk}"] if s.chunk else []
+    parts += ["a slope per head"] if s.slopes is not None else []
+    return ", ".join(parts)
+
+
+def _product(softmax: fx.Node) -> fx.Node:
+    """The product of queries and keys above a softmax."""
+    found = []
+    seen = set()
+    stack = [softmax.args[0]]
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, fx.Node) or node in seen:
+            continue
+        seen.add(node)
+        if is_call(node, *_PRODUCTS) and is_scores(node):
+            found.append(node)
+        else:
+            stack += node.all_input_nodes
+    if len(found) != 1:
+        raise CompileError(
+            f"{softmax.name} looks like attention, but its scores come from {len(found)} products"
+        )
+    return found[0]
+
+
+def _mixed(softmax: fx.Node) -> fx.Node:
+    """The product of the weights and the values below a softmax."""
+    node = softmax
+    while True:
+        users = list(node.users)
+        if len(users) == 1 and is_call(users[0], *_AFTER) and is_scores(users[0]):
+            node = users[0]
+        elif len(users) == 1 and is_call(users[0], *_PRODUCTS[:2]) and users[0].args[0] is node:
+            return users[0]
+        else:
+            raise CompileError(
+                f"{softmax.name} looks like attention, but its weights do not simply multiply "
+                "the values, so it can't be paged"
+            )
+
+
+def _measure(graph: fx.Graph, softmax: fx.Node, product: fx.Node, max_positions: int) -> Scoring:
+    """Run what lies between on chosen scores, and read scale, window and slopes off the result."""
+    shape = [int(s) if isinstance(s, int) else -1 for s in val(product).shape]
+    heads = shape[-3]
+
+    def run(scores: Tensor, tokens: int, seed: int) -> Tensor:
+        out = evaluate(graph, softmax.args[0], tokens, {product: _biased(product, scores)}, seed)
+        return out.float().reshape(-1, tokens, tokens)
+
+    def full(tokens: int) -> list[int]:
+        return [tokens if s == -1 else s for s in shape]
+
+    try:
+        n = _PROBE_TOKENS
+        zero = run(torch.zeros(full(n)), n, 0)
+        if not torch.equal(zero, run(torch.zeros(full(n)), n, 1)):
+            raise Unknown("the mask depends on the tokens")
+        gen = torch.Generator().manual_seed(0)
+        scores = torch.randn(full(n), generator=gen)
+        shown = zero > _HIDDEN
+        change = (run(scores, n, 0) - zero)[shown.expand(heads, n, n)]
+        wanted = scores.reshape(-1, n, n)[shown.expand(heads, n, n)]
+        scale = float((change * wanted).sum() / (wanted * wanted).sum())
+        if not torch.allclose(change, scale * wanted, rtol=1e-2, atol=1e-2):
+            raise Unknown("scores are more than scaled")
+        slopes = _slopes(zero.expand(heads, n, n), shown.expand(heads, n, n))
+        tokens = max(n, min(max_positions, _MAX_PROBE))
+        seen = _seen(run, full(tokens), tokens, slopes)
+        window, chunk = _limits(seen[0])
+        if not bool((seen == seen[:1]).all()):
+            raise Unknown("heads see different keys")
+    except (Unknown, RuntimeError, IndexError) as e:
+        raise CompileError(
+            f"{softmax.name} looks like attention, but what it adds to the scores is no scale, "
+            f"causal window and slope per head ({' '.join(str(e).split())[:200]})"
+        ) from e
+    return Scoring(scale=scale, window=window, chunk=chunk, slopes=slopes)
+
+
+def _seen(run: Run, shape: list[int], tokens: int, slopes: Tensor | None) -> Tensor:
+    """Which keys are seen. Without a bias per head one head stands for all, which keeps long masks
+    small; some models' shapes take nothing but all heads."""
+    if slopes is None:
+        try:
+            return run(torch.zeros([*shape[:-3], 1, *shape[-2:]]), tokens, 0) > _HIDDEN
+        except RuntimeError:
+            pass
+    return run(torch.zeros(shape), tokens, 0) > _HIDDEN
+
+
+def _biased(product: fx.Node, scores: Tensor) -> Any:
+    """The product's value for the scores q k^T: baddbmm scales them and adds its first argument."""
+    if not is_call(product, aten.baddbmm.default):
+        return scores
+    beta, alpha = (float(product.kwargs.get(k, 1.0)) for k in ("beta", "alpha"))  # type: ignore[arg-type]
+    return lambda value: beta * value(product.args[0]) + alpha * scores
+
+
+def _slopes(bias: Tensor, shown: Tensor) -> Tensor | None:
+    """[H, T, T] -> the slope per head by which a bias grows with key position - query position."""
+    tokens = bias.shape[1]
+    own = bias.diagonal(dim1=1, dim2=2)[:, :, None]
+    relative = bias - own  # adding a number to a whole row changes no softmax
+    position = torch.arange(tokens)
+    distance = (position[None, :] - position[:, None]).float()
+    if not shown.diagonal(dim1=1, dim2=2).all():
+        raise Unknown("a token does not see itself")
+    inside = shown & (distance < 0)
+    slopes = torch.stack(
+        [
+            (r[i] / distance[i]).median() if i.any() else r.new_zeros(())
+            for r, i in zip(relative, inside, strict=True)
+        ]
+    )
+    expected = slopes[:, None, None] * distance
+    if not torch.allclose(relative[inside], expected[inside], rtol=2e-2, atol=1e-3):
+        raise Unknown("the bias is no slope over the distance")
+    return None if bool((slopes == 0).all()) else slopes
+
+
+def _limits(seen: Tensor) -> tuple[int, int]:
+    """[T, T] bool -> (window, chunk), 0 for none. Raises Unknown for any other shape."""
+    tokens = seen.shape[0]
+    position = torch.arange(tokens)
+    window = int(seen[-1].sum())
+    later = (~seen[:, 0]).nonzero()[:, 0]
+    chunk = int(later[0]) if len(later) else 0
+    for limits in ((0, 0), (window, 0), (0, chunk)):
+        if torch.equal(visible(position, position, *limits), seen):
+            return limits
+    raise Unknown("the mask is neither causal, nor a window, nor chunks")
+
+
+def _replace(graph: fx.Graph, product: fx.Node, mixed: fx.Node, s: Scoring) -> None:
+    query, key = product.args[1:3] if is_call(product, aten.baddbmm.default) else product.args[:2]
+    value = mixed.args[1]
+    caches = _caches(graph, val(mixed))
+    slopes = None
+    if s.slopes is not None:
+        fake = val(mixed).new_empty(s.slopes.shape, dtype=torch.float32)
+        slopes = add_input(graph, "slopes", ConstantInput(tensor=s.slopes.contiguous()), fake)
+    with graph.inserting_before(mixed):
+        q, v = _four(graph, query), _four(graph, value)
+        k = emit(graph, aten.transpose.int, _four(graph, key), 2, 3)
+        out = emit(
+            graph,
+            attention.overload,
+            q,
+            k,
+            v,
+            *caches,
+            s.scale,
+            s.window,
+            s.chunk,
+            0.0,
+            None,
+            slopes,
+        )
+        heads_first = emit(graph, aten.transpose.int, out, 1, 2)
+        if val(mixed).dim() == 3:
+            heads_first = emit(graph, aten.squeeze.dim, heads_first, 0)
+    _prove(graph, mixed, heads_first, (query, key, value))
+    replace(mixed, heads_first)
+
+
+def _prove(graph: fx.Graph, old: fx.Node, new: fx.Node, inputs: tuple[Any, ...]) -> None:
+    """Both must give the same for random queries, keys and values; what was measured is a guess."""
+    gen = torch.Generator().manual_seed(1)
+
+    def random(node: fx.Node) -> Tensor:
+        shape = [s if isinstance(s, int) else _PROBE_TOKENS for s in val(node).shape]
+        return torch.randn(shape, generator=gen).to(val(node).dtype)
+
+    given: dict[fx.Node, Any] = {node: random(node) for node in inputs}
+    want = evaluate(graph, old, _PROBE_TOKENS, given)
+    empty = {n: torch.empty(0) for n in graph.nodes if isinstance(input_of(n), CacheInput)}
+    got = evaluate(graph, new, _PROBE_TOKENS, given | empty)
+    if not torch.allclose(got.float(), want.float(), rtol=2e-2, atol=2e-2):
+        raise CompileError(f"{old.name} looks like attention, but does not compute the same")
+
+
+def _four(graph: fx.Graph, node: Any) -> fx.Node:
+    """[H, T, D] -> [1, H, T, D]"""
+    dims = val(node).dim()
+    if dims == 3:
+        return emit(graph, aten.unsqueeze.default, node, 0)
+    if dims != 4:
+        raise CompileError(f"{node.name} has {dims} dimensions: no attention that can be paged")
+    return node  # type: ignore[no-any-return]
+
+
+def _caches(graph: fx.Graph, like: Tensor) -> tuple[fx.Node, fx.Node]:
+    roles = [input_of(n) for n in graph.nodes if n.op == "placeholder"]
+    layer = 1 + max((r.layer for r in roles if isinstance(r, CacheInput)), default=-1)
+    empty = like.new_empty(0)
+    return (
+        add_input(graph, f"key_cache_{layer}", CacheInput(layer=layer, part="key"), empty),
+        add_input(graph, f"value_cache_{layer}", CacheInput(layer=layer, part="value"), empty),
+    )

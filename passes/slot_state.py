@@ -1,0 +1,81 @@
+"""`slot_state`: what a recurrent layer carries between tokens lives in slots, one a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from llmc.kernels.causal_conv import causal_conv
+from llmc.kernels.delta_rule import delta_rule
+from llmc.kernels.linear_recurrence import linear_recurrence
+from llmc.kernels.registry import Op
+from llmc.kernels.selective_scan import selective_scan
+from llmc.passes.base import Notes, graph_pass
+from llmc.passes.edit import calls, val
+from llmc.passes.inputs import StateInput, add_input, fake_like, step_input
+
+STATE_OPS: tuple[Op, ...] = (causal_conv, delta_rule, selective_scan, linear_recurrence)
+_NUM_LAST = 4  # state, query_start, context_len, request_row: the last arguments of all of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """What one recurrent call keeps of a request: a tensor of this shape in its slot."""
+
+    call: int  # in execution order
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@graph_pass(required=True)
+def slot_state(gm: fx.GraphModule) -> Notes:
+    """Give every recurrent call its slots, and the bounds of the requests that are packed.
+
+    A request's slot is the number of its row. One that begins in this step starts from zero, so
+    that slots need no clearing when rows are reused or a preempted request starts again.
+
+    Before:
+        y = llmc.delta_rule(q, k, v, decay, beta, None, None, None, None)
+    After:
+        y = llmc.delta_rule(q, k, v, decay, beta, state [slots, H, D, Dv], query_start,
+                            context_len, request_row)
+    """
+    graph = gm.graph
+    by_target = {op.overload: op for op in STATE_OPS}
+    markers = [n for n in calls(graph, *by_target) if n.args[-_NUM_LAST] is None]
+    if not markers:
+        return []
+    tokens = next(
+        n
+        for n in graph.nodes
+        if n.op == "placeholder" and getattr(n.meta["input"], "name", "") == "token_ids"
+    )
+    start = step_input(graph, "query_start", fake_like(tokens, 3, dtype=torch.int32))
+    length = step_input(graph, "context_len", fake_like(tokens, 2, dtype=torch.int32))
+    row = step_input(graph, "request_row", fake_like(tokens, 2, dtype=torch.int64))
+    for call, marker in enumerate(markers):
+        op = by_target[marker.target]
+        shape, dtype = _state_of(op, marker)
+        role = StateInput(call=call, op=op.name)
+        fake = fake_like(tokens, 2, *shape, dtype=dtype)
+        state = add_input(graph, f"state_{call}", role, fake)
+        marker.args = (*marker.args[:-_NUM_LAST], state, start, length, row)
+    return []
+
+
+def _state_of(op: Op, marker: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape of one slot, and its dtype: float32 where values add up over a whole request."""
+    first = val(marker.args[0])
+    if op is causal_conv:
+        channels, width = val(marker.args[1]).shape
+        return (int(channels), int(width) - 1), first.dtype
+    if op is delta_rule:
+        sizes = (*val(marker.args[1]).shape[1:], val(marker.args[2]).shape[2])
+    elif op is selective_scan:
+        sizes = (*first.shape[1:], val(marker.args[3]).shape[2])
+    else:
+        sizes = tuple(first.shape[1:])
+    return tuple(int(n) for n in sizes), torch.float32

@@ -1,0 +1,147 @@
+"""The program cache: many writers, a full disk, damaged files, and what is left behind."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from llmc.compiler import cache as cache_module
+from llmc.compiler.cache import CachedProgram, ProgramCache
+from llmc.compiler.serialize import dump_graph
+
+CPU = torch.device("cpu")
+KEY = "0" * 32
+WRITERS = 8
+
+
+@pytest.fixture(scope="module")
+def program(dense: Any) -> CachedProgram:
+    made = dense.program
+    return CachedProgram(
+        graph=made.graph,
+        reports=made.reports,
+        vocab_size=made.vocab_size,
+        parameters=made.parameters,
+    )
+
+
+def assert_same(have: CachedProgram | None, want: CachedProgram) -> None:
+    assert have is not None
+    nodes, constants = dump_graph(want.graph.graph)
+    loaded, tensors = dump_graph(have.graph.graph)
+    plain = [{k: v for k, v in n.items() if k != "val"} for n in nodes]  # symbols become numbers
+    assert [{k: v for k, v in n.items() if k != "val"} for n in loaded] == plain
+    assert constants.keys() == tensors.keys()
+    assert all(torch.equal(constants[name], tensors[name]) for name in constants)
+    assert (have.vocab_size, have.parameters) == (want.vocab_size, want.parameters)
+    assert [str(r) for r in have.reports] == [str(r) for r in want.reports]
+
+
+def test_what_is_saved_is_loaded(program: CachedProgram, tmp_path: Path) -> None:
+    cache = ProgramCache(tmp_path)
+    assert cache.load(KEY, CPU) is None
+    cache.save(KEY, program)
+    assert_same(cache.load(KEY, CPU), program)
+
+
+def test_eight_writers_and_readers_at_once(
+    program: CachedProgram, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reader finds a whole entry or none, and nobody warns."""
+    together = Barrier(WRITERS)
+
+    def write_and_read(_: int) -> CachedProgram | None:
+        cache = ProgramCache(tmp_path)
+        together.wait(60)
+        cache.save(KEY, program)
+        return cache.load(KEY, CPU)
+
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(WRITERS) as pool:
+        for loaded in pool.map(write_and_read, range(WRITERS)):
+            assert_same(loaded, program)
+    assert caplog.text == ""
+    assert [p.name for p in (tmp_path / "programs").iterdir()] == [KEY]
+
+
+def no_space(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def no_space_for_tensors(*args: Any, **kwargs: Any) -> Any:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fails"),
+    [
+        (cache_module.tempfile, "mkdtemp", no_space),
+        (cache_module, "save_file", no_space_for_tensors),
+        (Path, "write_text", no_space),
+        (cache_module.os, "rename", no_space),
+    ],
+)
+def test_a_full_disk_is_a_warning(
+    owner: Any,
+    name: str,
+    fails: Callable[..., Any],
+    program: CachedProgram,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = ProgramCache(tmp_path)
+    with caplog.at_level(logging.WARNING), mock.patch.object(owner, name, fails):
+        cache.save(KEY, program)
+    assert "can't be cached" in caplog.text and "No space left" in caplog.text
+    assert list((tmp_path / "programs").iterdir()) == [], "something half written was left"
+    cache.save(KEY, program)  # there is room again
+    assert_same(cache.load(KEY, CPU), program)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_bit, Path.unlink])
+@pytest.mark.parametrize("file", ["graph.json", "constants.safetensors", "digest"])
+def test_a_damaged_entry_is_deleted_and_made_again(
+    file: str,
+    damage: Callable[[Path], None],
+    program: CachedProgram,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = ProgramCache(tmp_path)
+    cache.save(KEY, program)
+    damage(tmp_path / "programs" / KEY / file)
+    with caplog.at_level(logging.WARNING):
+        assert cache.load(KEY, CPU) is None
+    assert "made again" in caplog.text
+    assert not (tmp_path / "programs" / KEY).exists()
+    cache.save(KEY, program)
+    assert_same(cache.load(KEY, CPU), program)
+
+
+def test_what_dead_writers_left_is_removed(program: CachedProgram, tmp_path: Path) -> None:
+    old, new = (tmp_path / "programs" / f".new-{age}" for age in ("old", "new"))
+    for path in (old, new):
+        path.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    ProgramCache(tmp_path).save(KEY, program)
+    assert not old.exists() and new.exists(), "a writer may still be at work on the new one"

@@ -1,0 +1,197 @@
+"""Low-bit weights: what quantizing loses, and the C++ op at every row count, format and edge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import op_cases
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from llmc.kernels.quantized_linear import (
+    FORMATS,
+    Format,
+    Quantization,
+    dequantize,
+    quantization_of,
+    quantize,
+    quantized_linear,
+)
+
+# of a weight's standard deviation, for normally distributed weights
+MAX_ERROR = {"int8": 0.012, "fp8": 0.03, "int4": 0.115}
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def held(format: Format, n: int, k: int) -> Quantization:
+    to = quantization_of(format, n, k)
+    assert to is not None
+    return to
+
+
+@pytest.fixture(params=[1, 2], ids=["1thread", "2threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    was = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(was)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantizing_loses_no_more_than_its_bits(format: Format) -> None:
+    weight = rand(64, 256)
+    q, scale = quantize(weight, held(format, 64, 256))
+    error = (dequantize(q, scale) - weight).pow(2).mean().sqrt()
+    assert 0 < error < MAX_ERROR[format]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_values_on_the_grid_come_back(format: Format) -> None:
+    """And so do a channel of zeros, and channels of very different sizes."""
+    to = held(format, 32, 64)
+    weight = dequantize(*quantize(rand(32, 64) * torch.logspace(-6, 6, 32)[:, None], to))
+    weight[3] = 0
+    again = dequantize(*quantize(weight, to))
+    torch.testing.assert_close(again, weight, rtol=1e-6, atol=0)
+
+
+def test_shapes_follow_from_the_format() -> None:
+    assert held("int4", 32, 256) == Quantization(format="int4", group=128)
+    assert held("int4", 32, 96).group == 32
+    assert held("int8", 32, 96).group == 0
+    assert quantization_of("int8", 24, 64) is None, "24 channels are no whole blocks"
+    assert quantization_of("fp8", 32, 48) is None
+    for format in FORMATS:
+        to = held(format, 48, 192)
+        weight, scale = quantize(rand(48, 192), to)
+        assert (tuple(weight.shape), weight.dtype) == (to.shape("weight", 48, 192), to.dtype)
+        assert (tuple(scale.shape), scale.dtype) == (to.shape("scale", 48, 192), to.scale_dtype)
+        assert weight.is_contiguous() and scale.is_contiguous()
+
+
+def test_layout_by_hand() -> None:
+    """A line holds four bytes of each of 16 channels; the lower half of a byte comes first."""
+    weight = torch.zeros(1, 2, 64, dtype=torch.uint8)
+    weight[0, 1, 4 * 3 + 2] = 0x1F  # channel 3, inputs 8 + 2 * 2 and the one after
+    scale = torch.full((1, 1, 16), 0.5, dtype=torch.bfloat16)
+    got = dequantize(weight, scale, torch.zeros(1, 1, 16, dtype=torch.uint8))
+    assert (float(got[3, 12]), float(got[3, 13])) == (7.5, 0.5)
+    assert int((got != 0).sum()) == 2
+    assert float(dequantize(weight, scale)[3, 12]) == 3.5, "8 stands for zero"
+
+
+def run(x: Tensor, weight: Tensor, scale: Tensor, *rest: Tensor | None) -> Tensor:
+    op_cases.require_cpu_ops()
+    zero, bias = [*rest, None, None][:2]
+    out: Tensor = torch.ops.llmc_cpu.quantized_linear(x, weight, scale, zero, bias)
+    return out
+
+
+def assert_near(got: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> None:
+    """One rounding of the exact result, and before it what inputs in 16 bits lose (few rows), or
+    weights rounded to bf16 (six deviations of a sum of errors up to 2^-9 of each product). Above
+    192 rows the library multiplies, which may round twice."""
+    w, x = dequantize(weight, scale).double(), x.double()
+    want = x @ w.T
+    if len(x) <= 16:
+        room = 2**-14 * x.abs().amax(1, keepdim=True) * w.pow(2).sum(1).sqrt()
+    else:
+        room = 6 * 2**-9 * (x.pow(2) @ w.pow(2).T).sqrt()
+    assert got.shape == want.shape
+    rounding = 2**-8 * 1.02 if len(x) <= 192 else 2**-7
+    assert float(((got.double() - want).abs() - rounding * want.abs() - room).max()) <= 0
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 16, 17, 40, 200])
+def test_every_row_count(format: Format, rows: int, threads: int) -> None:
+    for k, n in ((256, 80), (1056, 2080)):
+        weight, scale = quantize(rand(n, k) * k**-0.5, held(format, n, k))
+        x = rand(rows, k, seed=1).bfloat16()
+        assert_near(run(x, weight, scale), x, weight, scale)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 40),
+    steps=st.integers(1, 9),
+    blocks=st.integers(1, 7),
+    format=st.sampled_from(FORMATS),
+    dtype=st.sampled_from(op_cases.DTYPES),
+    extras=st.tuples(st.booleans(), st.booleans()),
+    seed=st.integers(0, 9),
+)
+def test_random_shapes(
+    rows: int,
+    steps: int,
+    blocks: int,
+    format: Format,
+    dtype: torch.dtype,
+    extras: tuple[bool, bool],
+    seed: int,
+) -> None:
+    n, k = 16 * blocks, 32 * steps
+    weight, scale = quantize(rand(n, k, seed=seed) * k**-0.5, held(format, n, k))
+    zero = None
+    if format == "int4" and extras[0]:
+        zero = torch.randint(0, 16, scale.shape, dtype=torch.uint8)
+    bias = rand(n, seed=seed + 1).to(dtype) if extras[1] else None
+    x = rand(rows, k, seed=seed + 2).to(dtype)
+    got = run(x, weight, scale, zero, bias)
+    want = quantized_linear.reference(x, weight, scale, zero, bias)
+    torch.testing.assert_close(got, want, **op_cases.TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rows", [1, 20])
+def test_an_input_far_larger_than_the_others(format: Format, rows: int) -> None:
+    """Activations have such channels; what the others add must not be lost."""
+    weight, scale = quantize(rand(32, 256) * 0.1, held(format, 32, 256))
+    x = rand(rows, 256, seed=1)
+    x[:, 5] = 2000.0
+    x = x.bfloat16()
+    assert_near(run(x, weight, scale), x, weight, scale)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rows", [2, 5, 40])
+def test_a_bad_row_spoils_no_other(format: Format, rows: int) -> None:
+    weight, scale = quantize(rand(48, 64), held(format, 48, 64))
+    x = rand(rows, 64).bfloat16()
+    clean = run(x, weight, scale)
+    x[rows // 2, 7] = float("nan")
+    got = run(x, weight, scale)
+    assert bool(got[rows // 2].isnan().all())
+    others = torch.arange(rows) != rows // 2
+    assert torch.equal(got[others], clean[others])
+    x[rows // 2, 7] = float("inf")
+    assert not bool(run(x, weight, scale)[rows // 2].isfinite().any())
+
+
+def test_strides_and_nothing_to_do() -> None:
+    weight, scale = quantize(rand(32, 64), held("int8", 32, 64))
+    x = rand(6, 128).bfloat16()[:, :64]
+    assert torch.equal(run(x, weight, scale), run(x.contiguous(), weight, scale))
+    assert run(x.reshape(2, 3, 64), weight, scale).shape == (2, 3, 32)
+    assert run(x[:0], weight, scale).shape == (0, 32)
+
+
+def test_wrong_arguments_are_named() -> None:
+    weight, scale = quantize(rand(32, 64), held("int8", 32, 64))
+    x = rand(2, 64).bfloat16()
+    with pytest.raises(RuntimeError, match=r"has 64 inputs and does not fit x \[2, 60\]"):
+        run(x[:, :60], weight, scale)
+    with pytest.raises(RuntimeError, match="scale must be float32"):
+        run(x, weight, scale.bfloat16())
+    with pytest.raises(RuntimeError, match="weight must be int8, uint8 or float8_e4m3fn"):
+        run(x, weight.to(torch.int16), scale)
+    with pytest.raises(RuntimeError, match="bias must be a dense"):
+        run(x, weight, scale, None, torch.zeros(31).bfloat16())
+    with pytest.raises(RuntimeError, match="comes with uint8 weights only"):
+        run(x, weight, scale, torch.zeros(2, 1, 16, dtype=torch.uint8))

@@ -1,0 +1,71 @@
+"""Ops with a state: the fast version against the reference, and steps against the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from op_cases import TOLERANCE, assert_same_effect, case_params, cases
+from torch import Tensor
+
+from llmc.kernels import (  # noqa: F401
+    causal_conv,
+    delta_rule,
+    linear_recurrence,
+    selective_scan,
+)
+from llmc.kernels.registry import OPS
+
+NAMES = ["causal_conv", "delta_rule", "selective_scan", "linear_recurrence"]
+NUM_STEP_INPUTS = 3  # query_start, context_len, request_row: the last arguments; the state before
+
+
+@pytest.mark.parametrize(("name", "dtype", "index"), case_params(NAMES))
+def test_all_requests_at_once_match_the_reference(
+    name: str, dtype: torch.dtype, index: int
+) -> None:
+    op = OPS[name]
+    (impl,) = [i for i in op.impls if i.name == "torch"]
+    case = list(cases(name, dtype))[index]
+    assert_same_effect(op.reference, impl.op(), case, dtype)
+
+
+def per_token(name: str, args: list[Any]) -> list[bool]:
+    """Which arguments have a row a token (weights have none)."""
+    tokens = args[0].shape[0]
+    weights = {"causal_conv": (1, 2), "selective_scan": (2,)}.get(name, ())
+    return [
+        isinstance(a, Tensor) and i not in weights and a.shape[0] == tokens
+        for i, a in enumerate(args)
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("which", ["reference", "torch"])
+@pytest.mark.parametrize("cuts", [(70,), (1, 70), (33, 34, 70), tuple(range(1, 71))])
+def test_a_sequence_in_steps_is_the_sequence_at_once(
+    name: str, which: str, cuts: tuple[int, ...]
+) -> None:
+    """However a request is cut, with another one beside it, its outputs are those of a whole."""
+    op = OPS[name]
+    call = op.reference if which == "reference" else op.impls[0].op()
+    *args, state = list(cases(name, torch.float32))[-1][:-NUM_STEP_INPUTS]
+    rowwise = per_token(name, args)
+    args = [a[-70:] if r else a for a, r in zip(args, rowwise, strict=True)]
+    want = op.reference(*args, None, None, None, None)
+    state = torch.full_like(state, float("nan"))
+    got = []
+    first = 0
+    for last in cuts:
+        count = last - first
+        # the other request has one token, and comes first
+        step = [
+            torch.cat((a[:1], a[first:last])) if r else a
+            for a, r in zip(args, rowwise, strict=True)
+        ]
+        start = torch.tensor([0, 1, 1 + count], dtype=torch.int32)
+        length = torch.tensor([1, last], dtype=torch.int32)
+        got.append(call(*step, state, start, length, torch.tensor([0, 2]))[1:])
+        first = last
+    torch.testing.assert_close(torch.cat(got), want, **TOLERANCE[torch.float32])

@@ -1,0 +1,86 @@
+"""A quantized model is near what it was made of: logits of a tiny one, text of the built-in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_engine
+import torch
+from tiny_models import (
+    continue_greedily,
+    load_reference,
+    prompts,
+    reference_logits,
+    save_checkpoint,
+)
+
+from llmc import LLM, SamplingParams
+from llmc.errors import CheckpointError, ConfigError
+from llmc.kernels.quantized_linear import FORMATS, Format, dequantize, quantization_of, quantize
+
+# rms error of the log-probabilities of the likeliest tokens, of a model of random weights
+MAX_ERROR = {"int8": 0.06, "fp8": 0.25, "int4": 0.6}
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("qwen3", tmp_path_factory.mktemp("quantized"), **SIZES)
+
+
+def quantized_reference(path: Path, format: Format) -> Any:
+    """transformers' model with every linear's weight put through the format and back."""
+    model = load_reference(path)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            kept: Format = "int8" if format == "int4" and name == "lm_head" else format
+            to = quantization_of(kept, *module.weight.shape)
+            assert to is not None
+            with torch.no_grad():
+                module.weight.copy_(dequantize(*quantize(module.weight, to)))
+    return model
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_quantized_weights_are_computed_with_exactly(checkpoint: Path, format: Format) -> None:
+    running = tiny_engine.start(checkpoint, quantization=format)
+    (report,) = [r for r in running.started.info.pass_reports if "quantize_linears" in r]
+    assert "+[9 llmc.quantized_linear.default]" in report, "two layers of four, and the head"
+    exact, original = quantized_reference(checkpoint, format), load_reference(checkpoint)
+    asked = prompts((3, 9, 17, 25))
+    got = tiny_engine.generate(running.engine(), asked, 6)
+    want = [continue_greedily(exact, prompt, 6) for prompt in asked]
+    assert tiny_engine.differences(want, got) == (0, [])
+    errors = []
+    for prompt, answer in zip(asked, got, strict=True):
+        plain = reference_logits(original, list(prompt))[-1].log_softmax(-1)
+        errors.append(answer.logprobs[0] - float(plain[answer.tokens[0]]))
+    error = float(torch.tensor(errors).pow(2).mean().sqrt())
+    assert 0 < error < MAX_ERROR[format]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_built_in_model_still_knows_its_manual(format: Format) -> None:
+    llm = LLM(quantization=format, max_model_len=512, opt_level=0)
+    (answer,) = llm.chat(
+        [{"role": "user", "content": "what is llmc"}],
+        SamplingParams(temperature=0.0, max_tokens=40),
+    )
+    assert "serves" in answer.outputs[0].text and "Hugging Face" in answer.outputs[0].text
+
+
+def test_a_checkpoint_that_is_stored_quantized_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    import json
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"is stored quantized \(gptq\), which llmc can't"):
+        tiny_engine.start(tmp_path)
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown quantization 'int3'; choose one of int8, int4"):
+        tiny_engine.start(Path("nowhere"), quantization="int3")

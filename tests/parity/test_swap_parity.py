@@ -1,0 +1,61 @@
+"""Preempted requests that wait in host memory go on with the text they would have had."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import tiny_engine
+import tiny_models
+
+from llmc.engine.core import EngineCore
+from llmc.engine.swap import SwapRoom
+from llmc.errors import ConfigError
+
+PROMPTS = tiny_models.prompts((9, 5, 12, 7))
+NUM_BLOCKS = 12
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save_checkpoint("llama", tmp_path_factory.mktemp("swap"))
+
+
+def engine(running: tiny_engine.Running, room: SwapRoom | None) -> EngineCore:
+    info = running.started.info
+    for cache in running.caches:
+        cache.fill_(float("nan"))
+    return EngineCore(
+        running.started.runner,
+        num_blocks=NUM_BLOCKS,
+        block_size=info.block_size,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=(),
+        enable_prefix_caching=False,
+        swap_room=room,
+    )
+
+
+def test_swapped_requests_go_on_as_recomputed_ones(path: Path) -> None:
+    running = tiny_engine.start(path, swap_space=2**20)
+    swapper = running.started.runner.swap_space
+    assert swapper is not None and swapper.num_slots >= NUM_BLOCKS
+    measured = running.started.engine._scheduler.rows.swap._room
+    assert measured is not None and measured.cost.prefill_seconds_per_token > 0
+    cheap = dataclasses.replace(measured.cost, prefill_seconds_per_token=1e9)
+    swapping = engine(running, SwapRoom(swapper.num_slots, cheap))
+    got = tiny_engine.generate(swapping, PROMPTS, 14)
+    assert swapping.stats().num_swaps > 0
+    recomputing = engine(running, None)
+    want = tiny_engine.generate(recomputing, PROMPTS, 14)
+    assert recomputing.stats().num_preemptions > 0
+    assert [g.tokens for g in got] == [w.tokens for w in want]
+
+
+def test_a_space_for_less_than_a_block_is_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match="swap_space of 100 bytes holds no block"):
+        tiny_engine.start(path, swap_space=100)

@@ -1,0 +1,138 @@
+"""find_attention: attention spelled out in products becomes the marker; its meaning is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_graphs import (
+    Arg,
+    Values,
+    apply,
+    assert_idempotent,
+    constant,
+    ops,
+    roles,
+    run,
+    step,
+    trace,
+    weight,
+)
+from torch import Tensor
+
+from llmc.errors import CompileError
+from llmc.passes.find_attention import find_attention
+from llmc.passes.inputs import CacheInput
+
+FIND = find_attention(max_positions=64)
+TOKENS, HEADS, DIM = 9, 4, 8
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+INPUTS: dict[str, Arg] = {
+    "positions": step(torch.arange(TOKENS)),
+    "q": step(torch.randn(1, HEADS, TOKENS, DIM), dynamic=2),
+    "k": step(torch.randn(1, HEADS, TOKENS, DIM), dynamic=2),
+    "v": step(torch.randn(1, HEADS, TOKENS, DIM), dynamic=2),
+    "slopes": constant(SLOPES),
+    "bias": weight("bias", torch.randn(HEADS, 1, 1)),
+}
+Score = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def spelled_out(score: Score) -> Any:
+    def forward(
+        positions: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, bias: Tensor
+    ) -> Tensor:
+        scores = score(torch.matmul(q, k.transpose(-1, -2)), positions, slopes, bias)
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+        return torch.matmul(weights, v)
+
+    return trace(forward, **INPUTS)
+
+
+def hidden(positions: Tensor, window: int = 0) -> Tensor:
+    distance = positions[:, None] - positions[None, :]
+    gone = distance < 0
+    return (gone | (distance >= window)) if window else gone
+
+
+def causal(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+    return (s * 0.3).masked_fill(hidden(positions), torch.finfo(s.dtype).min)
+
+
+def windowed(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+    return s / 2.0 + torch.where(hidden(positions, 5), -1e9, 0.0)
+
+
+def sloped(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+    """The bias grows with the key's position alone: the same after the softmax."""
+    alibi = slopes[:, None, None] * positions
+    return s + alibi + torch.where(hidden(positions), float("-inf"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("score", "scale", "window", "has_slopes"),
+    [(causal, 0.3, 0, False), (windowed, 0.5, 5, False), (sloped, 1.0, 0, True)],
+)
+def test_rewrites_and_gives_the_same_numbers(
+    score: Score, scale: float, window: int, has_slopes: bool
+) -> None:
+    gm = spelled_out(score)
+    found, (report,) = apply(gm, FIND)
+    assert ops(found)["llmc.attention.default"] == 1
+    assert not any("softmax" in name for name in ops(found))
+    (marker,) = [n for n in found.graph.nodes if "llmc.attention" in str(n.target)]
+    assert marker.args[5] == pytest.approx(scale, rel=1e-4)
+    assert (marker.args[6], marker.args[7]) == (window, 0)
+    assert (marker.args[10] is not None) is has_slopes
+    assert {(r.layer, r.part) for r in roles(found, CacheInput)} == {(0, "key"), (0, "value")}
+    values = Values.of(**INPUTS)
+    torch.testing.assert_close(run(found, values), run(gm, values), rtol=1e-4, atol=1e-5)
+    assert report.notes
+
+
+def test_changes_nothing_the_second_time() -> None:
+    assert_idempotent(spelled_out(causal), FIND)
+
+
+def learned(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+    return causal(s, positions, slopes, bias) + bias
+
+
+def capped(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+    return causal(torch.tanh(s), positions, slopes, bias)
+
+
+def bidirectional(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+    return s + 0.0 * (positions[:, None] + positions)
+
+
+def curved(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+    return causal(s, positions, slopes, bias) + positions.float() ** 2
+
+
+def in_place(s: Tensor, positions: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+    s.mul_(0.3)
+    return causal(s, positions, slopes, bias)
+
+
+@pytest.mark.parametrize(
+    ("score", "reason"),
+    [
+        (learned, "it reads bias"),
+        (capped, "scores are more than scaled"),
+        (bidirectional, "neither causal, nor a window"),
+        (curved, "no slope over the distance"),
+        (in_place, "written to in place"),
+    ],
+)
+def test_what_it_can_not_measure_is_refused(score: Score, reason: str) -> None:
+    with pytest.raises(CompileError, match=reason):
+        apply(spelled_out(score), FIND)
+
+
+def test_a_softmax_over_channels_is_left_alone() -> None:
+    gm = trace(lambda q: torch.softmax(q, -1), q=INPUTS["q"])
+    same, (report,) = apply(gm, FIND)
+    assert ops(same) == ops(gm) and not report.notes

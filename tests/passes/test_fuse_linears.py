@@ -1,0 +1,82 @@
+"""fuse_linears: the norm before a linear, the activation or residual sum after it, in one op."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from tiny_graphs import Arg, Values, apply, assert_idempotent, assert_same, ops, step, trace, weight
+from torch import Tensor
+
+from llmc.kernels.act_mul import act_mul
+from llmc.kernels.rms_norm import add_rms_norm, rms_norm
+from llmc.passes.fuse_linears import fuse_linears
+
+GEN = torch.Generator().manual_seed(0)
+FUSED = "llmc.fused_linear.default"
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=GEN)
+
+
+INPUTS: dict[str, Arg] = {
+    "x": step(rand(1, 5, 16), dynamic=1),
+    "wide": weight("wide", rand(48, 16)),
+    "back": weight("back", rand(16, 24)),
+    "gain": weight("gain", rand(16)),
+    "bias": weight("bias", rand(48)),
+}
+VALUES = Values.of(**INPUTS)
+
+
+def block(x: Tensor, wide: Tensor, back: Tensor, gain: Tensor, bias: Tensor) -> list[Tensor]:
+    """Norm, gated linears, residual sum, and the norm of the next block."""
+    y = F.linear(rms_norm.overload(x, gain, 1e-6, 0.0), wide, bias)
+    y = F.linear(act_mul.overload(y, "silu"), back)
+    normed, total = add_rms_norm.overload(y, x, gain, 1e-5, 1.0)
+    return [F.linear(normed, wide), total]
+
+
+def test_rewrites_a_block() -> None:
+    gm = trace(block, **INPUTS)
+    fused, (report,) = apply(gm, fuse_linears())
+    assert ops(fused) == {FUSED: 3}
+    assert report.removed["aten.linear.default"] == 3 and report.added == {FUSED: 3}
+    assert_same(fused, gm, VALUES)
+    assert_idempotent(gm, fuse_linears())
+
+
+def test_takes_a_plain_sum_with_the_residual_on_either_side() -> None:
+    def sums(x: Tensor, wide: Tensor, back: Tensor, gain: Tensor, bias: Tensor) -> list[Tensor]:
+        y = F.linear(x, wide)[..., :24]
+        return [x + F.linear(y, back), F.linear(y, back) + x]
+
+    gm = trace(sums, **INPUTS)
+    fused, _ = apply(gm, fuse_linears())
+    assert ops(fused)[FUSED] == 2 and ops(fused)["aten.linear.default"] == 1
+    assert_same(fused, gm, VALUES)
+
+
+def test_leaves_alone_what_is_read_elsewhere() -> None:
+    def shared(x: Tensor, wide: Tensor, back: Tensor, gain: Tensor, bias: Tensor) -> list[Tensor]:
+        normed = rms_norm.overload(x, gain, 1e-6, 0.0)
+        y = F.linear(normed, wide)
+        down = F.linear(y[..., :24], back)
+        return [act_mul.overload(y, "silu"), normed, down + x, down]
+
+    gm = trace(shared, **INPUTS)
+    same, (report,) = apply(gm, fuse_linears())
+    assert not report.added and ops(same) == ops(gm)
+
+
+def test_leaves_alone_a_sum_of_another_shape() -> None:
+    def broadcast(x: Tensor, wide: Tensor, *rest: Tensor) -> Tensor:
+        return F.linear(x, wide) + rest[-1]
+
+    _, (report,) = apply(trace(broadcast, **INPUTS), fuse_linears())
+    assert not report.added
+
+
+def test_rests_where_it_is_unwanted() -> None:
+    _, (report,) = apply(trace(block, **INPUTS), fuse_linears(unwanted="no GPU"))
+    assert not report.added and report.notes == ("no GPU",)

@@ -1,0 +1,126 @@
+"""quantize_linears: weights of linears are held in 4 or 8 bits; heads, routers and ties are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_graphs import (
+    Arg,
+    Values,
+    apply,
+    assert_idempotent,
+    assert_same,
+    ops,
+    roles,
+    run,
+    step,
+    trace,
+    weight,
+)
+from torch import Tensor
+
+from llmc.kernels.quantized_linear import FORMATS, Format
+from llmc.passes.inputs import WeightInput
+from llmc.passes.merge_linears import merge_linears
+from llmc.passes.quantize_linears import quantize_linears
+
+GEN = torch.Generator().manual_seed(0)
+X = step(torch.randn(1, 5, 64, generator=GEN), dynamic=1)
+
+
+def made(name: str, *shape: int) -> Arg:
+    return weight(name, torch.randn(*shape, generator=GEN) * 64**-0.5)
+
+
+W, V, B = made("w", 48, 64), made("v", 16, 64), made("b", 48)
+
+
+def low(gm: torch.fx.GraphModule) -> list[tuple[tuple[str, ...], str, str]]:
+    """(parts, format, which tensor) of the quantized weights."""
+    found = [r for r in roles(gm, WeightInput) if r.quantized]
+    return [(r.parts, r.quantized.to.format, r.quantized.part) for r in found]
+
+
+# of the largest output; the outputs are sums of 64 products with weights of 4 or 8 bits
+TOLERANCE = {"int8": 0.01, "fp8": 0.04, "int4": 0.12}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_rewrites(format: Format, biased: bool) -> None:
+    inputs = {"x": X, "w": W} | ({"b": B} if biased else {})
+
+    def linear(x: Tensor, w: Tensor, *b: Tensor) -> Tensor:
+        return F.linear(x, w, *b)
+
+    gm = trace(linear, **inputs)
+    quantized, (report,) = apply(gm, quantize_linears(format=format))
+    assert report.removed == {"aten.linear.default": 1}
+    assert report.added == {"llmc.quantized_linear.default": 1}
+    assert sorted(low(quantized)) == [(("w",), format, "scale"), (("w",), format, "weight")]
+    assert WeightInput(parts=("w",)) not in roles(quantized, WeightInput), "the plain one is freed"
+    values = Values.of(**inputs)
+    want = run(gm, values)
+    error = float((run(quantized, values) - want).abs().max() / want.abs().max())
+    assert 0 < error < TOLERANCE[format]
+    assert_idempotent(gm, quantize_linears(format=format))
+
+
+def test_merged_weights_are_quantized_merged_and_alike() -> None:
+    """Parts that are no whole blocks too: the merged weight has some."""
+    inputs = {"x": X, "w": W, "v": V, "u": made("u", 8, 64), "t": made("t", 24, 64)}
+
+    def linears(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        return [F.linear(x, w) for w in weights]
+
+    gm, _ = apply(trace(linears, **inputs), merge_linears())
+    quantized, _ = apply(gm, quantize_linears(format="int4"))
+    assert low(quantized)[0][0] == ("w", "v", "u", "t")
+    inputs = {"x": X, "w": W, "v": V}
+    plain = trace(linears, **inputs)
+    alone, _ = apply(plain, quantize_linears(format="int4"))
+    merged, _ = apply(plain, merge_linears(), quantize_linears(format="int4"))
+    assert_same(merged, alone, Values.of(**inputs))
+
+
+def test_nothing_is_done_unless_asked() -> None:
+    gm = trace(F.linear, x=X, w=W)
+    same, (report,) = apply(gm, quantize_linears(format=None))
+    assert ops(same) == ops(gm)
+    assert report.notes == ("no --quantization was asked for",)
+
+
+def left_alone(fn: Any, **inputs: Arg) -> str:
+    _, (report,) = apply(trace(fn, **inputs), quantize_linears(format="int4"))
+    assert not report.added
+    (note,) = report.notes
+    return note
+
+
+def test_leaves_alone_and_says_why() -> None:
+    def tied(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, w) + F.embedding(torch.zeros(5, dtype=torch.int64), w).sum()
+
+    def routed(x: Tensor, w: Tensor) -> Tensor:
+        return torch.topk(F.linear(x, w).softmax(-1, dtype=torch.float32), 2).values
+
+    assert "shared with another op (tied embedding)" in left_alone(tied, x=X, w=W)
+    assert left_alone(lambda x, w: F.linear(x, w * 2), x=X, w=W).endswith("the weight is computed")
+    assert "a router's choice" in left_alone(routed, x=X, w=W)
+    odd = left_alone(F.linear, x=X, w=made("odd", 20, 64))
+    assert "20 channels of 64 inputs are no whole blocks" in odd
+
+
+def test_a_head_has_eight_bits_in_every_format() -> None:
+    inputs = {"x": X, "w": W, "v": V, "logits_index": step(torch.tensor([0, 3]))}
+
+    def model(x: Tensor, w: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        return F.linear(x, w), F.linear(x.index_select(1, index), v)
+
+    for format, head in (("int4", "int8"), ("int8", "int8"), ("fp8", "fp8")):
+        quantized, _ = apply(trace(model, **inputs), quantize_linears(format=format))
+        found = {parts: kind for parts, kind, _ in low(quantized)}
+        assert found == {("w",): format, ("v",): head}

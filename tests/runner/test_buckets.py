@@ -1,0 +1,52 @@
+"""Buckets: which batch sizes decode steps are padded to, and when one is added."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmc.runner.buckets import Buckets, default_buckets
+
+
+def test_default_buckets_grow_and_end_at_the_most_rows() -> None:
+    for most in (1, 2, 3, 7, 64, 100, 256, 1000):
+        sizes = default_buckets(most)
+        assert sizes[-1] == most
+        assert list(sizes) == sorted(set(sizes))
+        assert all(b - a <= 64 for a, b in zip(sizes, sizes[1:], strict=False))
+
+
+@given(st.integers(1, 300))
+def test_the_least_size_that_fits_is_chosen(rows: int) -> None:
+    sizes = default_buckets(256)
+    size = Buckets(sizes).choose(rows)
+    assert size == min((s for s in sizes if s >= rows), default=rows)
+
+
+def test_a_load_between_two_sizes_gets_its_own() -> None:
+    buckets = Buckets((1, 8, 64))
+    added = [size for _ in range(2000) if (size := buckets.observe(20)) is not None]
+    assert added == [20]
+    assert buckets.choose(20) == 20 and buckets.choose(21) == 64
+
+
+def test_little_waste_adds_nothing() -> None:
+    buckets = Buckets((1, 8, 64))
+    assert all(buckets.observe(60) is None for _ in range(2000))
+    assert buckets.sizes == [1, 8, 64]
+    assert buckets.num_padding == 2000 * 4 and buckets.num_rows == 2000 * 60
+
+
+def test_sizes_do_not_grow_without_end() -> None:
+    buckets = Buckets((1000,))
+    for rows in range(1, 400):
+        for _ in range(512):
+            buckets.observe(rows)
+    assert len(buckets.sizes) <= 9
+
+
+@pytest.mark.parametrize("sizes", [(), (0, 4), (-1,)])
+def test_sizes_must_be_positive(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="batch sizes must be positive"):
+        Buckets(sizes)

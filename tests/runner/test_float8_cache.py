@@ -1,0 +1,48 @@
+"""--kv-cache-dtype: a model with a float8 cache says nearly the same and holds twice the tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_engine
+import tiny_models
+import torch
+
+from llmc.config import EngineConfig
+from llmc.errors import ConfigError
+
+# Largest shift of a log-probability that rounding keys and values to 3 or 2 bits may cause in
+# these random models, whose attention is sharper than a trained one's.
+TOLERANCE = {"fp8_e4m3": 0.12, "fp8_e5m2": 0.2}
+STORED = {"auto": torch.float32, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+PROMPTS = tiny_models.prompts((11, 3, 26))
+
+
+@pytest.mark.parametrize("family,names", [("qwen3", list(TOLERANCE)), ("gpt_oss", ["fp8_e4m3"])])
+def test_log_probabilities_stay_close(family: str, names: list[str], tmp_path: Path) -> None:
+    path = tiny_models.save_checkpoint(family, tmp_path)
+    first = {}
+    for name in ("auto", *names):
+        running = tiny_engine.start(path, kv_cache_dtype=name)
+        assert {c.dtype for c in running.caches} == {STORED[name]}
+        engine = running.engine(max_num_batched_tokens=16)  # prompts read back what was cached
+        made = tiny_engine.generate(engine, PROMPTS, 1)
+        first[name] = torch.tensor([g.logprobs[0] for g in made])
+    for name in names:
+        shift = (first["auto"] - first[name]).abs().max()
+        assert 0 < shift < TOLERANCE[name]
+
+
+def test_the_same_memory_holds_twice_the_tokens(tmp_path: Path) -> None:
+    path = tiny_models.save_checkpoint("qwen3", tmp_path)
+    options = {"dtype": "bfloat16", "kv_cache_memory": 2**20}
+    wide = tiny_engine.start(path, **options).started.info
+    narrow = tiny_engine.start(path, **options, kv_cache_dtype="fp8_e4m3").started.info
+    assert narrow.num_blocks == 2 * wide.num_blocks
+    assert narrow.kv_bytes_per_token * 2 == wide.kv_bytes_per_token
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown kv_cache_dtype 'fp4'; choose one of auto, fp8"):
+        EngineConfig(kv_cache_dtype="fp4")

@@ -1,0 +1,219 @@
+"""Over HTTP, with the built-in model: grammars of every spelling, bad words, scored prompts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from live_server import Live, live_server
+
+from llmc.config import EngineConfig
+from llmc.engine.core import EngineCore
+from llmc.start import ModelInfo, start_engine
+from llmc.text.tokenizer import Tokenizer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["age", "ok"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+GRAMMAR = 'root ::= "<" [a-c] [a-c]? ">"'
+FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": FORMAT}, "json"),
+    ({"guided_json": SCHEMA}, "json"),
+    ({"guided_json": json.dumps(SCHEMA)}, "json"),
+    ({"structured_outputs": {"json": SCHEMA}}, "json"),
+    ({"structured_outputs": {"regex": "[A-F]{3}"}}, "[A-F]{3}"),
+    ({"structured_outputs": {"choice": ["one", "two"]}}, "one|two"),
+    ({"structured_outputs": {"grammar": GRAMMAR}}, "<[a-c]{1,2}>"),
+    ({"guided_regex": "[A-F]{3}"}, "[A-F]{3}"),
+    ({"guided_choice": ["one", "two"]}, "one|two"),
+    ({"guided_grammar": GRAMMAR}, "<[a-c]{1,2}>"),
+]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"guided_regex": "(a"}, "guided_regex"),
+    ({"guided_grammar": "root ::= missing"}, "guided_grammar"),
+    ({"guided_json": {"type": "nothing"}}, "guided_json"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
+        "response_format",
+    ),
+]
+
+
+@dataclass(kw_only=True)
+class Builtin:
+    """The built-in model as live_server takes it."""
+
+    engine: EngineCore
+    info: ModelInfo
+    tokenizer: Tokenizer
+    config: EngineConfig
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    config = EngineConfig(
+        opt_level=0,
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=8,
+        async_scheduling=True,
+        scheduling_policy="priority",
+    )
+    started = start_engine(config)
+    path = started.info.tokenizer_path
+    assert path is not None
+    model = Builtin(
+        engine=started.engine, info=started.info, tokenizer=Tokenizer.load(path), config=config
+    )
+    with live_server(over=model) as live:
+        assert live.llm._trial._process is None, "nobody has asked for a grammar"
+        yield live
+    assert live.llm._trial._process is None, "the trial's process outlived the server"
+
+
+def fits(text: str, shape: str) -> bool:
+    if shape != "json":
+        return re.fullmatch(shape, text) is not None
+    value = json.loads(text)
+    return (
+        set(value) == {"age", "ok"}
+        and type(value["age"]) is int
+        and 0 <= value["age"] <= 99
+        and type(value["ok"]) is bool
+    )
+
+
+@pytest.mark.parametrize(("fields", "shape"), FIELDS, ids=lambda value: str(value)[:40])
+def test_an_answer_follows_its_grammar(fields: dict[str, Any], shape: str, live: Live) -> None:
+    options = {"temperature": 0.9, "seed": 4, "max_tokens": 80, **fields}
+    [choice] = live.complete(**{**options, "prompt": "A pass is"}).json()["choices"]
+    assert choice["finish_reason"] == "stop" and fits(choice["text"], shape), choice
+    [choice] = live.chat("A pass?", **options).json()["choices"]
+    assert choice["finish_reason"] == "stop" and fits(choice["message"]["content"], shape), choice
+
+
+def test_a_stream_of_many_choices(live: Live) -> None:
+    body = {"prompt": "A pass is", "max_tokens": 80, "n": 3, "seed": 1, "response_format": FORMAT}
+    texts = ["", "", ""]
+    for event in live.events(COMPLETIONS, body):
+        [choice] = event["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert all(fits(text, "json") for text in texts), texts
+    assert texts == [c["text"] for c in live.post(COMPLETIONS, body).json()["choices"]]
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG, ids=lambda value: str(value)[:40])
+def test_a_wrong_grammar_is_a_400(fields: dict[str, Any], param: str, live: Live) -> None:
+    for path, prompt in (
+        (COMPLETIONS, {"prompt": "x"}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        for stream in (False, True):
+            response = live.post(path, {**prompt, **fields, "stream": stream})
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert error["param"] == param and error["message"].startswith(param)
+    assert live.complete(max_tokens=3).status_code == 200
+
+
+def test_any_object(live: Live) -> None:
+    fields = {"response_format": {"type": "json_object"}, "max_tokens": 200, "temperature": 0}
+    [choice] = live.complete(**fields, prompt="{}").json()["choices"]
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(choice["text"]), dict)
+    assert choice["text"].startswith("{")
+
+
+def test_bad_words_are_not_said(live: Live) -> None:
+    fields = {"prompt": "A pass is a function from", "temperature": 0, "max_tokens": 12}
+    said = live.complete(**fields).json()["choices"][0]["text"]
+    word = max(re.findall(r"[a-z]+", said), key=len)
+    assert word not in live.complete(**fields, bad_words=[word]).json()["choices"][0]["text"]
+
+
+def test_an_echo_has_the_log_probabilities_of_the_prompt(live: Live) -> None:
+    fields = {"prompt": "A pass is a function", "temperature": 0, "max_tokens": 3, "logprobs": 2}
+    [plain] = live.complete(**fields).json()["choices"]
+    body = live.complete(**fields, echo=True, return_token_ids=True).json()
+    [choice] = body["choices"]
+    num_prompt = body["usage"]["prompt_tokens"]
+    assert choice["text"] == fields["prompt"] + plain["text"]
+    told = choice["logprobs"]
+    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    assert all(value < 0 for value in told["token_logprobs"][1:])
+    assert {len(values) for values in told.values()} == {num_prompt + 3}
+    assert "".join(told["tokens"]) == choice["text"]
+    assert told["tokens"][num_prompt:] == plain["logprobs"]["tokens"]
+    assert told["token_logprobs"][num_prompt:] == pytest.approx(
+        plain["logprobs"]["token_logprobs"], abs=1e-4
+    )
+    assert all(len(top) in (2, 3) for top in told["top_logprobs"][1:])
+    assert (len(choice["token_ids"]), len(choice["prompt_token_ids"])) == (3, num_prompt)
+    events = live.events(COMPLETIONS, {**fields, "echo": True})
+    streamed = [e["choices"][0]["logprobs"]["tokens"] for e in events]
+    assert [word for words in streamed for word in words] == told["tokens"]
+
+
+def test_prompt_logprobs(live: Live) -> None:
+    body = live.complete(prompt="A pass is", max_tokens=1, prompt_logprobs=2, n=2).json()
+    first, second = (choice["prompt_logprobs"] for choice in body["choices"])
+    assert first == second and len(first) == body["usage"]["prompt_tokens"]
+    assert first[0] is None
+    for position in first[1:]:
+        assert 2 <= len(position) <= 3
+        assert {"logprob", "rank", "decoded_token"} == set(next(iter(position.values())))
+    answer = live.chat("A pass?", prompt_logprobs=0, max_tokens=1).json()
+    told = answer["prompt_logprobs"]
+    assert len(told) == answer["usage"]["prompt_tokens"]
+    assert told[0] is None and all(len(position) == 1 for position in told[1:])
+    assert "prompt_logprobs" not in live.chat("A pass?", max_tokens=1).json()
+
+
+def test_best_of_and_priority(live: Live) -> None:
+    body = live.complete(
+        prompt="A pass is", max_tokens=4, n=2, best_of=4, seed=3, logprobs=0, priority=-2
+    ).json()
+    sums = [sum(c["logprobs"]["token_logprobs"]) for c in body["choices"]]
+    assert len(sums) == 2 and sums[0] >= sums[1]
+    assert body["usage"]["completion_tokens"] == 16
+
+
+def test_all_at_once_say_what_each_says_alone(live: Live) -> None:
+    common = {"prompt": "A pass is a function", "seed": 8, "max_tokens": 40}
+    bodies = [
+        {**common, **fields}
+        for fields in (
+            {"guided_json": SCHEMA, "n": 2},
+            {"guided_regex": "[A-F]{3}", "logprobs": 1},
+            {"guided_regex": "(a"},
+            {"max_tokens": 9, "bad_words": ["graph"]},
+            {"max_tokens": 3, "echo": True, "logprobs": 1},
+            {"max_tokens": 9, "temperature": 0, "min_tokens": 9},
+        )
+    ]
+
+    def ask(body: dict[str, Any]) -> Any:
+        answer = live.post(COMPLETIONS, body).json()
+        return [
+            (c["text"], c["finish_reason"], (c["logprobs"] or {}).get("tokens"))
+            for c in answer.get("choices", ())
+        ]
+
+    alone = [ask(body) for body in bodies]
+    with ThreadPoolExecutor(len(bodies) * 2) as pool:
+        assert list(pool.map(ask, bodies * 2)) == alone * 2
+    assert alone[2] == [] and all(answer for i, answer in enumerate(alone) if i != 2)

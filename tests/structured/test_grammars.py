@@ -1,0 +1,214 @@
+"""Matchers over the built-in model's tokenizer: masks, ends, errors; and the trial process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.config import EngineConfig
+from llmc.errors import InvalidRequestError
+from llmc.model_files import resolve_model
+from llmc.structured.grammars import GrammarError, Grammars, Matcher
+from llmc.structured.trial import Trial, TrialSetup
+from llmc.structured_outputs import StructuredOutputs
+from llmc.text.tokenizer import Tokenizer
+
+PATH = resolve_model(EngineConfig()).path
+TOKENIZER = Tokenizer.load(PATH)
+EOS = TOKENIZER.hf.eos_token_id
+VOCAB = TOKENIZER.size + 40  # logits are often wider than the vocabulary
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+SPECS = {
+    "json": StructuredOutputs(json=SCHEMA),
+    "json_object": StructuredOutputs(json_object=True),
+    "regex": StructuredOutputs(regex=r"[A-F]{3}-\d{2,4}( ok)?"),
+    "choice": StructuredOutputs(choice=["yes", "no", "perhaps (ä)"]),
+    "gbnf": StructuredOutputs(grammar='root ::= "<" item+ ">"\nitem ::= [a-c] | "(" item ")"'),
+    "lark": StructuredOutputs(grammar='start: "x" NUMBER\nNUMBER: /[0-9]{2}/'),
+}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars.load(PATH, vocab_size=VOCAB, eos_token_ids=(EOS,))
+
+
+def allowed(matcher: Matcher) -> list[int]:
+    words = np.frombuffer(matcher.mask(), "<u4")
+    assert len(words) == (VOCAB + 31) // 32
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return [int(i) for i in bits.nonzero()[0]]
+
+
+def write_at_random(matcher: Matcher, seed: int, most: int = 300) -> str:
+    """What a model that knows nothing would write under the mask; prefers to end."""
+    draw, tokens = random.Random(seed), []
+    for _ in range(most):
+        options = allowed(matcher)
+        assert options, "a mask that allows nothing"
+        token = EOS if EOS in options else draw.choice(options)
+        if token == EOS:
+            return TOKENIZER.decode(tokens)
+        assert token < TOKENIZER.size
+        matcher.accept(token)
+        tokens.append(token)
+    return TOKENIZER.decode(tokens)
+
+
+def fits(name: str, text: str) -> bool:
+    if name == "json":
+        value = json.loads(text)
+        return set(value) == set(SCHEMA["properties"]) and 0 <= value["age"] <= 150  # type: ignore[arg-type]
+    if name == "json_object":
+        return isinstance(json.loads(text), dict)
+    if name == "choice":
+        return text in ("yes", "no", "perhaps (ä)")
+    pattern = {"regex": r"[A-F]{3}-\d{2,4}( ok)?", "gbnf": r"<([a-c()])+>", "lark": r"x\d\d"}
+    return re.fullmatch(pattern[name], text) is not None
+
+
+@pytest.mark.parametrize("name", ["json", "regex", "choice", "gbnf", "lark"])
+def test_whatever_is_drawn_under_the_mask_fits(name: str, grammars: Grammars) -> None:
+    for seed in range(5):
+        text = write_at_random(grammars.start(SPECS[name]), seed)
+        assert fits(name, text), text
+
+
+def test_any_object_is_a_json_object(grammars: Grammars) -> None:
+    matcher = grammars.start(SPECS["json_object"])
+    for token in TOKENIZER.encode('{"a": [1, {"b": null}]}', add_special_tokens=False):
+        assert token in allowed(matcher)
+        matcher.accept(token)
+    assert EOS in allowed(matcher)
+
+
+def test_white_space_in_json_has_bounds(grammars: Grammars) -> None:
+    matcher = grammars.start(SPECS["json"])
+    for token in TOKENIZER.encode("{\n" + " " * 16, add_special_tokens=False):
+        matcher.accept(token)
+    texts = [TOKENIZER.decode([token]) for token in allowed(matcher)]
+    assert texts and all(text.startswith('"') for text in texts)
+
+
+def test_a_complete_output_allows_end_tokens_only(grammars: Grammars) -> None:
+    matcher = grammars.start(SPECS["lark"])
+    assert not matcher.is_complete
+    for token in TOKENIZER.encode("x12", add_special_tokens=False):
+        matcher.accept(token)
+    assert allowed(matcher) == [EOS]
+    assert matcher.is_complete
+
+
+def test_a_token_that_does_not_fit_is_an_error_for_good(grammars: Grammars) -> None:
+    matcher = grammars.start(SPECS["choice"])
+    wrong = next(t for t in range(TOKENIZER.size) if t not in allowed(matcher))
+    with pytest.raises(GrammarError):
+        matcher.accept(wrong)
+    with pytest.raises(GrammarError):
+        matcher.mask()
+
+
+@pytest.mark.parametrize("width", [32, 33, 64])
+def test_a_mask_has_a_bit_for_each_logit_and_no_word_more(width: int) -> None:
+    vocab_size = TOKENIZER.size // 64 * 64 + 64 + width
+    made = Grammars.load(PATH, vocab_size=vocab_size, eos_token_ids=(EOS,))
+    assert len(made.start(SPECS["regex"]).mask()) == 4 * ((vocab_size + 31) // 32)
+
+
+def test_matchers_of_one_grammar_are_independent(grammars: Grammars) -> None:
+    first, second = grammars.start(SPECS["choice"]), grammars.start(SPECS["choice"])
+    before = second.mask()
+    first.accept(allowed(first)[0])
+    assert second.mask() == before != first.mask()
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "regex": {"regex": "(a"},
+    "grammar": {"grammar": "root ::= missing"},
+    "schema": {"json": {"type": "nothing"}},
+    "reference": {"json": {"$ref": "#/nowhere"}},
+    "nested repeats": {"regex": "(((a{1000}){1000}){1000}){1000}"},
+    "left recursion": {"grammar": "root ::= root"},
+}
+
+
+@pytest.mark.parametrize("name", ["regex", "grammar", "schema", "reference"])
+def test_a_wrong_grammar_is_refused_in_one_line(name: str, grammars: Grammars) -> None:
+    with pytest.raises(InvalidRequestError, match="structured_outputs") as caught:
+        grammars.start(StructuredOutputs(**WRONG[name]))
+    assert "\n" not in str(caught.value)
+
+
+# The trial
+
+
+@pytest.fixture(scope="module")
+def trial() -> Any:
+    setup = TrialSetup(tokenizer_path=str(PATH), vocab_size=VOCAB, eos_token_ids=(EOS,))
+    made = Trial(setup, time_limit=10)  # a busy machine; what is wrong is wrong at once
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_trial_accepts_what_works(name: str, trial: Trial) -> None:
+    trial.check(SPECS[name])
+    trial.check(SPECS[name])
+
+
+@pytest.mark.parametrize("name", ["regex", "grammar", "schema", "reference"])
+def test_the_trial_refuses_what_does_not(name: str, trial: Trial) -> None:
+    with pytest.raises(InvalidRequestError, match="structured_outputs"):
+        trial.check(StructuredOutputs(**WRONG[name]))
+    trial.check(SPECS["regex"])
+
+
+@pytest.mark.parametrize("name", ["nested repeats", "left recursion"])
+def test_a_costly_grammar_neither_hangs_nor_crashes_what_comes_after(
+    name: str, trial: Trial
+) -> None:
+    """Accepted (grammars are expanded lazily) or refused: an answer comes, and the next too."""
+    try:
+        trial.check(StructuredOutputs(**WRONG[name]))
+    except InvalidRequestError as error:
+        assert "structured_outputs" in str(error)
+    trial.check(StructuredOutputs(regex="after"))
+
+
+def test_a_crash_refuses_the_grammar_and_nothing_else(trial: Trial) -> None:
+    trial.check(StructuredOutputs(regex="before the crash"))
+    process = trial._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)  # so that it can't answer before it is killed
+    crash = StructuredOutputs(regex="crash")
+    original = trial._time_limit
+    trial._time_limit = 0.2
+    try:
+        with pytest.raises(InvalidRequestError, match=r"took more than 0\.2 s"):
+            trial.check(crash)
+    finally:
+        trial._time_limit = original
+    assert process.poll() is not None, "a process that hangs is killed"
+    trial.check(crash)  # nothing was wrong with it
+    process = trial._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    trial.check(StructuredOutputs(regex="after another"))

@@ -1,0 +1,110 @@
+"""A graph backend for the CPU that holds a runner to what a CUDA graph would need of it.
+
+A captured step is run again at every replay, into the outputs of the capture. Before that it
+fails if an input moved or was reallocated since the capture. `forbid_host_reads` fails when
+anything is read by the host meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from llmc.runner.graphs import CapturedStep, StepOutputs
+
+BYTES_PER_GRAPH = 1000
+
+
+class MovedInput(AssertionError):
+    pass
+
+
+class HostRead(AssertionError):
+    pass
+
+
+def _address(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+
+
+class _Recorded:
+    def __init__(
+        self, backend: FakeGraphs, run: Callable[[], StepOutputs], inputs: Mapping[str, Tensor]
+    ) -> None:
+        self._backend = backend
+        self._run = run
+        self._inputs = dict(inputs)
+        self._addresses = {name: _address(t) for name, t in inputs.items()}
+        self.outputs = run()
+        self._output_addresses = [_address(t) for t in self.outputs]
+
+    def replay(self) -> StepOutputs:
+        self._backend.num_replays += 1
+        for name, tensor in self._inputs.items():
+            if _address(tensor) != self._addresses[name]:
+                raise MovedInput(f"{name} moved since the step was captured")
+        if [_address(t) for t in self.outputs] != self._output_addresses:
+            raise MovedInput("an output was reallocated since the step was captured")
+        for home, new in zip(self.outputs, self._run(), strict=True):
+            home.copy_(new)
+        return self.outputs
+
+
+class FakeGraphs:
+    """Records captures by batch size, in order."""
+
+    def __init__(self) -> None:
+        self.captured: list[int] = []
+        self.steps: list[_Recorded] = []
+        self.num_replays = 0
+
+    def capture(self, run: Callable[[], StepOutputs], inputs: Mapping[str, Tensor]) -> CapturedStep:
+        self.captured.append(inputs["row"].shape[0])
+        self.steps.append(_Recorded(self, run, inputs))
+        return self.steps[-1]
+
+    def memory_bytes(self) -> int:
+        return BYTES_PER_GRAPH * len(self.captured)
+
+
+# Everything by which Python learns a tensor's value: each makes the host wait for a GPU.
+_READS = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.cpu,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.nonzero,
+    torch.nonzero,
+    torch.masked_select,
+    torch.equal,
+}
+
+
+class _NoReads(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _READS:
+            raise HostRead(f"{getattr(func, '__name__', func)} makes the host wait for the device")
+        if (
+            func is Tensor.__getitem__
+            and isinstance(args[1], Tensor)
+            and args[1].dtype is torch.bool
+        ):
+            raise HostRead("indexing by a mask makes the host wait for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def forbid_host_reads() -> Iterator[None]:
+    with _NoReads():
+        yield

@@ -1,0 +1,113 @@
+"""A tiny config of any causal language model that transformers lists, by rules on field names.
+
+The rules, and what single classes need beyond them, are data: bench/configs/coverage.json. Used by
+`bench.coverage` for every class and by tests/parity for one class a mechanism.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+RULES_FILE = Path(__file__).parents[2] / "bench" / "configs" / "coverage.json"
+_NO_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
+
+
+@cache
+def rules() -> Any:
+    return json.loads(RULES_FILE.read_text(encoding="utf-8"))
+
+
+def decoder_types() -> list[str]:
+    """Model types of decoder-only text classes; a class that has several is listed by its first."""
+    skip = rules()["not_decoders"]
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in skip]
+
+
+def tiny_config(model_type: str) -> Any:
+    """A config of a few thousand parameters that has no end token, so that greedy runs on."""
+    config = _shrunk(CONFIG_MAPPING[model_type], "")
+    for part in (config, *_parts(config)):
+        types = {f.name: str(f.type) for f in dataclasses.fields(part)}
+        chosen = rules()["classes"].get(part.model_type, {})
+        for name in _NO_TOKENS:
+            if "None" in types.get(name, "") and name not in chosen:
+                setattr(part, name, None)
+    return config
+
+
+def _parts(config: Any) -> list[Any]:
+    return [getattr(config, name) for name in type(config).sub_configs if hasattr(config, name)]
+
+
+def _shrunk(cls: Any, role: str) -> Any:
+    """`cls` with every field that a rule names made small; what the class itself needs comes last.
+
+    `role` is the field of the outer config that it fills, if any.
+    """
+    changes = rules()["classes"].get(cls.model_type, {})
+    types = {f.name: str(f.type) for f in dataclasses.fields(cls)}
+    sizes = rules()["sizes"] | rules()["nested"].get(role, {})
+    # Defaults of the class, not of an instance: an instance may have worked None out.
+    fields: dict[str, Any] = {
+        name: value
+        for name, value in sizes.items()
+        if name in types and getattr(cls, name, None) is not None
+    }
+    if "kv_lora_rank" in types:  # latent attention expands to a key and a value for every head
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    fields |= {n: None if "None" in types[n] else 0 for n in _NO_TOKENS if n in types}
+    fields |= _layer_lists(cls, types)
+    for name, part in cls.sub_configs.items():
+        if part is tf.AutoConfig:
+            part = type(getattr(cls(), name))
+        if name in types and part is not type(None):
+            fields[name] = _shrunk(part, name)
+            for field, value in changes.get(name, {}).items():
+                setattr(fields[name], field, value)
+    fields |= {n: v for n, v in changes.items() if n not in cls.sub_configs}
+    return cls(**fields)
+
+
+def _layer_lists(cls: Any, types: dict[str, str]) -> dict[str, Any]:
+    """One layer of every kind that the class has, and one more of the first."""
+    lists = {
+        name: value
+        for name in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
+        if name in types and isinstance(value := getattr(cls(), name, None), list)
+    }
+    kinds = {name: list(dict.fromkeys(value)) for name, value in lists.items()}
+    longest = max((len(k) for k in kinds.values()), default=1)
+    if longest == 1:
+        return {name: value[:2] for name, value in lists.items()}
+    count = longest + 1
+    fields: dict[str, Any] = {n: [*k, *[k[0]] * count][:count] for n, k in kinds.items()}
+    if "mlp_layer_types" in fields:  # dense layers come first
+        fields["mlp_layer_types"] = sorted(fields["mlp_layer_types"])
+    if "num_hidden_layers" in types:
+        fields["num_hidden_layers"] = count
+    return fields
+
+
+def save_random(config: Any, path: Path, *, seed: int = 0) -> Path:
+    """A checkpoint with random weights large enough that attention is far from uniform."""
+    torch.manual_seed(seed)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() >= 2 and not name.endswith(("A_log", "norm.weight")):
+                parameter.copy_(0.15 * noise)
+            else:  # norms, biases, sinks, decays: near where the class puts them
+                parameter.add_(0.1 * noise)
+    model.save_pretrained(path)
+    return path
