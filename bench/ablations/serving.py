@@ -1,0 +1,272 @@
+"""Rows of serving: how requests are put into steps. Whole engines on the same weights, in turn."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from bench.ablations.row import Figures, Row, in_turn
+from bench.ablations.subject import Bench, Served, Subject, add, serve, step
+
+
+def _continuous(bench: Bench) -> Figures:
+    """Answers of very different lengths, as chats have them: every fourth is long."""
+    subject, rows = bench.large, 4
+    rng = random.Random(0)
+    jobs = [
+        (
+            subject.prompt(rng.randint(8, 64)),
+            bench.size(48, 12) if i % 4 == 0 else rng.randint(4, 8),
+        )
+        for i in range(bench.size(16, 8))
+    ]
+    rng.shuffle(jobs)
+    tokens = sum(length for _, length in jobs)
+    steps: dict[int, int] = {}
+
+    def run(batches: Sequence[Sequence[tuple[list[int], int]]]) -> float:
+        engine = subject.engine(max_num_seqs=rows)
+        start = time.perf_counter()
+        for batch in batches:
+            for prompt, length in batch:
+                add(engine, prompt, length)
+            serve(engine)
+        steps[len(batches)] = engine.stats().num_steps
+        return tokens / (time.perf_counter() - start)
+
+    static = [jobs[i : i + rows] for i in range(0, len(jobs), rows)]
+    figures = in_turn(lambda: run([jobs]), lambda: run(static), bench.rounds, warm=False)
+    note = (
+        f"{len(jobs)} answers of 4 to 8 tokens, every fourth of {bench.size(48, 12)}, {rows} rows: "
+        f"{steps[1]} steps against {steps[len(static)]}"
+    )
+    return Figures(on=figures.on, off=figures.off, note=note)
+
+
+def _chunked(bench: Bench) -> Figures:
+    """Gaps between the tokens of four answers, while a long prompt comes in."""
+    subject = bench.large
+    length, chunk = bench.size(1536, 300), bench.size(128, 32)
+    prompts = [subject.prompt(16) for _ in range(4)]
+    long_prompt = subject.prompt(length)
+    decoded = bench.size(40, 16)
+
+    def run(budget: int) -> float:
+        engine = subject.engine(max_num_batched_tokens=budget)
+        served = {}
+        for prompt in prompts:
+            served[add(engine, prompt, decoded)] = Served(sent_s=time.perf_counter())
+        while min(len(one.times_s) for one in served.values()) < 4:
+            step(engine, served)
+        add(engine, long_prompt, 1)
+        serve(engine, served)
+        gaps = sorted(gap for one in served.values() for gap in one.gaps_s)
+        return gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))] * 1e3
+
+    note = f"a prompt of {length} tokens, in chunks of {chunk} or whole, beside 4 answers"
+    return in_turn(lambda: run(chunk), lambda: run(2048), bench.rounds, note=note, warm=False)
+
+
+def _async(bench: Bench) -> Figures:
+    subject, rows = bench.guide, 8
+    prompts = [subject.prompt(16) for _ in range(rows)]
+    length = bench.size(200, 20)
+
+    def run(ahead: bool) -> float:
+        return subject.seconds(prompts, length, async_scheduling=ahead) / length * 1e3
+
+    note = f"{rows} rows; on a CPU the same cores plan and compute, so it is off there by default"
+    return in_turn(lambda: run(True), lambda: run(False), bench.rounds, note=note)
+
+
+def _prefix(shared_share: float) -> Callable[[Bench], Figures]:
+    def measure(bench: Bench) -> Figures:
+        subject, count = bench.large, bench.size(6, 4)
+        length = bench.size(512, 128)
+        shared = int(length * shared_share)
+        common = subject.prompt(shared)
+        prompts = [common + subject.prompt(length - shared) for _ in range(count)]
+
+        def run(cached: bool) -> float:
+            """One after the other, as turns of many users come in."""
+            engine = subject.engine(enable_prefix_caching=cached)
+            start = time.perf_counter()
+            for prompt in prompts:
+                add(engine, prompt, 1)
+                serve(engine)
+            return (time.perf_counter() - start) / count * 1e3
+
+        note = f"{count} prompts of {length} tokens, {shared} of them shared; the first is cold"
+        return in_turn(lambda: run(True), lambda: run(False), bench.rounds, note=note)
+
+    return measure
+
+
+def _swap(bench: Bench) -> Figures:
+    """How long a request pauses that gives its blocks to an urgent one."""
+    subject = bench.large
+    block, length = subject.started.info.block_size, bench.size(1024, 256)
+    prompt, urgent = subject.prompt(length), subject.prompt(4 * block)
+    room = subject.swap_room()
+    seen: dict[bool, str] = {}
+
+    def run(swaps: bool) -> float:
+        engine = subject.engine(
+            num_blocks=length // block + 3,
+            scheduling_policy="priority",
+            swap_room=room if swaps else None,
+        )
+        served = Served(sent_s=time.perf_counter())
+        paused = {add(engine, prompt, 12, priority=1): served}
+        while len(served.times_s) < 4:
+            step(engine, paused)
+        add(engine, urgent, 2, priority=0)
+        serve(engine, paused)
+        stats = engine.stats()
+        seen[swaps] = f"{stats.num_preemptions} preemptions, {stats.num_swaps} swapped"
+        return max(served.gaps_s) * 1e3
+
+    figures = in_turn(lambda: run(True), lambda: run(False), bench.rounds)
+    note = (
+        f"a request of {length} tokens, an urgent one of {len(urgent)}: "
+        f"{seen[True]}; without: {seen[False]}"
+    )
+    return Figures(on=figures.on, off=figures.off, note=note)
+
+
+def _priority(bench: Bench) -> Figures:
+    subject, rows = bench.guide, 4
+    crowd = [subject.prompt(16) for _ in range(bench.size(24, 8))]
+    urgent = [subject.prompt(16) for _ in range(4)]
+    length = bench.size(64, 12)
+
+    def run(policy: str) -> float:
+        engine = subject.engine(max_num_seqs=rows, scheduling_policy=policy)
+        for prompt in crowd:
+            add(engine, prompt, length, priority=1)
+        served: dict[str, Served] = {}
+        for prompt in urgent:
+            for _ in range(length // 2):
+                step(engine, served)
+            sent = Served(sent_s=time.perf_counter())
+            served[add(engine, prompt, length, priority=0)] = sent
+        serve(engine, served)
+        return statistics.median(one.ttft_s for one in served.values()) * 1e3
+
+    note = f"4 urgent requests among {len(crowd)} others, {rows} rows"
+    return in_turn(lambda: run("priority"), lambda: run("fcfs"), bench.rounds, note=note)
+
+
+def _repeating(subject: Subject, length: int) -> list[int]:
+    """A prompt that the answer will copy from: the same passage again and again."""
+    passage = subject.prompt(12)
+    return (passage * (length // len(passage) + 1))[:length]
+
+
+def _speculation(bench: Bench) -> Figures:
+    from llmc.engine.speculation import Speculation
+    from llmc.speculative_config import SpeculativeConfig
+
+    subject = bench.large
+    prompt, length = _repeating(subject, 96), bench.size(64, 32)
+    # A random model copies nothing; a bias for the passage's tokens makes its answer a loop of
+    # few tokens, which is what a model that copies gives.
+    told = {"sampling": {"logit_bias": dict.fromkeys(prompt[:3], 100.0)}}
+    seen = {}
+
+    def run(guesses: bool) -> float:
+        speculation = Speculation(SpeculativeConfig()) if guesses else None
+        engine = subject.engine(speculation=speculation)
+        start = time.perf_counter()
+        add(engine, prompt, length, **told)
+        serve(engine)
+        seconds = time.perf_counter() - start
+        stats = engine.stats()
+        seen[guesses] = (stats.num_steps, stats.num_draft_tokens, stats.num_accepted_tokens)
+        return length / seconds
+
+    figures = in_turn(lambda: run(True), lambda: run(False), bench.rounds)
+    steps, drafted, accepted = seen[True]
+    note = f"{length} tokens in {steps} steps, {accepted} of {drafted} guesses right; one request"
+    return Figures(on=figures.on, off=figures.off, note=note)
+
+
+LARGE, GUIDE = "0.6B shape, random weights", "built-in"
+ROWS = (
+    Row(
+        name="continuous",
+        what="continuous batching",
+        on="a row that is free is filled at once",
+        off="a batch ends before the next begins",
+        unit="tokens/s",
+        model=LARGE,
+        better="higher",
+        measure=_continuous,
+    ),
+    Row(
+        name="chunked",
+        what="chunked prefill: p99 between tokens while a long prompt comes",
+        on="prompts in chunks beside decodes",
+        off="a prompt in one step",
+        unit="ms",
+        model=LARGE,
+        measure=_chunked,
+    ),
+    Row(
+        name="async",
+        what="steps planned ahead",
+        on="two steps in flight",
+        off="one",
+        unit="ms a step",
+        model=GUIDE,
+        measure=_async,
+    ),
+    Row(
+        name="prefix-0",
+        what="prefix cache, nothing shared: time to first token",
+        on="with",
+        off="without",
+        unit="ms",
+        model=LARGE,
+        measure=_prefix(0.0),
+    ),
+    Row(
+        name="prefix-90",
+        what="prefix cache, 90 % shared: time to first token",
+        on="with",
+        off="without",
+        unit="ms",
+        model=LARGE,
+        measure=_prefix(0.9),
+    ),
+    Row(
+        name="speculation",
+        what="prompt lookup on text that repeats",
+        on="up to 4 tokens guessed",
+        off="none",
+        unit="tokens/s",
+        model=LARGE,
+        better="higher",
+        measure=_speculation,
+    ),
+    Row(
+        name="swap",
+        what="swap: pause of a request that is preempted",
+        on="its blocks wait in host memory",
+        off="they are computed again",
+        unit="ms",
+        model=LARGE,
+        measure=_swap,
+    ),
+    Row(
+        name="priority",
+        what="priority: first token of urgent requests in a crowd",
+        on="urgent ones first",
+        off="first come, first served",
+        unit="ms",
+        model=GUIDE,
+        measure=_priority,
+    ),
+)

@@ -1,0 +1,219 @@
+"""Bench: the models of a run, each loaded once, and engines of any settings around them.
+
+An engine is a few Python objects around the one runner, so two of them with other settings can
+take turns within milliseconds.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmc.config import EngineConfig
+from llmc.engine.core import EngineCore
+from llmc.engine.messages import AddRequest
+from llmc.engine.plan import PendingStep, Runner, StepPlan, StepResult
+from llmc.engine.swap import SwapCost, SwapRoom
+from llmc.sampling_params import SamplingParams
+from llmc.start import Started, start_engine
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+CONTEXT = 2048
+TINY_CONTEXT = 512
+CACHE_BYTES = {None: 64 << 20, "tiny.json": 8 << 20, "qwen3-0.6b.json": 1400 << 20}
+Prompt = Sequence[int]
+
+
+class AtOnce:
+    """The same runner, one step at a time and in the caller's thread."""
+
+    max_in_flight = 1
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    @property
+    def num_runtime_compiles(self) -> int:
+        return int(self._runner.num_runtime_compiles)
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        done: Future[StepResult] = Future()
+        done.set_result(self._runner.execute(plan))
+        return done
+
+
+@dataclass(kw_only=True)
+class Served:
+    """When a request's tokens came, in seconds since it was sent."""
+
+    sent_s: float
+    times_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times_s[0] - self.sent_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)]
+
+
+class Subject:
+    """A started model. `engine` makes a fresh EngineCore on it."""
+
+    def __init__(self, started: Started, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.started = started
+        self._most = {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+        }
+        space = started.runner.swap_space
+        self._copy_speed = space.measure() if space is not None else 0.0
+        self._rng = random.Random(0)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.started.info.vocab_size
+
+    @property
+    def context(self) -> int:
+        return self.started.info.max_model_len
+
+    def prompt(self, length: int) -> list[int]:
+        return [self._rng.randrange(3, min(self.vocab_size, 3000)) for _ in range(length)]
+
+    def engine(self, *, async_scheduling: bool = False, **options: Any) -> EngineCore:
+        """Without prefix caching unless it is asked for: rounds must not help each other."""
+        info, runner = self.started.info, self.started.runner
+        chosen: Runner = runner if async_scheduling else AtOnce(runner)
+        settings = {
+            **self._most,
+            "num_blocks": info.num_blocks,
+            "enable_prefix_caching": False,
+            "async_scheduling": async_scheduling,
+            **options,
+        }
+        return EngineCore(
+            chosen,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=(),
+            **settings,
+        )
+
+    def swap_room(self) -> SwapRoom:
+        """Of the size and cost that `--swap-space` would give: both are measured."""
+        space = self.started.runner.swap_space
+        assert space is not None, "subjects are started with one"
+        tokens = 128
+        seconds = min(self.seconds([self.prompt(tokens)], 1) for _ in range(2))
+        cost = SwapCost(
+            prefill_seconds_per_token=seconds / tokens,
+            block_bytes=space.block_bytes,
+            copy_bytes_per_second=self._copy_speed,
+        )
+        return SwapRoom(space.num_slots, cost)
+
+    def seconds(self, prompts: Sequence[Prompt], max_tokens: int, **options: Any) -> float:
+        """To serve these at once, on an engine of its own."""
+        engine = self.engine(**options)
+        start = time.perf_counter()
+        for prompt in prompts:
+            add(engine, prompt, max_tokens)
+        serve(engine)
+        return time.perf_counter() - start
+
+
+def add(engine: EngineCore, prompt: Prompt, max_tokens: int, **options: Any) -> str:
+    """A greedy request that goes to its end."""
+    sampling = options.pop("sampling", {})
+    name = options.pop("name", f"r{engine.stats().num_finished}-{random.getrandbits(40)}")
+    params = SamplingParams(
+        **{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **sampling}
+    )
+    engine.add(
+        AddRequest(request_id=name, prompt_token_ids=list(prompt), sampling=params, **options)
+    )
+    return name
+
+
+def serve(engine: EngineCore, served: dict[str, Served] | None = None) -> None:
+    """Step until all is done; the times of those who are in `served` are entered there."""
+    while engine.has_work:
+        step(engine, served)
+
+
+def step(engine: EngineCore, served: dict[str, Served] | None = None) -> None:
+    updates = engine.step()
+    now = time.perf_counter()
+    for update in updates:
+        if update.error is not None:
+            raise RuntimeError(f"a request failed: {update.error}")
+        if served is not None and update.request_id in served:
+            served[update.request_id].times_s += [now] * len(update.new_token_ids)
+
+
+class Bench:
+    """What all rows share: sizes, rounds, and the models, loaded when first asked for."""
+
+    def __init__(self, *, is_tiny: bool, rounds: int, opt_level: int | None = None) -> None:
+        self.is_tiny = is_tiny
+        self.rounds = rounds
+        self._opt_level = opt_level
+        self._stack = ExitStack()
+        self._subjects: dict[str, Subject] = {}
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def size(self, full: int, tiny: int) -> int:
+        return tiny if self.is_tiny else full
+
+    @property
+    def guide(self) -> Subject:
+        """The built-in model."""
+        return self._subject("guide", None)
+
+    @property
+    def large(self) -> Subject:
+        """A 0.6B shape with random weights; in miniature two layers of nothing."""
+        return self._subject("large", "tiny.json" if self.is_tiny else "qwen3-0.6b.json")
+
+    def _subject(self, name: str, config: str | None) -> Subject:
+        if name not in self._subjects:
+            self._subjects[name] = self._start(config)
+        return self._subjects[name]
+
+    def _start(self, config: str | None) -> Subject:
+        model = None
+        if config is not None:
+            model = self._stack.enter_context(tempfile.TemporaryDirectory())
+            shutil.copy(CONFIGS / config, Path(model) / "config.json")
+        rows, tokens = 32, 2048
+        options: dict[str, Any] = {
+            "model": model,
+            "load_format": "auto" if model is None else "dummy",
+            "max_model_len": TINY_CONTEXT if self.is_tiny else CONTEXT,
+            "max_num_seqs": rows,
+            "max_num_batched_tokens": tokens,
+            "async_scheduling": True,
+            "opt_level": self._opt_level,
+            "kv_cache_memory": CACHE_BYTES[config],
+            "swap_space": CACHE_BYTES[config] // 3,
+        }
+        started = start_engine(EngineConfig(**options))
+        if started.upgrade is not None and not started.upgrade.wait(600):
+            raise RuntimeError(f"the compilation failed: {started.upgrade.error}")
+        return Subject(started, rows, tokens)

@@ -1,0 +1,96 @@
+"""How long a call takes on its device: the median of many, whatever launches cost.
+
+On a GPU the call is captured in a CUDA graph, as a step is, so that what a launch costs the host
+does not count; where it can't be captured, its launches are timed, and the answer says so.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+_LEAST_S = 2e-3  # between two events, whose own resolution is half a microsecond
+_MOST_IN_A_GRAPH = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Median seconds of one call. `how`: "calls" (CPU), "graph", or "launches" where none fits."""
+
+    seconds: float
+    how: str
+    spread: float = 0.0  # of the rounds: (highest - lowest) / median
+
+
+def time_call(run: Call, device: torch.device, *, budget_s: float = 0.4) -> Timing:
+    """Over as many rounds as fit in the budget (3 to 200)."""
+    run()
+    return _on_gpu(run, budget_s) if device.type == "cuda" else _on_cpu(run, budget_s)
+
+
+def _on_cpu(run: Call, budget_s: float) -> Timing:
+    once = max(_wall(run), 1e-6)
+    times = [_wall(run) for _ in range(max(3, min(200, int(budget_s / once))))]
+    return _timing(times, "calls")
+
+
+def _wall(run: Call) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _on_gpu(run: Call, budget_s: float) -> Timing:
+    once = max(between_events(run, 1), 1e-6)
+    copies = max(1, min(_MOST_IN_A_GRAPH, int(_LEAST_S / once)))
+    replay = _captured(run, copies)
+    call, how, per = (run, "launches", 1) if replay is None else (replay, "graph", copies)
+    call()
+    once = max(between_events(call, 1), 1e-6)
+    inner = max(1, min(200, int(_LEAST_S / once)))
+    rounds = max(3, min(50, int(budget_s / (inner * once))))
+    return _timing([between_events(call, inner) / per for _ in range(rounds)], how)
+
+
+def _timing(times: list[float], how: str) -> Timing:
+    middle = statistics.median(times)
+    return Timing(seconds=middle, how=how, spread=(max(times) - min(times)) / middle)
+
+
+def between_events(run: Call, times: int) -> float:
+    """Seconds of one of `times` calls in a row, on the current stream."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e-3 / times
+
+
+def _captured(run: Call, copies: int) -> Call | None:
+    """A replay of `copies` calls; None where `run` does what a graph can't hold."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(copies):
+                run()
+    except RuntimeError as error:
+        print(f"  (timed by launches, no graph holds it: {str(error).splitlines()[0][:120]})")
+        torch.cuda.set_stream(current)  # a capture that fails at its end leaves its own behind
+        torch.cuda.synchronize()
+        return None
+    return graph.replay

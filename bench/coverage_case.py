@@ -1,0 +1,93 @@
+"""One class of the matrix, in a process of its own: a tiny checkpoint, served and compared.
+
+`bench.coverage` starts it as `python -m bench.coverage_case MODEL_TYPE` and reads one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import resource
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+_SUPPORT = Path(__file__).resolve().parent.parent / "tests" / "support"
+MEMORY_BYTES = 2 * 2**30
+LENGTHS = (1, 5, 19, 33, 12)
+NUM_TOKENS = 10
+# Limits of the engine that decide how the same requests are cut into steps.
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunked": {"max_num_batched_tokens": 7},
+    "preempted": {"num_blocks": 14, "max_num_batched_tokens": 9},
+}
+
+
+def run(model_type: str) -> dict[str, Any]:
+    """The row of the matrix. Stages that were reached say so; `reason` tells why it ended."""
+    import tiny_configs
+    from tiny_models import continue_greedily, load_reference, prompts
+
+    row: dict[str, Any] = {"type": model_type, "stage": "config", "parity": False, "reason": ""}
+    try:
+        config = tiny_configs.tiny_config(model_type)
+        row["class"] = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+        with tempfile.TemporaryDirectory() as folder:
+            path = tiny_configs.save_random(config, Path(folder))
+            row["class"] = json.loads((path / "config.json").read_text())["architectures"][0]
+            model = load_reference(path)
+            expected = [continue_greedily(model, p, NUM_TOKENS) for p in prompts(LENGTHS)]
+            row["stage"] = "transformers"  # runs it
+            del model
+            _serve(path, expected, row)
+    except Exception as error:  # whatever a model's code raises is this row's finding
+        text = re.sub(r"/\S*?/(site-packages/|(?=llmc/))", "", " ".join(str(error).split()))
+        row["reason"] = f"{type(error).__name__}: {text[:400]}"
+    return row
+
+
+def _serve(path: Path, expected: list[Any], row: dict[str, Any]) -> None:
+    import tiny_engine
+
+    start = time.perf_counter()
+    running = tiny_engine.start(path)
+    row["stage"] = "served"
+    row["seconds"] = round(time.perf_counter() - start, 1)
+    program = running.started.info.pass_reports
+    row["passes"] = [r.split(":")[0] for r in program if ": -[" in r]
+    wrong: list[str] = []
+    skipped = 0
+    for name, limits in SCENARIOS.items():
+        engine = running.engine(**limits)
+        got = tiny_engine.generate(engine, [r.prompt for r in expected], NUM_TOKENS)
+        ties, found = tiny_engine.differences(expected, got)
+        skipped += ties
+        wrong += [f"{name}: {f}" for f in found]
+        if name == "preempted":
+            row["preemptions"] = engine.stats().num_preemptions
+    row["ties"] = skipped
+    row["parity"] = not wrong
+    row["reason"] = "; ".join(wrong[:3])
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    sys.path.insert(0, str(_SUPPORT))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    print(json.dumps(run(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What each thing gives: the levels, each pass off in turn, steps ahead off. `ablate`.
+
+One small model, a few batch sizes; everything else as in the other parts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from bench.gpu.decode import steady_steps
+from bench.gpu.direct import decode_seconds
+from bench.gpu.record import Record
+from bench.gpu.settings import GIB, Settings
+from bench.gpu.subject import Subject, release, running
+from llmc.passes.pipeline import PipelineOptions, pipeline
+
+
+def run(settings: Settings, record: Record) -> None:
+    level = settings.default_level
+    record.measure(f"-O{level}", partial(variant, settings, {}))
+    release()
+    record.measure("async off", partial(variant, settings, {}, async_scheduling=False))
+    release()
+    for other in settings.levels:
+        if other != level:
+            record.measure(f"-O{other}", partial(variant, settings, {"opt_level": other}))
+            release()
+    default = record.data.get(f"-O{level}", {})
+    for name in optional_passes(settings):
+        if not _matched(name, default.get("passes", ())):
+            continue  # there is nothing to switch off
+        record.measure(f"{name} off", partial(variant, settings, {"passes": {name: False}}))
+        release()
+
+
+_INERT = ("pack_linears", "quantize_linears")  # for CPUs; only where it is asked for
+
+
+def optional_passes(settings: Settings) -> list[str]:
+    options = PipelineOptions(block_size=16, max_positions=64, device_type=settings.device)
+    return [p.name for p in pipeline(options) if not p.required and p.name not in _INERT]
+
+
+def _matched(name: str, reports: Any) -> bool:
+    """Whether the pass changed the graph; True where no report is there to say."""
+    mine = [r for r in reports if r.startswith(f"{name}:")]
+    return not mine or "no match" not in mine[0]
+
+
+def engine_options(settings: Settings) -> dict[str, Any]:
+    """Of every variant: what the step's tensors are sized by must be the same for each of them,
+    or what was compiled for one does not serve the next."""
+    return {
+        "max_num_seqs": max(settings.ablation_batches),
+        "max_num_batched_tokens": min(settings.max_tokens, 2048),
+        "kv_cache_memory": min(settings.model(settings.ablated).cache_bytes, 4 * GIB),
+        "cuda_graph_buckets": settings.ablation_batches,
+    }
+
+
+def variant(
+    settings: Settings, options: dict[str, Any], *, async_scheduling: bool = True
+) -> dict[str, Any]:
+    model = settings.model(settings.ablated)
+    with running(settings, model, **engine_options(settings), **options) as subject:
+        found = {str(b): _at(subject, b, async_scheduling) for b in settings.ablation_batches}
+        return {
+            "decode": found,
+            "usable_seconds": subject.startup["usable_seconds"],
+            "inductor_seconds": subject.startup["inductor_seconds"],
+            "passes": subject.startup["passes"],
+        }
+
+
+def _at(subject: Subject, batch: int, async_scheduling: bool) -> dict[str, float]:
+    steps = steady_steps(subject, batch, async_scheduling=async_scheduling)
+    context = subject.settings.prompt_len
+    steps["device_ms"] = decode_seconds(subject, batch, context, 16) * 1e3
+    return steps

@@ -1,0 +1,139 @@
+"""Arguments, order and time of a run: `python -m bench.gpu`.
+
+    python -m bench.gpu [--part NAME[,NAME]] [--list] [--output-json FILE] [--seconds 530] [--tiny]
+
+Parts run in processes of their own, untimed ones first and together, then one at a time. The
+result is written aside and renamed whenever a part has found something, so that whoever ends the
+run has all that was measured. It ends by itself before `--seconds` are over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.gpu import report, settings
+from bench.gpu.parts import Part, choose
+from bench.gpu.process import PartProcess
+from bench.gpu.record import Record, failure, finite
+from llmc.benchmark.machine import describe_machine, package_versions
+from llmc.benchmark.report import context, write_json
+from llmc.kernels.cpu.build import cache_dir
+
+_LAST_S = 5.0  # for the end of the run itself
+_LEAST_S = 15.0  # no part is started with less
+
+
+def main() -> None:
+    args = _arguments()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+    if args.list:
+        for part in choose(None):
+            print(f"{part.name:10} ~{part.expected_s:3} s  {part.about}")
+    elif args.child:
+        _child(args.child, args.child_output)
+    elif args.warm_job:
+        from bench.gpu.start_parts import run_warm_job
+
+        print(run_warm_job(settings.full(), args.warm_job))
+    else:
+        started = time.monotonic()
+        result = {**_result(), "tiny": args.tiny}
+        run = _here if args.tiny else _in_processes
+        run(choose(args.part), result, args.output_json, started + args.seconds)
+        print(report.text(result))
+        _write(args.output_json, result)
+
+
+def _arguments() -> argparse.Namespace:
+    lines = (__doc__ or "").splitlines()
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=lines[0])
+    parser.add_argument("--part", help="only these parts, separated by commas")
+    parser.add_argument("--list", action="store_true", help="say what parts there are")
+    parser.add_argument("--output-json", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--seconds", type=float, default=530, help="the run ends before")
+    parser.add_argument("--tiny", action="store_true", help="all of it in miniature, on CPU")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--child-output", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--warm-job", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _result() -> dict[str, Any]:
+    return {
+        **context(),
+        "versions": package_versions(),
+        "machine": describe_machine(),
+        "parts": {},
+    }
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    write_json(path, finite(result))
+
+
+def _child(name: str, output: Path) -> None:
+    (part,) = choose(name)
+    record = Record(output)
+    part.load()(settings.full(), record)
+    record.save()
+
+
+def _here(parts: Sequence[Part], result: dict[str, Any], path: Path, deadline: float) -> None:
+    """In this process, one after the other: the miniature."""
+    small = settings.tiny()
+    for part in parts:
+        print(f"== {part.name}: {part.about}", flush=True)
+        start, record = time.monotonic(), Record()
+        found: dict[str, Any] = {"status": "ok", "data": record.data}
+        try:
+            part.load()(small, record)
+        except Exception as error:  # a part that can't even begin is a result too
+            found |= {"status": "failed", "error": failure(error)["error"]}
+        found["seconds"] = round(time.monotonic() - start, 1)
+        result["parts"][part.name] = found
+        _write(path, result)
+
+
+def _in_processes(
+    parts: Sequence[Part], result: dict[str, Any], path: Path, deadline: float
+) -> None:
+    untimed = [part for part in parts if not part.timed]
+    groups = ([untimed] if untimed else []) + [[part] for part in parts if part.timed]
+    with tempfile.TemporaryDirectory() as folder:
+        for group in groups:
+            left = deadline - time.monotonic() - _LAST_S
+            if left < _LEAST_S:
+                for part in group:
+                    result["parts"][part.name] = {"status": "no time", "seconds": 0.0, "data": {}}
+                continue
+            running = []
+            for part in group:
+                print(f"== {part.name}: {part.about} (at most {min(left, part.most_s):.0f} s)")
+                running.append(PartProcess(part, Path(folder), min(left, part.most_s)))
+            _follow(running, result, path)
+
+
+def _follow(running: list[PartProcess], result: dict[str, Any], path: Path) -> None:
+    """Until all are over; what they have found is written every second."""
+    try:
+        while True:
+            over = [process.poll() for process in running]
+            for process in running:
+                result["parts"][process.part.name] = process.result()
+            _write(path, result)
+            if all(over):
+                break
+            time.sleep(1)
+    finally:
+        for process in running:
+            process.stop()
+    for process in running:
+        found = result["parts"][process.part.name]
+        print(process.log()[-4000:])
+        print(f"   {process.part.name}: {found['status']}, {found['seconds']} s", flush=True)

@@ -1,0 +1,106 @@
+"""Kernel figures: bench.kernels' works on this device, and attention over a skewed batch against
+what a split that does not look at lengths would take. `kernels`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from bench.clock import time_call
+from bench.gpu import limits
+from bench.gpu.record import Record
+from bench.gpu.settings import Settings
+from bench.gpu.subject import release
+from bench.kernel_work import decode_work, prefill_work, prepare_work, row_work, sample_work
+from bench.kernels import (
+    HEAD,
+    SKEWED,
+    SKEWED_LABEL,
+    Maker,
+    format_row,
+    gpu_work,
+    made,
+    measure,
+)
+from llmc.kernels.cpu.build import load
+
+_HEADS, _KV, _DIM = 32, 8, 128
+
+
+def run(settings: Settings, record: Record) -> None:
+    device = torch.device(settings.device)
+    if device.type == "cuda":
+        importlib.import_module("llmc.kernels.triton")
+    else:
+        importlib.import_module("llmc.kernels.cpu")
+        load()
+    read = record.measure("bandwidth", partial(limits.bandwidth, settings))
+    peak = record.measure("peak", partial(limits.peak, settings))
+    release()
+    nan = float("nan")
+    most = {
+        "read": read["read_bytes_per_s"] if read else nan,
+        "bf16": peak["flop_per_s"] if peak else nan,
+        "fp32": nan,
+    }
+    print(HEAD)
+    works = tiny_work(device) if settings.tiny else gpu_work(device)
+    for number, maker in enumerate(works):
+        record.measure(f"{number:02}", partial(_measured, maker, most))
+        release()
+    if device.type == "cuda":
+        record.measure("static split", partial(static_split, device))
+
+
+def _measured(maker: Maker, most: dict[str, float]) -> list[dict[str, Any]]:
+    found = []
+    for work in made(maker):
+        result = measure(work, most)
+        print(format_row(result), flush=True)
+        ratio = result.torch_ms / result.ms if result.torch_ms is not None else None
+        found.append({**asdict(result), "torch_ratio": ratio})
+    return found
+
+
+def tiny_work(device: torch.device) -> Iterator[Maker]:
+    yield partial(decode_work, "bf16", [64] * 2, 4, 2, 16, device)
+    yield partial(decode_work, "bf16", [128, 16], 4, 2, 16, device, SKEWED_LABEL)
+    yield partial(prefill_work, "bf16", 32, 4, 2, 16, device)
+    yield partial(sample_work, 2, 300, "top_k+top_p", device)
+    yield partial(prepare_work, 4, 64, device)
+    yield partial(row_work, "bf16", 2, 64, device)
+
+
+def static_split(device: torch.device) -> dict[str, float]:
+    """The skewed batch with the long request cut into as many ranges as a split gets that is chosen
+    from the number of requests alone, `ranges` = programs that run at once / (requests * kv heads).
+
+    Our kernel divides `target` ranges by length, so a target of ranges * all / longest keys gives
+    the longest request just that many.
+    """
+    from llmc.kernels.triton import paged_attention
+    from llmc.kernels.triton.configs import attention_config
+    from llmc.kernels.triton.launch import multiprocessors
+
+    config = attention_config(_HEADS // _KV, _DIM, 2, 2)
+    programs = config.waves * multiprocessors(device)
+    ranges = -(-programs // (len(SKEWED) * _KV))
+    target = -(-ranges * sum(SKEWED) // max(SKEWED))
+    fewer = max(1, target * _KV // config.waves)
+    work = decode_work("bf16", SKEWED, _HEADS, _KV, _DIM, device, SKEWED_LABEL)
+    balanced = time_call(work.run, device).seconds
+    with mock.patch.object(paged_attention, "multiprocessors", lambda device: fewer):
+        static = time_call(work.run, device).seconds
+    return {
+        "ranges_of_the_longest": ranges,
+        "balanced_ms": balanced * 1e3,
+        "static_ms": static * 1e3,
+        "speedup": static / balanced,
+    }

@@ -1,0 +1,105 @@
+"""Everything that is measured on one model in one process: `8b`, `0.6b`, `1b`."""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import partial
+from typing import Any
+
+from bench.gpu import limits
+from bench.gpu.decode import by_batch, kv_slope, padding_waste
+from bench.gpu.direct import prefill_plan
+from bench.gpu.record import Record
+from bench.gpu.replay import profile_replay
+from bench.gpu.settings import Settings
+from bench.gpu.shapes import prefill_flops
+from bench.gpu.subject import Subject, release, running
+from llmc.engine.messages import AddRequest
+from llmc.engine.plan import StepPlan
+from llmc.sampling_params import SamplingParams
+
+
+def run(name: str, settings: Settings, record: Record) -> None:
+    found = record.measure("bandwidth", partial(limits.bandwidth, settings))
+    peak = record.measure("peak", partial(limits.peak, settings))
+    read = found["read_bytes_per_s"] if found else float("nan")
+    flops = peak["flop_per_s"] if peak else float("nan")
+    release()  # what the limits were measured on
+    with running(settings, settings.model(name)) as subject:
+        record.measure("start", lambda: subject.startup)
+        decode = record.measure("decode", partial(by_batch, subject, read))
+        if decode:
+            points = {int(b): row["device_ms"] for b, row in decode.items()}
+            record.measure("padding_waste", partial(padding_waste, points, max(points)))
+        record.measure("replay", partial(profile_replay, subject, 1))
+        record.measure("slope", partial(kv_slope, subject, read))
+        record.measure("prefill", partial(prefill, subject, flops))
+        record.measure("mixed", partial(mixed, subject))
+        record.measure("replay_64", partial(profile_replay, subject, min(64, settings.max_rows)))
+        record.measure("runtime_compiles", lambda: subject.runner.num_runtime_compiles)
+
+
+def prefill(subject: Subject, peak_flop_per_s: float) -> dict[str, Any]:
+    """A whole prompt in one step: seconds with the host's, and operations over cuBLAS's best.
+
+    `mfu` counts linears and causal attention; `linear_mfu` the linears alone.
+    """
+    found = {}
+    for tokens in subject.settings.prefills:
+        plan = prefill_plan(subject, tokens)
+        subject.runner.execute(plan)  # kernels of this size are loaded
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            subject.runner.execute(plan)
+            times.append(time.perf_counter() - start)
+        took = sorted(times)[len(times) // 2]
+        flops = prefill_flops(subject.config, tokens)
+        found[str(tokens)] = {
+            "ms": took * 1e3,
+            "tokens_per_s": tokens / took,
+            "mfu": sum(flops.values()) / took / peak_flop_per_s,
+            "linear_mfu": flops["linear"] / took / peak_flop_per_s,
+        }
+        subject.runner.launch(StepPlan(step=0, work=(), released_rows=(0,)))
+    return found
+
+
+def mixed(subject: Subject) -> dict[str, Any]:
+    """Requests of many lengths, all there at once: output tokens a second, padding, waste."""
+    settings, gen = subject.settings, random.Random(1)
+    core = subject.core(subject.runner)
+    compiles = subject.runner.num_runtime_compiles
+    padded, rows = subject.runner.buckets.num_padding, subject.runner.buckets.num_rows
+    total_in = total_out = 0
+    start = time.perf_counter()
+    for i in range(settings.mixed_requests):
+        prompt = subject.prompts(1, gen.randint(*settings.mixed_prompt))[0]
+        output = gen.randint(*settings.mixed_output)
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        core.add(AddRequest(request_id=str(i), prompt_token_ids=prompt, sampling=params))
+        total_in, total_out = total_in + len(prompt), total_out + output
+    produced = 0
+    while core.has_work:
+        for update in core.step():
+            if update.error is not None:
+                raise RuntimeError(update.error)
+            produced += len(update.new_token_ids)
+    took = time.perf_counter() - start
+    if produced != total_out:
+        raise RuntimeError(f"{produced} tokens came, {total_out} were asked for")
+    buckets = subject.runner.buckets
+    decoded = buckets.num_rows - rows
+    return {
+        "requests": settings.mixed_requests,
+        "seconds": took,
+        "input_tokens": total_in,
+        "output_tokens": total_out,
+        "output_tokens_per_s": total_out / took,
+        "total_tokens_per_s": (total_in + total_out) / took,
+        "steps": core.stats().num_steps,
+        "padded_rows_share": (buckets.num_padding - padded) / decoded if decoded else 0.0,
+        "wasted_row_steps": core.stats().num_wasted_row_steps,
+        "runtime_compiles": subject.runner.num_runtime_compiles - compiles,
+    }

@@ -1,0 +1,134 @@
+"""The parts of a run in the order of their worth: what each does, and the time it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from bench.gpu.record import Record
+from bench.gpu.settings import Settings
+
+Run = Callable[[Settings, Record], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """`most_s`: it is stopped after this. `timed` parts have the machine to themselves; the others
+    run beside each other, before them."""
+
+    name: str
+    about: str
+    expected_s: int
+    most_s: int
+    load: Callable[[], Run]
+    timed: bool = True
+
+
+def _limits() -> Run:
+    from bench.gpu import limits
+
+    return limits.run
+
+
+def _tests() -> Run:
+    from bench.gpu import start_parts
+
+    return start_parts.run_tests
+
+
+def _warm() -> Run:
+    from bench.gpu import start_parts
+
+    return start_parts.run_warm
+
+
+def _cold() -> Run:
+    from bench.gpu import start_parts
+
+    return start_parts.run_cold
+
+
+def _kernels() -> Run:
+    from bench.gpu import kernels_part
+
+    return kernels_part.run
+
+
+def _ablate() -> Run:
+    from bench.gpu import ablation
+
+    return ablation.run
+
+
+def _model(name: str) -> Run:
+    from bench.gpu import model_part
+
+    return partial(model_part.run, name)
+
+
+def _peer(name: str) -> Run:
+    from bench.gpu import peer
+
+    return partial(peer.run, name)
+
+
+PARTS = (
+    Part(name="tests", about="pytest -m gpu", expected_s=90, most_s=170, timed=False, load=_tests),
+    Part(
+        name="warm", about="compile all that later parts run, cold, several at a time",
+        expected_s=120, most_s=170, timed=False, load=_warm,
+    ),
+    Part(
+        name="limits", about="bandwidths; cuBLAS at 8192 cubed and at the models' shapes",
+        expected_s=20, most_s=45, load=_limits,
+    ),
+    Part(
+        name="8b", about="all figures of Llama-3.1-8B",
+        expected_s=60, most_s=110, load=partial(_model, "8b"),
+    ),
+    Part(
+        name="0.6b", about="all figures of Qwen3-0.6B",
+        expected_s=40, most_s=80, load=partial(_model, "0.6b"),
+    ),
+    Part(
+        name="kernels", about="the ops alone, beside torch's",
+        expected_s=40, most_s=80, load=_kernels,
+    ),
+    Part(
+        name="peer-0.6b", about="Qwen3-0.6B beside transformers",
+        expected_s=50, most_s=90, load=partial(_peer, "0.6b"),
+    ),
+    Part(
+        name="peer-8b", about="Llama-3.1-8B beside transformers",
+        expected_s=70, most_s=120, load=partial(_peer, "8b"),
+    ),
+    Part(
+        name="1b", about="all figures of Llama-3.2-1B",
+        expected_s=35, most_s=70, load=partial(_model, "1b"),
+    ),
+    Part(
+        name="ablate", about="levels, each pass off, async off, on Qwen3-0.6B",
+        expected_s=80, most_s=140, load=_ablate,
+    ),
+    Part(
+        name="peer-1b", about="Llama-3.2-1B beside transformers",
+        expected_s=40, most_s=80, load=partial(_peer, "1b"),
+    ),
+    Part(
+        name="cold", about="a start of Llama-3.1-8B that finds no compiled code",
+        expected_s=70, most_s=120, load=_cold,
+    ),
+)  # fmt: skip
+
+
+def choose(names: str | None) -> tuple[Part, ...]:
+    """Parts by their names, separated by commas, in the order of PARTS; all for None."""
+    known = {part.name: part for part in PARTS}
+    if names is None:
+        return PARTS
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in known]
+    if unknown or not wanted:
+        raise SystemExit(f"unknown part {unknown}; there are {', '.join(known)}")
+    return tuple(part for part in PARTS if part.name in wanted)

@@ -1,0 +1,60 @@
+"""One part's figures: each measurement is guarded, and kept on disk as soon as it is there."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from llmc.benchmark.report import write_json
+
+
+class Record:
+    """`data` by measurement; one that fails leaves {"error": ...} and the others go on."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.data: dict[str, Any] = {}
+        self.path = path
+        self.num_failed = 0
+
+    def measure(self, name: str, work: Callable[[], Any]) -> Any:
+        """The result, or None where it failed."""
+        start = time.perf_counter()
+        print(f"- {name} ...", flush=True)
+        try:
+            result = work()
+        except Exception as error:  # whatever it is, it is written down and the next one runs
+            traceback.print_exc()
+            self.num_failed += 1
+            result = None
+            self.data[name] = failure(error)
+        else:
+            self.data[name] = result
+        self.data.setdefault("seconds", {})[name] = round(time.perf_counter() - start, 2)
+        self.save()
+        return result
+
+    def save(self) -> None:
+        if self.path is not None:
+            write_json(self.path, finite(self.data))
+
+
+def failure(error: BaseException) -> dict[str, str]:
+    last = traceback.format_exception(error)[-4:]
+    return {"error": f"{type(error).__name__}: {error}"[:2000], "where": "".join(last)[-3000:]}
+
+
+def finite(value: Any) -> Any:
+    """The same for JSON: numbers that are none become null, other objects their text."""
+    if isinstance(value, Mapping):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [finite(v) for v in value]
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value)

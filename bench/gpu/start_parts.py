@@ -1,0 +1,112 @@
+"""Parts that prepare or prove: `warm` (fill the caches of compiled code), `cold` (a start that
+finds none), `tests` (pytest -m gpu).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.ablation import engine_options, optional_passes
+from bench.gpu.record import Record
+from bench.gpu.settings import Settings
+from bench.gpu.subject import running
+from bench.gpu.tree import ROOT
+
+_AT_ONCE = 8  # processes that compile; each has workers of its own
+
+
+def run_tests(settings: Settings, record: Record) -> None:
+    """The ops, where compiling takes the time, on several workers if pytest-xdist is there."""
+    workers = ["-n", "6"] if importlib.util.find_spec("xdist") and not settings.tiny else []
+    with ThreadPoolExecutor(2) as pool:
+        engine = ["test_gpu_engine.py", "test_gpu_parity.py"]
+        runs = {
+            "engine": pool.submit(run_pytest, settings, engine, []),
+            "ops": pool.submit(run_pytest, settings, ["test_gpu_ops.py"], workers),
+        }
+        for name, result in runs.items():
+            record.measure(name, result.result)
+
+
+def run_pytest(settings: Settings, files: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
+    """In a process of its own. In miniature, without a GPU, the tests are rehearsed."""
+    command = [sys.executable, "-P", "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
+    command += ["--rootdir", str(ROOT), *(str(ROOT / "tests/gpu" / name) for name in files)]
+    command += ["-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-ra", *options]
+    environment = dict(os.environ)
+    if settings.tiny:
+        environment["LLMC_REHEARSE_GPU"] = "1"
+        command += ["-k", "rehearsed"]
+    done = subprocess.run(
+        command, cwd=tempfile.gettempdir(), env=environment, capture_output=True, text=True
+    )
+    print(done.stdout[-6000:] + done.stderr[-2000:])
+    counts = {k: int(n) for n, k in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
+    if done.returncode != 0 or not counts.get("passed"):
+        raise RuntimeError(f"pytest: {counts}, status {done.returncode}\n{done.stdout[-6000:]}")
+    return {**counts, "last": done.stdout.strip().splitlines()[-1]}
+
+
+def run_warm(settings: Settings, record: Record) -> None:
+    """Every program and every Inductor artifact that later parts need, several at a time."""
+    jobs = [f"model {m.name}" for m in settings.models]
+    jobs += [f"generate {m.name}" for m in settings.models]
+    jobs += ["ablation", *(f"off {name}" for name in optional_passes(settings))]
+    if settings.tiny:
+        record.measure("warm", partial(run_warm_job, settings, jobs[0]))
+        return
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        results = [(job, pool.submit(_in_process, job)) for job in jobs]
+        for job, result in results:
+            record.measure(job, result.result)
+
+
+def _in_process(job: str) -> dict[str, Any]:
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "bench.gpu", "--warm-job", job]
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{job}: {done.stderr[-2000:]}")
+    return {"seconds": time.perf_counter() - start, "output": done.stdout[-1500:]}
+
+
+def run_warm_job(settings: Settings, job: str) -> dict[str, Any]:
+    kind, _, name = job.partition(" ")
+    if kind == "generate":
+        from bench.gpu.peer import Peer
+
+        peer = Peer(settings, settings.model(name))
+        return {"seconds": peer.generate(list(range(1, 17)), settings.peer_decode)}
+    options: dict[str, Any] = {}
+    if kind in ("off", "ablation"):
+        options = engine_options(settings) | {"passes": {name: False} if name else {}}
+        name = settings.ablated
+    with running(settings, settings.model(name), **options) as subject:
+        return subject.startup
+
+
+def run_cold(settings: Settings, record: Record) -> None:
+    """The first model's start with empty caches of compiled code, nothing else running."""
+    model = settings.models[0]
+    with tempfile.TemporaryDirectory() as folder:
+        if not settings.tiny:  # on CPU the C++ ops would be built in there too
+            for variable in ("LLMC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+                os.environ[variable] = str(Path(folder) / variable.lower())
+
+        def start() -> dict[str, Any]:
+            with running(settings, model) as subject:
+                return subject.startup
+
+        record.measure(model.name, start)

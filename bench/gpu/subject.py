@@ -1,0 +1,146 @@
+"""A model of a given shape with random weights, running: how it is started, timed, and let go."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu.settings import CONFIGS, Model, Settings
+from bench.gpu.shapes import Config, read_config
+from bench.gpu.timed_runner import TimedRunner
+from llmc.config import EngineConfig
+from llmc.engine.core import EngineCore
+from llmc.runner.model_runner import ModelRunner
+from llmc.start import ModelInfo, start_engine
+
+_COMPILE_S = 400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A started engine's runner; `core()` makes a fresh scheduler over it."""
+
+    settings: Settings
+    config: Config
+    options: EngineConfig
+    runner: ModelRunner
+    info: ModelInfo
+    startup: dict[str, Any]
+
+    def core(self, runner: TimedRunner | ModelRunner, async_scheduling: bool = True) -> EngineCore:
+        return EngineCore(
+            runner,
+            num_blocks=self.info.num_blocks,
+            block_size=self.info.block_size,
+            max_num_seqs=self.options.max_num_seqs,
+            max_num_batched_tokens=self.options.max_num_batched_tokens,
+            max_model_len=self.info.max_model_len,
+            vocab_size=self.info.vocab_size,
+            eos_token_ids=(),
+            enable_prefix_caching=False,
+            async_scheduling=async_scheduling,
+        )
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        gen = random.Random(count * 1000 + length)
+        return [[gen.randrange(self.info.vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+@contextmanager
+def model_folder(model: Model) -> Iterator[Path]:
+    """A model directory that holds nothing but the config."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(CONFIGS / model.config, Path(folder) / "config.json")
+        yield Path(folder)
+
+
+@contextmanager
+def running(settings: Settings, model: Model, **options: Any) -> Iterator[Subject]:
+    """Started, compiled, its graphs captured; its memory is free again afterwards."""
+    with model_folder(model) as folder:
+        subject = start(settings, model, folder, **options)
+    try:
+        yield subject
+    finally:
+        del subject
+        release()
+
+
+def start(settings: Settings, model: Model, folder: Path, **options: Any) -> Subject:
+    config = EngineConfig(
+        **{
+            "model": str(folder),
+            "load_format": "dummy",
+            "device": settings.device,
+            "dtype": settings.dtype,
+            "max_num_seqs": settings.max_rows,
+            "max_num_batched_tokens": settings.max_tokens,
+            "kv_cache_memory": model.cache_bytes,
+            "enable_prefix_caching": False,
+            "opt_level": settings.default_level,
+            **options,
+        }
+    )
+    begun = time.perf_counter()
+    started = start_engine(config, lambda p: print(f"  {p.name}: {p.seconds:.1f} s {p.detail}"))
+    usable = time.perf_counter() - begun
+    if started.upgrade is not None and not started.upgrade.wait(_COMPILE_S):
+        raise RuntimeError(f"the step was not compiled: {started.upgrade.error or 'too slow'}")
+    compiled = time.perf_counter() - begun - usable
+    graphs = capture_all(started.runner)
+    fill_caches(started.runner)
+    startup = {
+        "phases": {p.name: {"seconds": p.seconds, "detail": p.detail} for p in started.phases},
+        "usable_seconds": usable,
+        "inductor_seconds": compiled,
+        **graphs,
+        "level": started.runner.step.level,
+        "num_blocks": started.info.num_blocks,
+        "passes": list(started.info.pass_reports),
+    }
+    return Subject(
+        settings=settings,
+        config=read_config(model.config),
+        options=config,
+        runner=started.runner,
+        info=started.info,
+        startup=startup,
+    )
+
+
+def capture_all(runner: ModelRunner) -> dict[str, Any]:
+    begun = time.perf_counter()
+    sizes = []
+    while (size := runner.capture_next()) is not None:
+        sizes.append(size)
+    return {
+        "capture_seconds": time.perf_counter() - begun,
+        "captured_sizes": sizes,
+        "graph_bytes": runner.graph_bytes,
+    }
+
+
+def fill_caches(runner: ModelRunner) -> None:
+    """Random keys and values: contexts are then entered without being computed."""
+    with torch.inference_mode():
+        for cache in runner.caches:
+            cache.normal_()
+
+
+def release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        with contextlib.suppress(RuntimeError):  # a graph's pool may still be held
+            torch.cuda.empty_cache()

@@ -1,0 +1,271 @@
+"""What bench.kernels times: each op at serving sizes, and the same result by torch alone.
+
+Knows which version of an op serves a device; the GPU's figures (bench/gpu) are taken from here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from llmc.engine.plan import RowWork, StepPlan
+from llmc.kernels.prepare_step import WORK_WORDS, prepare_step
+from llmc.kernels.registry import OPS, Case
+from llmc.runner.delta import encode
+from llmc.runner.rows import RowTables
+from llmc.runner.step_buffers import StepBuffers
+
+CPU = torch.device("cpu")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One op at one size, and torch's own ways to the same result by name."""
+
+    op: str
+    case: str
+    run: Callable[[], Any]
+    peers: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    num_bytes: float = 0.0  # that must be read or written
+    num_flops: float = 0.0
+    limit: str = "read"  # "read", or the dtype of the matrix product
+    device: torch.device = CPU
+
+
+def fast(name: str, case: Case) -> Callable[[], Any]:
+    """A call of the op's fast version for these arguments; the reference is never timed."""
+    prefer = ("triton", "cpu")
+    impls = sorted(OPS[name].impls, key=lambda i: prefer.index(i.name))
+    for impl in impls:
+        if impl.available() and impl.supports(*case):
+            return partial(impl.op(), *case)
+    raise RuntimeError(f"no fast version of {name} is there for these arguments")
+
+
+def attention_case(
+    lengths: list[tuple[int, int]],  # (new tokens, context) of each request
+    heads: int,
+    kv: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int = 32,
+) -> Case:
+    """Random caches made on the device, blocks in random order: gigabytes in no time."""
+    need = [-(-context // block_size) for _, context in lengths]
+    order = torch.randperm(sum(need), device=device).int()
+    table = torch.zeros(len(need), max(2, *need), dtype=torch.int32, device=device)
+    first = 0
+    for r, count in enumerate(need):
+        table[r, :count] = order[first : first + count]
+        first += count
+    starts = [0]
+    for new, _ in lengths:
+        starts.append(starts[-1] + new)
+    shape = (sum(need), kv, block_size, dim)
+    key, value = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+    query = torch.randn(starts[-1], heads, dim, dtype=dtype, device=device)
+    ints = partial(torch.tensor, dtype=torch.int32, device=device)
+    contexts = [context for _, context in lengths]
+    return (
+        query, key, value, ints(starts), ints(contexts), table, dim**-0.5, 0, 0, 0.0, None, None,
+    )  # fmt: skip
+
+
+def decode_work(
+    name: str,
+    contexts: list[int],
+    heads: int,
+    kv: int,
+    dim: int,
+    device: torch.device = CPU,
+    label: str = "",
+) -> Work:
+    """`contexts` of the requests; where all are equal torch's SDPA stands beside it."""
+    dtype = DTYPES[name]
+    case = attention_case([(1, c) for c in contexts], heads, kv, dim, dtype, device)
+    count, longest = len(contexts), max(contexts)
+    peers = {}
+    if set(contexts) == {longest}:
+        query = case[0][:, :, None]
+        key = torch.randn(count, kv, longest, dim, dtype=dtype, device=device)
+        peers["sdpa"] = lambda: F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+    return Work(
+        op="paged_attention",
+        case=f"decode {label or f'{count} x {longest}'}, {heads}/{kv} x {dim}, {name}",
+        run=fast("paged_attention", case),
+        peers=peers,
+        num_bytes=2.0 * sum(contexts) * kv * dim * dtype.itemsize,
+        device=device,
+    )
+
+
+def prefill_work(
+    name: str, tokens: int, heads: int, kv: int, dim: int, device: torch.device = CPU
+) -> Work:
+    dtype = DTYPES[name]
+    case = attention_case([(tokens, tokens)], heads, kv, dim, dtype, device)
+    query = torch.randn(1, heads, tokens, dim, dtype=dtype, device=device)
+    key = torch.randn(1, kv, tokens, dim, dtype=dtype, device=device)
+    peers: dict[str, Callable[[], Tensor]]
+    if device.type == "cuda":
+        wide = key.repeat_interleave(heads // kv, dim=1)  # not every back-end takes groups
+        peers = {n: partial(_sdpa_by, backend, query, wide) for n, backend in _BACKENDS.items()}
+    else:
+        peers = {
+            "sdpa": lambda: F.scaled_dot_product_attention(
+                query, key, key, is_causal=True, enable_gqa=True
+            )
+        }
+    return Work(
+        op="paged_attention",
+        case=f"prefill {tokens}, {heads}/{kv} x {dim}, {name}",
+        run=fast("paged_attention", case),
+        peers=peers,
+        num_flops=2.0 * heads * dim * tokens * (tokens + 1),
+        limit=name,
+        device=device,
+    )
+
+
+def _sdpa_by(backend: SDPBackend, query: Tensor, key: Tensor) -> Tensor:
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(query, key, key, is_causal=True)
+
+
+def row_work(name: str, rows: int, width: int, device: torch.device = CPU) -> Iterator[Work]:
+    """Norms, activation and cache writes of a step of `rows` tokens."""
+    dtype, size = DTYPES[name], DTYPES[name].itemsize
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    x, residual, weight, gate_up = (
+        rand(rows, width), rand(rows, width), rand(width), rand(rows, 6 * width),
+    )  # fmt: skip
+    label = f"{rows} x {width}, {name}"
+    yield Work(
+        op="rms_norm", case=label, num_bytes=2.0 * rows * width * size, device=device,
+        run=fast("rms_norm", (x, weight, 1e-6, 0.0)),
+        peers={"rms_norm": lambda: F.rms_norm(x, (width,), weight, 1e-6)},
+    )  # fmt: skip
+    yield Work(
+        op="add_rms_norm", case=label, num_bytes=4.0 * rows * width * size, device=device,
+        run=fast("add_rms_norm", (x, residual, weight, 1e-6, 0.0)),
+        peers={"eager": lambda: F.rms_norm(x + residual, (width,), weight, 1e-6)},
+    )  # fmt: skip
+    yield Work(
+        op="act_mul", case=label, num_bytes=9.0 * rows * width * size, device=device,
+        run=fast("act_mul", (gate_up, "silu")),
+        peers={"eager": lambda: F.silu(gate_up[:, : 3 * width]) * gate_up[:, 3 * width :]},
+    )  # fmt: skip
+    key, query, norm = rand(rows, 8, 128), rand(rows, 16, 128), rand(128)
+    caches = torch.zeros(2, rows // 32 + 1, 8, 32, 128, dtype=dtype, device=device)
+    slots = torch.arange(rows, device=device)
+    cos, sin = (torch.rand(4096, 128, device=device) for _ in range(2))
+
+    def peer_write() -> None:
+        caches[0][slots // 32, :, slots % 32] = key
+        caches[1][slots // 32, :, slots % 32] = key
+
+    yield Work(
+        op="write_kv", case=label, num_bytes=4.0 * key.nbytes, device=device,
+        run=fast("write_kv", (key, key, caches[0], caches[1], slots)),
+        peers={"eager": peer_write},
+    )  # fmt: skip
+    yield Work(
+        op="rope_write", case=label, num_bytes=2.0 * (query.nbytes + 2 * key.nbytes), device=device,
+        run=fast("rope_write", (query, key, key, norm, norm, 1e-6, 0.0, cos, sin, slots % 4096,
+                                False, caches[0], caches[1], slots)),
+    )  # fmt: skip
+
+
+def sample_work(rows: int, vocab: int, kind: str, device: torch.device = CPU) -> Work:
+    logits = torch.randn(rows, vocab, device=device) * 3
+    temperature, top_k, top_p = {
+        "greedy": (0.0, 0, 1.0), "plain": (1.0, 0, 1.0), "top_k": (1.0, 50, 1.0),
+        "top_p": (1.0, 0, 0.9), "top_k+top_p": (0.8, 50, 0.9),
+    }[kind]  # fmt: skip
+    ones, ids = torch.ones(rows, device=device), torch.arange(rows, device=device)
+    case = (logits, ones * temperature, ones.int() * top_k, ones * top_p, ones * 0, ids, ids)
+
+    def draw(probs: Tensor) -> Tensor:
+        # torch.multinomial reads its input on the host, which no graph can hold
+        return (probs / torch.empty_like(probs).exponential_()).argmax(-1, keepdim=True)
+
+    def peer() -> Tensor:
+        if kind == "greedy":
+            return logits.argmax(-1)
+        if kind == "top_p":
+            probs, order = logits.softmax(-1).sort(-1, descending=True)
+            probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)
+            return order.gather(-1, draw(probs))
+        if kind == "plain":
+            return draw(logits.softmax(-1))
+        values, order = logits.topk(top_k)
+        probs = (values / temperature).softmax(-1)
+        if top_p < 1:
+            probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)
+        return order.gather(-1, draw(probs))
+
+    return Work(
+        op="sample", case=f"{rows} x {vocab}, {kind}", num_bytes=logits.nbytes, device=device,
+        run=fast("sample", case), peers={"sort": peer},
+    )  # fmt: skip
+
+
+def process_work(rows: int, vocab: int, device: torch.device = CPU) -> Work:
+    dtype = torch.bfloat16
+    logits = torch.randn(rows, vocab, dtype=dtype, device=device)
+    ids = torch.arange(rows, device=device)
+    zero, one = torch.zeros(rows, device=device), torch.ones(rows, device=device)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    case = (
+        logits, ids, ids.int() + 100, ints(rows, 256), ids.int(), one, zero, zero,
+        ints(rows, 4) - 1, torch.zeros(rows, 4, device=device), ints(rows, 4),
+        ints(rows), ints(rows, (vocab + 31) // 32),
+    )  # fmt: skip
+    return Work(
+        op="process_logits", case=f"{rows} x {vocab}, neutral", num_bytes=3.0 * logits.nbytes,
+        run=fast("process_logits", case), peers={"float": logits.float}, device=device,
+    )  # fmt: skip
+
+
+def prepare_work(rows: int, context: int, device: torch.device, block_size: int = 16) -> Work:
+    """A decode step of `rows` requests, prepared as the runner does it; bytes are those of the
+    block tables."""
+    tables = RowTables(
+        num_rows=rows,
+        max_model_len=context + 2,
+        block_size=block_size,
+        vocab_size=1024,
+        device=device,
+    )
+    step = [RowWork(row=r, start=context - 1, num_tokens=1, sample=True) for r in range(rows)]
+    delta = encode(tables, StepPlan(step=0, work=step))
+    sent = torch.from_numpy(delta.words).to(device)
+    lines = sent[delta.work : delta.work + delta.num_requests * WORK_WORDS].view(-1, WORK_WORDS)
+    buffers = StepBuffers(tables, max_tokens=rows, max_requests=rows)
+    return Work(
+        op=prepare_step.name,
+        case=f"decode {rows} x {context}",
+        run=partial(buffers.prepare, lines, delta.num_tokens, delta.num_samples),
+        num_bytes=8.0 * rows * (context // block_size),
+        device=device,
+    )

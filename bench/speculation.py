@@ -1,0 +1,190 @@
+"""Speculative decoding against plain decoding: one engine's runner, in turn, medians of the ratios.
+
+    python -m bench.speculation [--model builtin|dummy|both] [--rounds 5] [--rows 1,4]
+                                [--threads N] [--config bench/configs/qwen3-0.6b.json]
+                                [--output-json FILE]
+
+`copy`: the prompt goes round and the answer goes on with it. No model is trusted to copy: of eight
+tokens, banned pairs leave one way through, which the prompt has taken several times. `random`: a
+random prompt, answered at temperature 1, which nobody can guess. Both ways get the same requests
+with the same seeds, and their tokens are compared; with bfloat16 a step of several tokens may
+round otherwise than one of a single token, so random answers may part, and that is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmc.benchmark.machine import describe_machine, package_versions
+from llmc.benchmark.report import context, write_json
+from llmc.config import EngineConfig
+from llmc.engine.core import EngineCore
+from llmc.engine.messages import AddRequest
+from llmc.engine.speculation import Speculation
+from llmc.sampling_params import SamplingParams
+from llmc.speculative_config import SpeculativeConfig
+from llmc.start import Started, start_engine
+
+NUM_OUTPUT = 128
+NUM_PROMPT = 64
+CYCLE = range(100, 108)
+MAX_LEN = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    seconds: float
+    tokens: list[list[int]]
+
+
+def main() -> None:
+    args = _arguments()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    rows = [int(word) for word in args.rows.split(",")]
+    results: dict[str, Any] = {}
+    if args.model in ("builtin", "both"):
+        results["builtin"] = measure("builtin", EngineConfig(**_limits()), rows, args.rounds)
+    if args.model in ("dummy", "both"):
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(args.config, Path(folder) / "config.json")
+            config = EngineConfig(model=folder, load_format="dummy", **_limits())
+            results[args.config.stem] = measure(args.config.stem, config, rows, args.rounds)
+    if args.output_json:
+        facts = {**context(), "versions": package_versions(), "machine": describe_machine()}
+        facts["threads"] = torch.get_num_threads()
+        write_json(args.output_json, {**facts, "rounds": args.rounds, "results": results})
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", choices=("builtin", "dummy", "both"), default="both")
+    parser.add_argument("--config", type=Path, default=Path("bench/configs/qwen3-0.6b.json"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", default="1,4")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--output-json", type=Path)
+    return parser.parse_args()
+
+
+def _limits() -> dict[str, Any]:
+    return {"max_model_len": MAX_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 512}
+
+
+def measure(name: str, config: EngineConfig, rows: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Every load at every number of rows; prints a line for each."""
+    started = start_engine(config)
+    if started.upgrade is not None:
+        started.upgrade.wait(None)
+    plain, guessing = _engine(started, None), _engine(started, Speculation(SpeculativeConfig()))
+    results: dict[str, Any] = {}
+    for count in rows:
+        for load in ("copy", "random"):
+            found = _compare(plain, guessing, load, count, rounds, started.info.vocab_size)
+            results[f"{load}, {count} rows"] = found
+            print(
+                f"{name:12} {load:6} {count:3} rows   plain {found['plain_s']:.3f} s, "
+                f"guessing {found['guessing_s']:.3f} s, {found['ratio']:.2f} times as fast; "
+                f"{found['num_accepted']} of {found['num_drafted']} guesses right, "
+                f"{found['num_parted']} of {count * rounds} answers parted"
+            )
+    return results
+
+
+def _engine(started: Started, speculation: Speculation | None) -> EngineCore:
+    """Both are on the same runner and never run at once; cached prefixes would be overwritten."""
+    info = started.info
+    return EngineCore(
+        started.runner,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=(),
+        enable_prefix_caching=False,
+        speculation=speculation,
+    )
+
+
+def _compare(
+    plain: EngineCore, guessing: EngineCore, load: str, count: int, rounds: int, vocab: int
+) -> dict[str, Any]:
+    for engine in (plain, guessing):  # not counted
+        _run(engine, _requests(load, count, -1, vocab))
+    before = guessing.stats()
+    pairs = []
+    for number in range(rounds):
+        requests = _requests(load, count, number, vocab)
+        order = (plain, guessing) if number % 2 == 0 else (guessing, plain)
+        answers = [_run(engine, requests) for engine in order]
+        pairs.append(answers if number % 2 == 0 else answers[::-1])
+    after = guessing.stats()
+    ratios = [one.seconds / other.seconds for one, other in pairs]
+    return {
+        "plain_s": statistics.median(one.seconds for one, _ in pairs),
+        "guessing_s": statistics.median(other.seconds for _, other in pairs),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "num_drafted": after.num_draft_tokens - before.num_draft_tokens,
+        "num_accepted": after.num_accepted_tokens - before.num_accepted_tokens,
+        "num_parted": sum(
+            a != b for one, other in pairs for a, b in zip(one.tokens, other.tokens, strict=True)
+        ),
+    }
+
+
+def _requests(load: str, count: int, number: int, vocab: int) -> list[AddRequest]:
+    rng = random.Random(number)
+    made = []
+    for index in range(count):
+        if load == "copy":
+            prompt = [CYCLE[i % len(CYCLE)] for i in range(index, index + NUM_PROMPT)]
+            sampling = SamplingParams(
+                temperature=0.0,
+                max_tokens=NUM_OUTPUT,
+                ignore_eos=True,
+                allowed_token_ids=list(CYCLE),
+                bad_words_token_ids=_other_ways(),
+            )
+        else:
+            prompt = [rng.randrange(vocab) for _ in range(NUM_PROMPT)]
+            sampling = SamplingParams(
+                temperature=1.0, max_tokens=NUM_OUTPUT, ignore_eos=True, seed=rng.randrange(10**6)
+            )
+        made.append(AddRequest(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
+    return made
+
+
+def _other_ways() -> list[list[int]]:
+    """Pairs of tokens that are not one step round the circle."""
+    size = len(CYCLE)
+    return [[CYCLE[i], CYCLE[j]] for i in range(size) for j in range(size) if (j - i) % size != 1]
+
+
+def _run(engine: EngineCore, requests: Sequence[AddRequest]) -> Answer:
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    began = time.perf_counter()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for update in engine.step():
+            assert update.error is None, update.error
+            tokens[update.request_id] += update.new_token_ids
+    return Answer(seconds=time.perf_counter() - began, tokens=list(tokens.values()))
+
+
+if __name__ == "__main__":
+    main()

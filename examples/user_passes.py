@@ -1,0 +1,46 @@
+"""Two graph passes of a user: a steering vector, and a tap on a hidden state.
+
+llmc chat --extra-pass examples/user_passes.py:steer_default
+llmc check --extra-pass examples/user_passes.py:steer_default
+"""
+
+import torch
+from torch import Tensor, fx
+
+from llmc.passes.base import Notes, Pass, graph_pass
+from llmc.passes.edit import aten, insert_after
+from llmc.passes.inputs import add_constant
+from llmc.passes.layers import copy_out, layer_outputs
+
+
+@graph_pass(changes_model=True)
+def steer(gm: fx.GraphModule, *, layer: int, vector: Tensor) -> Notes:
+    """Add a vector to the hidden state that leaves a layer.
+
+    Before:
+        h = what leaves the layer
+    After:
+        h = aten.add(what leaves the layer, vector)
+    """
+    hidden = layer_outputs(gm.graph)[layer]
+    constant = add_constant(gm.graph, "steering", vector.to(hidden.meta["val"].dtype), hidden)
+    insert_after(hidden, aten.add.Tensor, constant)
+    return []
+
+
+@graph_pass(cached=False)
+def tap(gm: fx.GraphModule, *, layer: int, into: Tensor) -> Notes:
+    """Copy the hidden state that leaves a layer to a tensor of the caller, at every step.
+
+    Before:
+        h = what leaves the layer
+    After:
+        into[:T].copy_(h)
+    """
+    copy_out(layer_outputs(gm.graph)[layer], into, "tapped")
+    return []
+
+
+def steer_default() -> Pass:
+    """What `--extra-pass` calls: a pass with its options chosen."""
+    return steer(layer=1, vector=torch.full((256,), 0.05))

@@ -1,0 +1,172 @@
+"""`python -m bench.gpu`: the whole of it in miniature, its arithmetic, and a run without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_package import ROOT
+
+from bench.gpu.decode import padding_waste
+from bench.gpu.parts import PARTS, choose
+from bench.gpu.record import Record, finite
+from bench.gpu.replay import Span, summary
+from bench.gpu.report import failures, table
+from bench.gpu.shapes import linears, prefill_flops, read_config, step_bytes
+from bench.gpu.targets import TARGETS, judge
+from bench.gpu.tree import link_tree
+
+# cold and ablate start engines again in ways that others do; they are a minute on a busy machine
+LONG = ("cold", "ablate")
+
+
+def command(tmp_path: Path, *args: str) -> tuple[dict[str, Any], str]:
+    output = tmp_path / "gpu.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu", *args, "--output-json", str(output)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(output.read_text()), done.stdout
+
+
+def test_the_root_left_the_path() -> None:
+    assert str(ROOT) not in sys.path and "bench" in sys.modules
+
+
+@pytest.mark.slow
+def test_every_part_works_in_miniature(tmp_path: Path) -> None:
+    names = [part.name for part in PARTS if part.name not in LONG]
+    result, printed = command(tmp_path, "--tiny", "--part", ",".join(names))
+    assert list(result["parts"]) == names
+    for name, part in result["parts"].items():
+        assert part["status"] == "ok", part
+        assert list(failures(part)) == [], f"{name}: {part}"
+    model = result["parts"]["8b"]["data"]
+    assert set(model["decode"]) == {"1", "2", "4"}
+    assert all(row["step_ms"] > 0 for row in model["decode"].values())
+    assert model["replay"]["kernels"] > 10
+    assert set(model["prefill"]) == {"16", "64"} and model["mixed"]["output_tokens"] > 0
+    peer = result["parts"]["peer-8b"]["data"]
+    assert peer["batch"]["ratio"] > 0 and "sdpa" in peer["batch"]["attention_of_transformers"]
+    assert result["versions"]["torch"] and result["machine"]["processor"]
+    measured = [v for v in judge(result["parts"]) if v.value is not None]
+    assert len(measured) > len(TARGETS) / 2
+    assert "SHORT" in printed and "none of these numbers means anything" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure this machine's GPU")
+def test_without_a_gpu_each_measurement_says_why(tmp_path: Path) -> None:
+    result, printed = command(tmp_path, "--part", "limits")
+    part = result["parts"]["limits"]
+    assert part["status"] == "ok" and part["data"]["machine"]["cpu_cores"]
+    assert "error" in part["data"]["bandwidth"]
+    assert "NOT MEASURED" in printed
+
+
+def test_a_run_without_time_starts_nothing(tmp_path: Path) -> None:
+    result, _ = command(tmp_path, "--part", "limits,8b", "--seconds", "3")
+    assert {p["status"] for p in result["parts"].values()} == {"no time"}
+
+
+def test_parts_are_chosen_by_name_in_their_own_order() -> None:
+    assert [p.name for p in choose("8b, tests")] == ["tests", "8b"]
+    assert choose(None) == PARTS
+    with pytest.raises(SystemExit, match="unknown part"):
+        choose("9b")
+
+
+def test_a_full_run_is_expected_to_end_in_time() -> None:
+    timed = sum(p.expected_s for p in PARTS if p.timed and p.name not in ("cold", "peer-1b"))
+    beside = max(p.expected_s for p in PARTS if not p.timed)
+    assert timed + beside < 530
+
+
+def test_every_target_names_a_part_and_an_aim_beyond_its_floor() -> None:
+    names = {part.name for part in PARTS}
+    for target in TARGETS:
+        assert target.path[0] in names
+        if target.better == "high":
+            assert target.aim >= target.floor
+        else:
+            assert target.aim <= target.floor
+
+
+def test_verdicts() -> None:
+    def parts(share: float) -> dict[str, Any]:
+        return {"8b": {"data": {"decode": {"1": {"share_of_read": share}}}}}
+
+    words = [next(judge(parts(s))).word for s in (0.5, 0.8, 0.95)]
+    assert words == ["SHORT", "reached", "aim reached"]
+    failed = {"8b": {"data": {"decode": {"error": "x", "where": "y"}}}}
+    assert next(judge(failed)).word == "NOT MEASURED"
+    assert "50.0%" in list(table(parts(0.5)))[1]
+
+
+def test_gaps_count_only_time_in_which_nothing_runs() -> None:
+    spans = [
+        Span(name="a", start=0.0, length=10.0),
+        Span(name="b", start=5.0, length=10.0),  # overlaps, as programmatic launches do
+        Span(name="a", start=17.0, length=3.0),
+    ]
+    found = summary(spans, num_layers=1)
+    assert (found["total_us"], found["busy_us"], found["gap_us"]) == (20.0, 18.0, 2.0)
+    assert found["num_gaps"] == 1 and found["median_gap_us"] == 2.0
+    assert found["top"][0] == {"name": "a", "count": 2, "total_us": 13.0}
+
+
+def test_padding_costs_nothing_where_time_does_not_depend_on_the_batch() -> None:
+    assert padding_waste({1: 2.0, 256: 2.0}, 256) == pytest.approx(0.0)
+    waste = padding_waste({1: 1.0, 256: 256.0}, 256)  # time is the batch: the rows' own share
+    assert 0.02 < waste < 0.10
+
+
+def test_bytes_and_operations_of_a_known_shape() -> None:
+    config = read_config("llama-3.1-8b.json")
+    assert step_bytes(config, 2) == pytest.approx(15.0e9, rel=0.01)
+    assert step_bytes(read_config("qwen3-0.6b.json"), 2) == pytest.approx(1.19e9, rel=0.01)
+    assert step_bytes(read_config("llama-3.2-1b.json"), 2) == pytest.approx(2.47e9, rel=0.01)
+    assert {x.name: (x.inputs, x.outputs) for x in linears(config)}["qkv"] == (4096, 6144)
+    flops = prefill_flops(config, 1000)
+    assert flops["linear"] / 1000 == pytest.approx(2 * 6.98e9, rel=0.01)
+    assert flops["attention"] == pytest.approx(4 * 32 * 4096 * 1000 * 1001 / 2)
+
+
+def test_a_failed_measurement_is_written_down_and_the_next_one_runs(tmp_path: Path) -> None:
+    record = Record(tmp_path / "part.json")
+
+    def broken() -> None:
+        raise ValueError("no such kernel")
+
+    assert record.measure("first", broken) is None
+    assert record.measure("second", lambda: {"x": float("nan")}) is not None
+    kept = json.loads((tmp_path / "part.json").read_text())
+    assert kept["first"]["error"] == "ValueError: no such kernel"
+    assert kept["second"] == {"x": None}
+    assert list(failures({"data": kept})) == ["first (ValueError: no such kernel)"]
+    assert finite({"a": (1, float("inf")), 2: ROOT}) == {"a": [1, None], "2": str(ROOT)}
+
+
+def test_a_tree_of_links_is_importable_without_an_installation(tmp_path: Path) -> None:
+    site = link_tree(tmp_path)
+    code = (
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)];"
+        "import llmc, llmc.passes, llmc.kernels, llmc.engine.core; print(llmc.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env={"PYTHONPATH": str(site), "PATH": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == str(site / "llmc" / "__init__.py"), done.stderr

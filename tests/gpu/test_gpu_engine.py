@@ -1,0 +1,162 @@
+"""The engine on a GPU with everything on: compiled, graphs for every batch size, steps ahead.
+
+Greedy text is that of -O0, whatever bucket a batch falls into; the steady loop makes no call that
+waits for the device but the one that reads a result; nothing is compiled while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from gpu import DEVICE, LEVEL, REHEARSED, needs_gpu
+from op_cases import require_cpu_ops
+
+from llmc import LLM, SamplingParams
+from llmc.config import EngineConfig
+from llmc.engine.messages import AddRequest
+from llmc.front.engine import load_tokenizer
+from llmc.guide.manual import load_manual
+from llmc.runner.graphs import DecodeGraphs
+from llmc.runner.model_runner import ModelRunner
+from llmc.start import Started, start_engine
+
+pytestmark = needs_gpu
+MAX_ROWS = 4 if REHEARSED else 256
+NUM_TOKENS = 12
+COMPILE_S = 300
+# answers that go on for longer than NUM_TOKENS: behind its end the model is sure of nothing
+QUESTIONS = [e.question for e in load_manual().entries if len(e.answer.split()) > NUM_TOKENS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guide:
+    """The built-in model at one level."""
+
+    started: Started
+    llm: LLM
+
+    def answers(self, count: int) -> list[str]:
+        """To the first `count` questions, asked all at once."""
+        asked = [QUESTIONS[i % len(QUESTIONS)] for i in range(count)]
+        chats = [[{"role": "user", "content": question}] for question in asked]
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        outputs = self.llm.chat(chats, params, progress=False)
+        assert all(o.error is None for o in outputs)
+        return [o.outputs[0].text for o in outputs]
+
+
+def start(level: int) -> Guide:
+    if REHEARSED:
+        require_cpu_ops()
+    config = EngineConfig(
+        device=DEVICE.type,
+        opt_level=level,  # type: ignore[arg-type]
+        max_num_seqs=MAX_ROWS,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        async_scheduling=level > 0,
+        kv_cache_memory=2**24 if REHEARSED else 2**30,
+    )
+    started = start_engine(config)
+    if started.upgrade is not None:
+        assert started.upgrade.wait(COMPILE_S), started.upgrade.error
+    while started.runner.capture_next() is not None:
+        pass
+    tokenizer = load_tokenizer(config, started.info)
+    return Guide(started=started, llm=LLM.from_started(started, config, tokenizer))
+
+
+@pytest.fixture(scope="module")
+def fast() -> Guide:
+    return start(LEVEL)
+
+
+@pytest.fixture(scope="module")
+def plain_answers() -> list[str]:
+    """At -O0, one step at a time, no graphs."""
+    return start(0).answers(MAX_ROWS)
+
+
+def test_text_is_that_of_o0_at_every_bucket_rehearsed(
+    fast: Guide, plain_answers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed = set()
+    find = DecodeGraphs.find
+
+    def recorded(graphs: DecodeGraphs, step: Any, size: int) -> Any:
+        graph = find(graphs, step, size)
+        replayed.update([size] if graph is not None else [])
+        return graph
+
+    monkeypatch.setattr(DecodeGraphs, "find", recorded)
+    runner = fast.started.runner
+    sizes = list(runner.buckets.sizes)
+    assert max(sizes) == MAX_ROWS
+    different = []
+    for size in sizes:
+        got = fast.answers(size)
+        wrong = [i for i in range(size) if got[i] != plain_answers[i]]
+        different += [f"batch {size}: {got[i]!r}, not {plain_answers[i]!r}" for i in wrong[:2]]
+    assert not different, "\n".join(different)
+    if not REHEARSED:
+        assert replayed == {max(size, runner.step.min_size) for size in sizes}
+        assert runner.step.level == LEVEL and runner.max_in_flight > 1
+
+
+def test_nothing_is_compiled_while_it_runs_rehearsed(fast: Guide) -> None:
+    """Batches of every kind: odd sizes, prompts of many lengths, mixed with decodes."""
+    runner = fast.started.runner
+    before = runner.num_runtime_compiles
+    for count in (1, 3, min(MAX_ROWS, 7), min(MAX_ROWS, 100), MAX_ROWS):
+        fast.answers(count)
+    vocab = fast.started.info.vocab_size
+    prompts = [[(i * j) % vocab for j in range(n)] for i, n in enumerate((1, 2, 17, 300, 1000))]
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=9, ignore_eos=True)
+    outputs = fast.llm.generate(prompts, params, progress=False)
+    assert all(len(o.outputs[0].token_ids) == 9 for o in outputs)
+    assert runner.num_runtime_compiles == before == 0
+
+
+@contextmanager
+def no_synchronizing_calls() -> Iterator[None]:
+    if REHEARSED:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_steady_loop_makes_no_synchronizing_call_rehearsed(fast: Guide) -> None:
+    core = fast.started.engine
+    rows = min(MAX_ROWS, 8)
+    params = SamplingParams(temperature=0.7, max_tokens=64, ignore_eos=True, logprobs=2)
+    for i in range(rows):
+        core.add(AddRequest(request_id=f"s{i}", prompt_token_ids=[5, 6, 7 + i], sampling=params))
+    for _ in range(6):
+        core.step()
+    with no_synchronizing_calls():
+        gained = [sum(len(u.new_token_ids) for u in core.step()) for _ in range(40)]
+    assert gained == [rows] * 40
+    while core.has_work:
+        core.step()
+
+
+@pytest.mark.skipif(REHEARSED, reason="the CPU never waits for itself")
+def test_the_guard_of_that_test_does_catch() -> None:
+    with no_synchronizing_calls(), pytest.raises(RuntimeError, match="synchroniz"):
+        torch.ones(1, device=DEVICE).item()
+
+
+def test_the_runner_waits_for_nothing_when_it_launches_rehearsed(fast: Guide) -> None:
+    runner: ModelRunner = fast.started.runner
+    with no_synchronizing_calls():
+        runner.rehearse(min(MAX_ROWS, 8))
+    assert runner.num_runtime_compiles == 0

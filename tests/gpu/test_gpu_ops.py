@@ -1,0 +1,85 @@
+"""Every Triton op on a GPU against its reference there: all registered cases, three dtypes.
+
+New memory is filled with NaN while an op runs, so an element that it forgets to write fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import op_cases
+import pytest
+import torch
+from gpu import DEVICE, REHEARSED, needs_gpu
+from torch import Tensor
+
+from llmc.kernels.fp8 import FP8
+from llmc.kernels.registry import OPS, Impl
+
+pytest.importorskip("triton", reason="triton is not installed: its ops cannot be tested")
+import llmc.kernels.triton  # noqa: F401 - registers the versions under test
+
+pytestmark = needs_gpu
+WANTED = "cpu" if REHEARSED else "triton"
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+NAMES = sorted(name for name, op in OPS.items() if any(i.name == "triton" for i in op.impls))
+
+
+def params() -> list[Any]:
+    """Cases are counted on the CPU, where collecting them needs no GPU."""
+    return [
+        pytest.param(name, dtype, i, id=f"{name}-{str(dtype)[6:]}-{i}")
+        for name in NAMES
+        for dtype in TOLERANCE
+        for i, _ in enumerate(op_cases.cases(name, dtype))
+    ]
+
+
+def nth_case(name: str, dtype: torch.dtype, index: int) -> tuple[Any, ...]:
+    made = (case for maker in OPS[name].case_makers for case in maker(DEVICE, dtype))
+    return next(case for i, case in enumerate(made) if i == index)
+
+
+def version(name: str) -> Impl:
+    return next(i for i in OPS[name].impls if i.name == WANTED)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("name", "dtype", "index"), params())
+def test_op_equals_its_reference_rehearsed(name: str, dtype: torch.dtype, index: int) -> None:
+    if REHEARSED:
+        op_cases.require_cpu_ops()
+    case = nth_case(name, dtype, index)
+    want_case, got_case = op_cases.copy_case(case), op_cases.copy_case(case)
+    impl = version(name)
+    if REHEARSED and not impl.supports(*got_case):
+        pytest.skip(f"the CPU stands in, and its {name} takes no {dtype}")
+    assert impl.available() and impl.supports(*got_case)
+    want = op_cases.outputs(OPS[name].reference(*want_case))
+    with poisoned_memory():
+        got = op_cases.outputs(impl.op()(*got_case))
+    want += [x for x in want_case if isinstance(x, Tensor)]
+    got += [x for x in got_case if isinstance(x, Tensor)]
+    for expected, actual in zip(want, got, strict=True):
+        assert actual.device.type == DEVICE.type
+        if expected.dtype in FP8:
+            op_cases.assert_same_codes(actual, expected)
+        else:
+            torch.testing.assert_close(
+                actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True
+            )
+
+
+def test_there_are_ops_to_test_rehearsed() -> None:
+    assert {"paged_attention", "sample", "prepare_step", "rope_write"} <= set(NAMES)
