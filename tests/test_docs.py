@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("typer")
+pytest.importorskip("typer", reason="the command line's dependencies are not installed")
 
 from docs_tables import (
     ROOT,

@@ -14,7 +14,7 @@ from bench.gpu.record import Record
 from bench.gpu.replay import profile_replay
 from bench.gpu.settings import Settings
 from bench.gpu.shapes import prefill_flops
-from bench.gpu.subject import Subject, release, running
+from bench.gpu.subject import Subject, release, running, serve
 from llmc.engine.messages import AddRequest
 from llmc.engine.plan import StepPlan
 from llmc.sampling_params import SamplingParams
@@ -80,15 +80,8 @@ def mixed(subject: Subject) -> dict[str, Any]:
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         core.add(AddRequest(request_id=str(i), prompt_token_ids=prompt, sampling=params))
         total_in, total_out = total_in + len(prompt), total_out + output
-    produced = 0
-    while core.has_work:
-        for update in core.step():
-            if update.error is not None:
-                raise RuntimeError(update.error)
-            produced += len(update.new_token_ids)
+    serve(core, total_out)
     took = time.perf_counter() - start
-    if produced != total_out:
-        raise RuntimeError(f"{produced} tokens came, {total_out} were asked for")
     buckets = subject.runner.buckets
     decoded = buckets.num_rows - rows
     return {

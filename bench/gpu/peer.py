@@ -19,7 +19,7 @@ import torch
 
 from bench.gpu.record import Record
 from bench.gpu.settings import Model, Settings
-from bench.gpu.subject import Subject, model_folder, running
+from bench.gpu.subject import Subject, model_folder, running, serve
 from llmc.engine.messages import AddRequest
 from llmc.sampling_params import SamplingParams
 
@@ -120,14 +120,7 @@ def llmc_seconds(subject: Subject, prompts: Sequence[list[int]], tokens: int) ->
     start = time.perf_counter()
     for i, prompt in enumerate(prompts):
         core.add(AddRequest(request_id=str(i), prompt_token_ids=prompt, sampling=params))
-    produced = 0
-    while core.has_work:
-        for update in core.step():
-            if update.error is not None:
-                raise RuntimeError(update.error)
-            produced += len(update.new_token_ids)
-    if produced != tokens * len(prompts):
-        raise RuntimeError(f"{produced} tokens of {tokens * len(prompts)}")
+    serve(core, tokens * len(prompts))
     return time.perf_counter() - start
 
 

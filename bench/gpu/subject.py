@@ -57,6 +57,18 @@ class Subject:
         return [[gen.randrange(self.info.vocab_size) for _ in range(length)] for _ in range(count)]
 
 
+def serve(core: EngineCore, num_tokens: int) -> None:
+    """Step to the end of all requests, which are to get so many tokens."""
+    produced = 0
+    while core.has_work:
+        for update in core.step():
+            if update.error is not None:
+                raise RuntimeError(update.error)
+            produced += len(update.new_token_ids)
+    if produced != num_tokens:
+        raise RuntimeError(f"{produced} tokens came, {num_tokens} were asked for")
+
+
 @contextmanager
 def model_folder(model: Model) -> Iterator[Path]:
     """A model directory that holds nothing but the config."""

@@ -89,7 +89,9 @@ def size_and_bind(
     graph = lowered(program)
     most_rows = config.max_num_seqs
 
-    def make(num_blocks: int, length: int) -> tuple[ModelRunner, dict[str, Tensor]]:
+    def make(
+        num_blocks: int, length: int, *, can_swap: bool
+    ) -> tuple[ModelRunner, dict[str, Tensor]]:
         caches = kv_cache.allocate(
             program.caches,
             num_blocks=num_blocks,
@@ -112,7 +114,7 @@ def size_and_bind(
             rows,
             max_tokens=max(config.max_num_batched_tokens, sum(LENGTHS)),
             caches=flat,
-            swap_space=_swap_space(config, program, flat),
+            swap_space=_swap_space(config, program, flat) if can_swap else None,
             device=open_device(device, max_in_flight=max_in_flight),
             buckets=config.cuda_graph_buckets,
             use_graphs=level >= 2,
@@ -123,7 +125,8 @@ def size_and_bind(
     tokens = min(config.max_num_batched_tokens, model_len)
     short = _PROFILE_TOKENS_CPU if built else _PROFILE_TOKENS_REFERENCE
     probed = min(tokens, short) if device.type == "cpu" else tokens
-    probe, _ = make(max(-(-probed // config.block_size), sum(LENGTHS)), max(probed, *LENGTHS))
+    blocks = max(-(-probed // config.block_size), sum(LENGTHS))
+    probe, _ = make(blocks, max(probed, *LENGTHS), can_swap=False)
     peak = PeakMemory(device)
     peak.start()
     probe.execute(_profile_plan(probed, config.block_size))
@@ -145,7 +148,7 @@ def size_and_bind(
     states = kv_cache.state_bytes(program.states) * (config.max_num_seqs + 1)
     available = free_bytes(device, config) - activations - states
     pool = size_pool(config, bytes_per_token=per_token, model_len=model_len, available=available)
-    runner, bound = make(pool.num_blocks, pool.max_model_len)
+    runner, bound = make(pool.num_blocks, pool.max_model_len, can_swap=True)
     if device.type == "cuda":
         runner.warm_up()
     elif runner.caches:

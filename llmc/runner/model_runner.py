@@ -117,10 +117,7 @@ class ModelRunner:
             self._tend_graphs(len(plan.work))
         with torch.inference_mode(), self._watch.launching():
             step = self.step  # may be exchanged by another thread
-            delta = encode(self.rows, plan, self._padding(plan, step))
-            sent = self._device.upload(delta.words)
-            self._swap(plan, sent[delta.swaps :])
-            self._apply(delta, sent)
+            delta, sent = self._send(plan, step)
             if not plan.work:
                 return Launched(delta=delta, download=None)
             inputs = self._prepare(delta, sent)
@@ -144,9 +141,7 @@ class ModelRunner:
     def logits(self, plan: StepPlan) -> Tensor:
         """The unprocessed logits [rows that sample, V] of a plan; its draws are nobody's."""
         with torch.inference_mode():
-            delta = encode(self.rows, plan, self._padding(plan, self.step))
-            sent = self._device.upload(delta.words)
-            self._apply(delta, sent)
+            delta, sent = self._send(plan, self.step)
             _, logits = self._run(self.step, self._prepare(delta, sent))
             return logits[: delta.num_sampled].clone()
 
@@ -174,6 +169,14 @@ class ModelRunner:
         return self._prepare(delta, self._device.upload(delta.words))
 
     # The parts of a step
+
+    def _send(self, plan: StepPlan, step: StepFunction) -> tuple[Delta, Tensor]:
+        """The plan's delta and its copy on the device, where rows and caches are as it says."""
+        delta = encode(self.rows, plan, self._padding(plan, step))
+        sent = self._device.upload(delta.words)
+        self._swap(plan, sent[delta.swaps :])
+        self._apply(delta, sent)
+        return delta, sent
 
     def _swap(self, plan: StepPlan, blocks: Tensor) -> None:
         """Blocks of preempted requests to host memory, then those of returning ones back."""

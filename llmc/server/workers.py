@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import msgspec
 
@@ -81,12 +80,7 @@ class Workers:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_closing.set()
         for child in self._running():
             child.end(END_S)

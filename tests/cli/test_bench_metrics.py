@@ -167,7 +167,7 @@ def test_context_names_time_and_command() -> None:
 
 
 def test_plot_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: there is no plot")
     path = tmp_path / "plot.png"
     report.write_plot(path, "speed", {"ttft": [1.0, 2.0, 5.0], "itl": [], "e2el": [3.0]})
     assert path.read_bytes().startswith(b"\x89PNG")

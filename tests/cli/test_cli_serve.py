@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn", reason="the server's dependencies are not installed")
 
 from llmc.cli import serve_run
 from llmc.cli.main import main

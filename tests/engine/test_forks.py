@@ -6,7 +6,7 @@ import dataclasses
 import logging
 
 import pytest
-from fake_runner import FakeRunner, Outcome, run_alone
+from fake_runner import FakeRunner, Outcome, run, run_alone
 
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
@@ -55,16 +55,6 @@ def siblings(num_prompt: int, n: int = 8) -> list[AddRequest]:
         for seed in range(1, n)
     ]
     return [first, *others]
-
-
-def run(core: EngineCore) -> dict[str, Outcome]:
-    outcomes: dict[str, Outcome] = {}
-    while core.has_work:
-        for update in core.step():
-            outcomes.setdefault(update.request_id, Outcome()).take(update)
-        core.check()
-    assert core.stats().num_free_blocks == core.stats().num_blocks
-    return outcomes
 
 
 def blocks_for(num_tokens: int) -> int:

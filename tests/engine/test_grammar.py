@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from fake_runner import VOCAB, DigitMatcher, FakeRunner, Outcome, run_alone
+from fake_runner import VOCAB, DigitMatcher, FakeRunner, Outcome, run, run_alone
 
 from llmc.engine.core import EngineCore
 from llmc.engine.draft import MAX_SCORED
@@ -72,15 +72,6 @@ def message(request_id: str, grammar: str | None = "3", **fields: Any) -> AddReq
         sampling=SamplingParams(**options),
         **fields,
     )
-
-
-def run(engine: EngineCore) -> dict[str, Outcome]:
-    outcomes: dict[str, Outcome] = {}
-    while engine.has_work:
-        for update in engine.step():
-            outcomes.setdefault(update.request_id, Outcome()).take(update)
-    engine.check()
-    return outcomes
 
 
 def test_others_go_on_while_a_grammar_is_compiled(grammars: SlowGrammars) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from fake_runner import FakeRunner, Outcome, run_alone
+from fake_runner import FakeRunner, run, run_alone
 
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
@@ -43,15 +43,6 @@ def engine(depth: int, budget: int = 64) -> tuple[EngineCore, FakeRunner]:
         eos_token_ids=[0],
     )
     return core, runner
-
-
-def run(core: EngineCore) -> dict[str, Outcome]:
-    outcomes: dict[str, Outcome] = {}
-    while core.has_work:
-        for update in core.step():
-            outcomes.setdefault(update.request_id, Outcome()).take(update)
-        core.check()
-    return outcomes
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import fake_runner
 import pytest
-from fake_runner import EOS, VOCAB, FakeRunner, FakeStep, Outcome, run_alone
+from fake_runner import EOS, VOCAB, FakeRunner, FakeStep, run, run_alone
 from oracle import Replay
 
 from llmc.config import EngineConfig
@@ -225,15 +225,6 @@ def message(name: str, prompt: Sequence[int] = (1, 2, 3), **sampling: Any) -> Ad
     )
 
 
-def drain(core: EngineCore) -> dict[str, Outcome]:
-    outcomes: dict[str, Outcome] = {}
-    while core.has_work:
-        for update in core.step():
-            outcomes.setdefault(update.request_id, Outcome()).take(update)
-    core.check()
-    return outcomes
-
-
 def right(*messages: AddRequest) -> Replay:
     """Speculation that is never wrong, and guesses as much as it may."""
     answers = {m.request_id: run_alone(m, 0, 256).tokens for m in messages}
@@ -244,7 +235,7 @@ def test_right_guesses_save_their_steps() -> None:
     one = message("a", max_tokens=22)
     core, runner = engine(right(one))
     core.add(one)
-    [outcome] = drain(core).values()
+    [outcome] = run(core).values()
     assert outcome == run_alone(one, 0, 256)
     assert core.stats().num_steps == 1 + 3  # the prompt, then 7 tokens a step
     assert core.stats().num_accepted_tokens == runner.num_accepted == 18
@@ -256,7 +247,7 @@ def test_a_stop_token_among_accepted_guesses_ends_the_answer(stop_at: int) -> No
     one = message("a", stop_token_ids=[tokens[stop_at]], min_tokens=2)
     core, _ = engine(right(message("a")))
     core.add(one)
-    [outcome] = drain(core).values()
+    [outcome] = run(core).values()
     assert outcome == run_alone(one, 0, 256)
     assert outcome.finish_reason == "stop" and len(outcome.tokens) <= stop_at + 1
     assert core.stats().num_generated_tokens == len(outcome.tokens)
@@ -267,7 +258,7 @@ def test_guesses_stop_where_the_answer_must() -> None:
     one = message("a", max_tokens=5)
     core, runner = engine(right(message("a")))
     core.add(one)
-    assert drain(core)["a"] == run_alone(one, 0, 256)
+    assert run(core)["a"] == run_alone(one, 0, 256)
     assert runner.num_guessed == 3  # the prompt's step drew one, the next draws four
 
 
@@ -277,7 +268,7 @@ def test_guesses_leave_budget_and_blocks_to_the_others() -> None:
     core, runner = engine(right(*messages), budget=12, num_blocks=4 * 14)
     for one in messages:
         core.add(one)
-    assert drain(core) == {one.request_id: run_alone(one, 0, 256) for one in messages}
+    assert run(core) == {one.request_id: run_alone(one, 0, 256) for one in messages}
     assert core.stats().num_preemptions == 0
     assert runner.num_accepted > 0
 
@@ -288,10 +279,10 @@ def test_only_what_was_accepted_can_be_shared() -> None:
     answer = run_alone(one, 0, 256).tokens
     core, runner = engine(Replay({"a": answer}, random.Random(1), error_rate=0.4))
     core.add(one)
-    drain(core)
+    run(core)
     assert runner.num_guessed > runner.num_accepted > 0
     core.add(message("b", [1, 2, 3, *answer], max_tokens=4))
-    drain(core)  # the runner looks at every block that is read
+    run(core)  # the runner looks at every block that is read
     assert core.stats().prefix_cache_hits >= 24
 
 
@@ -323,7 +314,7 @@ def seconds(with_guesses: bool, cost: float, once: float) -> tuple[float, Engine
     core, _ = engine(speculation if with_guesses else None, clock=clock, cost=cost, once=once)
     for index in range(30):
         core.add(message(str(index), [1 + index % 7, 2, index % 5], max_tokens=200, seed=index))
-    drain(core)
+    run(core)
     return clock.now, core.stats()
 
 

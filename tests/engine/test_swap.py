@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from fake_runner import FakeRunner, Outcome, run_alone
+from fake_runner import FakeRunner, Outcome, run, run_alone
 
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
@@ -44,16 +44,6 @@ def crowd() -> list[AddRequest]:
         )
         for index in range(4)
     ]
-
-
-def run(core: EngineCore) -> dict[str, Outcome]:
-    outcomes: dict[str, Outcome] = {}
-    while core.has_work:
-        for update in core.step():
-            outcomes.setdefault(update.request_id, Outcome()).take(update)
-        core.check()
-    assert core.stats().num_free_blocks == 12
-    return outcomes
 
 
 @pytest.mark.parametrize("depth", [1, 2])

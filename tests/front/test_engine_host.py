@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("zmq")
-pytest.importorskip("msgspec")
+pytest.importorskip("zmq", reason="the server's dependencies are not installed")
+pytest.importorskip("msgspec", reason="the server's dependencies are not installed")
 
 import zmq
 from scripted_engine import Scripted, make_scripted

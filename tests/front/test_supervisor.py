@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-pytest.importorskip("zmq")
-pytest.importorskip("msgspec")
+pytest.importorskip("zmq", reason="the server's dependencies are not installed")
+pytest.importorskip("msgspec", reason="the server's dependencies are not installed")
 
 import scripted_process
 from scripted_process import has_ended, wait_for

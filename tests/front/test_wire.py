@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("msgspec")
+pytest.importorskip("msgspec", reason="the server's dependencies are not installed")
 
 import msgspec
 from scripted_process import model_info

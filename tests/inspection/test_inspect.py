@@ -98,7 +98,7 @@ def test_recurrent_layers_keep_state_and_no_cache(tmp_path: Path) -> None:
 
 
 def test_a_gpu_can_be_asked_about_without_one(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="triton is not installed")
     found = inspect_model(options(save_config("llama", tmp_path), device="cuda"))
     runs = {choice.op: choice.runs for choice in found.kernels}
     assert runs["paged_attention"] == "Triton"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_engine import Generated, differences
+from tiny_engine import differences, finish
 
 from llmc.engine.messages import AddRequest
 from llmc.sampling_params import SamplingParams
@@ -26,14 +26,7 @@ def test_forks_equal_the_reference(subject: Any) -> None:
                     fork_of=fork_of,
                 )
             )
-    got: dict[str, Generated] = {}
-    while engine.has_work:
-        for update in engine.step():
-            assert update.error is None, update.error
-            mine = got.setdefault(update.request_id, Generated(tokens=[], logprobs=[]))
-            mine.tokens += update.new_token_ids
-            mine.logprobs += [item.logprob for item in update.logprobs]
-    engine.check()
+    got = finish(engine)
     for suffix in ("", "-fork"):
         mine = [got[f"{index}{suffix}"] for index in range(len(subject.expected))]
         _, wrong = differences(subject.expected, mine)

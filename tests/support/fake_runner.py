@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from llmc.engine.core import EngineCore
 from llmc.engine.draft import MAX_SCORED
 from llmc.engine.grammar import Matcher
 from llmc.engine.messages import AddRequest, RequestUpdate
@@ -395,6 +396,17 @@ class Outcome:
         self.error = update.error
         self.is_whole = update.is_whole
         self.scores += update.prompt_logprobs
+
+
+def run(core: EngineCore) -> dict[str, Outcome]:
+    """Step until all is done, with a look at the books after each; nothing may be held then."""
+    outcomes: dict[str, Outcome] = {}
+    while core.has_work:
+        for update in core.step():
+            outcomes.setdefault(update.request_id, Outcome()).take(update)
+        core.check()
+    assert core.stats().num_free_blocks == core.stats().num_blocks
+    return outcomes
 
 
 def run_alone(message: AddRequest, seed: int, room: int, nan: bool = False) -> Outcome:

@@ -109,16 +109,23 @@ def generate(
         **{"temperature": 0.0, "logprobs": 0, "max_tokens": max_tokens, "ignore_eos": True}
         | sampling
     )
-    out = {str(i): Generated(tokens=[], logprobs=[]) for i in range(len(prompts))}
     for i, prompt in enumerate(prompts):
         engine.add(AddRequest(request_id=str(i), prompt_token_ids=list(prompt), sampling=params))
+    out = finish(engine)
+    return [out[str(i)] for i in range(len(prompts))]
+
+
+def finish(engine: EngineCore) -> dict[str, Generated]:
+    """What its requests get, by their ids; fails on any request's error."""
+    out: dict[str, Generated] = {}
     while engine.has_work:
         for update in engine.step():
             assert update.error is None, update.error
-            out[update.request_id].tokens += update.new_token_ids
-            out[update.request_id].logprobs += [lp.logprob for lp in update.logprobs]
+            mine = out.setdefault(update.request_id, Generated(tokens=[], logprobs=[]))
+            mine.tokens += update.new_token_ids
+            mine.logprobs += [lp.logprob for lp in update.logprobs]
     engine.check()
-    return list(out.values())
+    return out
 
 
 def differences(expected: Sequence[Any], got: Sequence[Generated]) -> tuple[int, list[str]]:
