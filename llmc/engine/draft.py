@@ -32,6 +32,10 @@ class StepDraft:
                 return work.num_tokens - len(work.draft_token_ids)
         return 0
 
+    def enters(self, request: Request) -> bool:
+        """Whether the request gets its row in this step."""
+        return any(new.row == request.row for new in self.new_rows)
+
     def has_room(self, request: Request) -> bool:
         """Whether the request can compute a token in this step."""
         return self.budget > 0 and not (request.needs_scores and self.num_scored >= MAX_SCORED)

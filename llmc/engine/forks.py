@@ -69,6 +69,9 @@ def find_source(request: Request, draft: StepDraft) -> Source:
     num_needed = request.num_prompt_tokens - 1
     running = [m for m in request.family.members if m.state is RequestState.RUNNING]
     for member in running:
-        if member.num_computed - draft.num_planned(member) >= num_needed:
+        # Whoever enters in this very step may hold copies that are yet to be made.
+        if not draft.enters(member) and (
+            member.num_computed - draft.num_planned(member) >= num_needed
+        ):
             return Source(member)
     return WAIT if running else NO_SOURCE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import random
 
 import pytest
 from fake_runner import FakeRunner, Outcome, run, run_alone
@@ -173,3 +174,27 @@ def test_a_fork_must_have_the_same_prompt() -> None:
         core.add(dataclasses.replace(second, prompt_token_ids=[1, 2]))
     assert caught.value.param == "fork_of"
     assert set(run(core)) == {"s0"}
+
+
+@pytest.mark.parametrize("seed", [100, 154, 246, 385])
+def test_forks_that_come_back_together_copy_what_is_there(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After failed steps some of a family start over at once. A plan's copies are made together,
+    so none of them may be of a block that another one is to fill. These seeds met that."""
+    caplog.set_level(logging.CRITICAL, "llmc.engine.core")
+    rng = random.Random(seed)
+    core, runner = engine(num_blocks=rng.choice([20, 40, 200]), budget=rng.choice([8, 16, 64]))
+    runner.rng, runner.fault_rate = rng, 0.15
+    messages = siblings(num_prompt=rng.choice([6, 7, 11, 15]), n=5)
+    for message in messages:
+        core.add(message)
+    outcomes: dict[str, Outcome] = {}
+    for num_steps in range(1000):
+        runner.fault_rate = 0.15 if num_steps < 40 else 0.0
+        for update in core.step():
+            outcomes.setdefault(update.request_id, Outcome()).take(update)
+        core.check()
+    for index, message in enumerate(messages):
+        if outcomes[message.request_id].error is None:
+            assert outcomes[message.request_id] == run_alone(message, index, ROOM)

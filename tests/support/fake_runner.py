@@ -233,8 +233,9 @@ class FakeRunner:
         self.num_swapped_in += len(plan.swap_in)
         for copy in plan.swap_in:
             self._fill_block(copy.target, self.host[copy.source])
-        for copy in plan.block_copies:
-            self._fill_block(copy.target, self._block(copy.source))
+        copied = [self._block(copy.source) for copy in plan.block_copies]  # all at once
+        for copy, content in zip(plan.block_copies, copied, strict=True):
+            self._fill_block(copy.target, content)
         self.num_copies += len(plan.block_copies)
         stop_at = self.rng.randrange(len(plan.work)) if fault else -1
         for mask in plan.row_masks:
