@@ -13,8 +13,14 @@ if TYPE_CHECKING:
     from llmc.config import EngineConfig
     from llmc.errors import LlmcError
     from llmc.llm import LLM
-    from llmc.outputs import CompletionOutput, Logprob, RequestOutput
-    from llmc.sampling_params import SamplingParams
+    from llmc.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestOutput,
+    )
+    from llmc.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -23,15 +29,21 @@ _PUBLIC = {
     "AsyncLLM": "llmc.async_llm",
     "EngineConfig": "llmc.config",
     "SamplingParams": "llmc.sampling_params",
+    "BeamSearchParams": "llmc.sampling_params",
     "StructuredOutputs": "llmc.structured_outputs",
     "RequestOutput": "llmc.outputs",
     "CompletionOutput": "llmc.outputs",
+    "BeamSearchOutput": "llmc.outputs",
+    "BeamSearchSequence": "llmc.outputs",
     "Logprob": "llmc.outputs",
     "LlmcError": "llmc.errors",
 }
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineConfig",
     "LlmcError",

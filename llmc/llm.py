@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from llmc.config import EngineConfig
 from llmc.errors import EngineDeadError, InvalidRequestError, LlmcError, QueueFullError
+from llmc.front.beams import SearchingEngine, run_searches
 from llmc.front.engine import Engine, EngineOptions, load_tokenizer, make_config, start
 from llmc.front.grammar_trial import make_trial
 from llmc.front.inputs import Input, InputProcessor, Prompt
 from llmc.front.outputs import ActiveRequest, OutputProcessor
 from llmc.front.progress import GenerationProgress
-from llmc.outputs import RequestOutput
-from llmc.sampling_params import SamplingParams
+from llmc.outputs import BeamSearchOutput, RequestOutput
+from llmc.sampling_params import BeamSearchParams, SamplingParams
 from llmc.text.chat import Message, render_chat
 from llmc.text.tokenizer import Tokenizer
 
@@ -68,7 +69,7 @@ class LLM:
     def _attach(self, started: Started, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.config = config
         self.info: ModelInfo = started.info
-        self._engine: Engine | None = started.engine
+        self._engine: SearchingEngine | None = started.engine
         self._upgrade = started.upgrade
         self._tokenizer = tokenizer
         self._inputs = InputProcessor(started.info, tokenizer)
@@ -142,6 +143,22 @@ class LLM:
         ]
         return self._run(jobs, [None] * len(chats), progress if use_tqdm is None else use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        progress: bool = True,
+        use_tqdm: bool | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest sequences after each prompt, as transformers' beam search finds them.
+
+        Prompts are given and answered as in `generate`; all are searched at once.
+        """
+        engine = self._running()
+        shown = progress if use_tqdm is None else use_tqdm
+        return run_searches(engine, self._inputs, _as_list(prompts), params, self._ids, shown)
+
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer of the model."""
         return self._inputs.need_tokenizer("get_tokenizer()").hf
@@ -171,6 +188,11 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _running(self) -> SearchingEngine:
+        if self._engine is None:
+            raise EngineDeadError("this LLM is closed; make a new one")
+        return self._engine
+
     def _params(
         self, params: Params, count: int, default: SamplingParams
     ) -> Sequence[SamplingParams]:
@@ -192,9 +214,7 @@ class LLM:
         progress: bool,
         priorities: Iterable[int] = itertools.repeat(0),
     ) -> list[RequestOutput]:
-        engine = self._engine
-        if engine is None:
-            raise EngineDeadError("this LLM is closed; make a new one")
+        engine = self._running()
         try:
             outcomes = [
                 self._submit(engine, make, priority)

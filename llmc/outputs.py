@@ -65,3 +65,27 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchSequence:
+    """One sequence that a beam search found. `tokens` and `text` begin with the prompt."""
+
+    tokens: list[int]
+    cum_logprob: float  # of the tokens after the prompt, an end token among them
+    text: str | None = None  # None without a tokenizer
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchOutput:
+    """The best `beam_width` sequences of one prompt, best first.
+
+    `error` holds the reason when the prompt could not be served.
+    """
+
+    sequences: list[BeamSearchSequence]
+    prompt: str | None = None
+    prompt_token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    error: str | None = None

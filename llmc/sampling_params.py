@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from llmc.errors import InvalidRequestError
 from llmc.structured_outputs import StructuredOutputs
 
 MAX_N = 128
 MAX_LOGPROBS = 20
+MAX_BEAM_WIDTH = 64
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 64  # sequences of tokens; a text may need two
@@ -173,3 +175,30 @@ class SamplingParams:
             for token, bias in self.logit_bias.items():
                 _integer("logit_bias", token, 0, 2**31 - 1, "keyed by token ids")
                 _number("logit_bias", bias, -100.0, 100.0, "a number in [-100, 100]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How a beam search is done; the meanings are those of `generate(num_beams=...)` in
+    transformers.
+
+    Sequences are compared by the sum of their log-probabilities divided by
+    length ** length_penalty, where the length is that of the output with its end token. The
+    log-probabilities are the model's own, so `temperature` has to be 0.
+    """
+
+    beam_width: int = 4  # beams, and sequences that are returned; 1 to 64
+    max_tokens: int = 64
+    length_penalty: float = 1.0  # [-10, 10]; above 0 longer sequences gain
+    early_stopping: bool | Literal["never"] = False  # True: when beam_width have ended
+    ignore_eos: bool = False
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        rule = f"an integer from 1 to {MAX_BEAM_WIDTH}"
+        _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH, rule)
+        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, "a positive integer")
+        _number("length_penalty", self.length_penalty, -10.0, 10.0, "a number in [-10, 10]")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise _fail("early_stopping", self.early_stopping, 'True, False or "never"')
+        _number("temperature", self.temperature, 0.0, 0.0, "0: a beam search draws nothing")

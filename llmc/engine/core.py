@@ -14,6 +14,7 @@ each further step; these are dropped and counted.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ from typing import Any
 from llmc.config import SchedulingPolicy
 from llmc.engine import forks
 from llmc.engine.admission import Limits, admit, derive_seed
+from llmc.engine.beams import BeamSearch
 from llmc.engine.grammar import Antechamber, Arrival, Grammars, Matcher, start_matching
 from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
 from llmc.engine.outcome import aborted, failed
@@ -32,6 +34,7 @@ from llmc.engine.scheduler import Scheduler
 from llmc.engine.speculation import Speculation
 from llmc.engine.swap import SwapRoom
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from llmc.sampling_params import BeamSearchParams
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +98,7 @@ class EngineCore:
             speculation=speculation,
         )
         self._seed = seed
+        self._max_num_seqs = max_num_seqs
         self._num_added = 0
         self._max_num_queued = max_num_queued
 
@@ -121,6 +125,24 @@ class EngineCore:
         else:
             self._antechamber.enter(Arrival(request, message.fork_of, matcher))
         self._num_added += 1
+
+    def search(self, message: AddRequest, params: BeamSearchParams) -> BeamSearch:
+        """Queue a beam search, which itself shows how far it is; `abort` of its id ends it."""
+        if params.beam_width > self._max_num_seqs:
+            raise InvalidRequestError(
+                f"beam_width {params.beam_width} takes a row for each beam, and the engine has "
+                f"{self._max_num_seqs}; raise max_num_seqs",
+                param="beam_width",
+            )
+        members = []
+        for index in range(params.beam_width):
+            one = dataclasses.replace(message, request_id=f"{message.request_id}/beam-{index}")
+            members.append(admit(one, self._limits, default_seed=0))
+        search = BeamSearch(params, members)
+        for member in members:
+            sibling = members[0] if self._share_prompts and member is not members[0] else None
+            self._scheduler.add(member, sibling)
+        return search
 
     def _begin_grammar(self, request: Request) -> Future[Any] | None:
         spec = request.sampling.structured_outputs

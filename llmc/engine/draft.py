@@ -77,6 +77,12 @@ class StepDraft:
         assert request.row is not None and request.mask is not None
         self.row_masks.append(RowMask(row=request.row, words=request.mask))
 
+    def _lead(self, request: Request) -> int | None:
+        """What the engine says of a draw: its mask, or that another token was chosen."""
+        if request.matcher is not None:
+            self._mask(request)
+        return request.token_ids[-1] if request.beam is not None else None
+
     def put_next(self, request: Request, new_blocks: Sequence[int] = ()) -> None:
         """`put` for the one token of a decode, which is most of what a step does."""
         assert request.row is not None
@@ -86,12 +92,13 @@ class StepDraft:
         request.num_in_flight += 1
         self.budget -= 1
         self.num_samples += 1
-        if request.matcher is not None:
-            self._mask(request)
         self.requests.append(request)
-        self.work.append(
-            RowWork(row=request.row, start=start, num_tokens=1, sample=True, new_blocks=new_blocks)
+        work = RowWork(
+            row=request.row, start=start, num_tokens=1, sample=True, new_blocks=new_blocks
         )
+        if request.is_led:
+            work.token_id = self._lead(request)
+        self.work.append(work)
 
     def put_guessed(
         self, request: Request, guesses: Sequence[int], new_blocks: Sequence[int]

@@ -28,9 +28,11 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a request can take its prompt from: nowhere, a request, or `wait` for one."""
+    """Where a request can take its first `num_tokens` tokens from: nowhere, a request, or `wait`
+    for one."""
 
     request: Request | None = None
+    num_tokens: int = 0
     wait: bool = False
 
 
@@ -47,8 +49,8 @@ def same_prompt(one: Request, other: Request) -> bool:
 
 
 def join(request: Request, sibling: Request) -> None:
-    """From here on they share; a prompt of one token has nothing to share."""
-    if request.num_prompt_tokens < 2:
+    """From here on they share; a prompt of one token has nothing to share, but beams' outputs."""
+    if request.num_prompt_tokens < 2 and request.beam is None:
         return
     if sibling.family is None:
         sibling.family = Family([sibling])
@@ -63,15 +65,22 @@ def leave(request: Request) -> None:
 
 
 def find_source(request: Request, draft: StepDraft) -> Source:
-    """Who has the prompt's blocks computed, by steps that run before the one being planned."""
+    """Who has the prompt's blocks computed, by steps that run before the one being planned.
+
+    A beam goes on from its parent, if that still runs, and shares all of it.
+    """
     if request.family is None or request.needs_scores:
         return NO_SOURCE
     num_needed = request.num_prompt_tokens - 1
-    running = [m for m in request.family.members if m.state is RequestState.RUNNING]
+    members = request.family.members
+    parent = request.beam.parent if request.beam is not None else None
+    if parent is not None and parent.state is RequestState.RUNNING:
+        num_needed, members = len(request.token_ids) - 1, [parent]
+    running = [m for m in members if m.state is RequestState.RUNNING]
     for member in running:
         # Whoever enters in this very step may hold copies that are yet to be made.
         if not draft.enters(member) and (
             member.num_computed - draft.num_planned(member) >= num_needed
         ):
-            return Source(member)
+            return Source(member, num_needed)
     return WAIT if running else NO_SOURCE

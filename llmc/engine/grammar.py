@@ -44,7 +44,7 @@ class Grammars(Protocol):
 
 def start_matching(request: Request, matcher: Matcher) -> str | None:
     """Give a request its matcher. -> what went wrong, if anything did."""
-    request.matcher = matcher
+    request.matcher, request.is_led = matcher, True
     return _next_mask(request, matcher)
 
 

@@ -29,6 +29,7 @@ class NewRow:
     sampling: SamplingParams
     seed: int  # resolved: never None; random numbers depend on (seed, position) alone
     stop_token_ids: Sequence[int]  # banned while fewer than sampling.min_tokens are out
+    num_candidates: int = 0  # of a beam: so many alternatives of each draw, for sampling.logprobs
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made per row per step, and frozen costs 3x
@@ -42,6 +43,8 @@ class RowWork:
     are entered after the row's own, and a token is drawn after each of them too. So the row
     draws 1 + len(draft_token_ids) tokens; whoever guessed says how many of them stand.
 
+    `token_id` is the first of the tokens where the engine chose another than was drawn.
+
     With `is_scored` (a prompt whose log-probabilities are wanted) each token whose next one is
     known is scored: all of them inside the prompt, all but the last at its end.
     """
@@ -52,6 +55,7 @@ class RowWork:
     sample: bool
     new_blocks: Sequence[int] = ()  # physical block ids appended to the row's block table
     draft_token_ids: Sequence[int] = ()
+    token_id: int | None = None
     is_scored: bool = False
 
     @property

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from llmc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from llmc.engine.beams import Beam
     from llmc.engine.forks import Family
     from llmc.engine.grammar import Matcher
     from llmc.engine.plan import TokenLogprobs
@@ -64,7 +65,9 @@ class Request:
     num_saved: int = 0  # tokens that these hold
     family: Family | None = None  # others of the same prompt, to share its blocks with
     drafter: Drafter | None = None  # guesses its tokens; None: nobody does
+    is_led: bool = False  # what may follow a token is known only when the token is: one of these
     matcher: Matcher | None = None  # of its structured output; has seen the tokens of token_ids
+    beam: Beam | None = None  # of a search, which chooses its tokens
     mask: bytes | None = None  # of its next draw, where it has a matcher
     scores: list[TokenLogprobs | None] = field(default_factory=list)  # of the prompt, see below
 
@@ -88,8 +91,8 @@ class Request:
 
     @property
     def must_wait(self) -> bool:
-        """Its next mask follows from a token that is still in flight."""
-        return self.matcher is not None and self.num_tokens > len(self.token_ids)
+        """It is led by a token that is in flight or, in a beam search, has yet to be chosen."""
+        return self.is_led and self.num_tokens > len(self.token_ids)
 
     @property
     def is_finished(self) -> bool:

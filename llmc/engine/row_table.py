@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable
 
 from llmc.engine.block_pool import BlockPool
+from llmc.engine.forks import NO_SOURCE, Source
 from llmc.engine.plan import BlockCopy, NewRow
 from llmc.engine.request import Request
 from llmc.engine.swap import Swapper, SwapRoom
@@ -24,40 +25,40 @@ class RowTable:
         self.owners: list[Request | None] = [None] * num_rows
         self._free = list(range(num_rows))  # a heap
         self._released: set[int] = set()
-        self._refused: tuple[int, int, int, bool] | None = None
+        self._refused: tuple[int, int, int, int] | None = None
         self._copies: list[BlockCopy] = []
 
     @property
     def num_free_rows(self) -> int:
         return len(self._free)
 
-    def seat(self, request: Request, num_spare: int, source: Request | None = None) -> bool:
+    def seat(self, request: Request, num_spare: int, source: Source = NO_SOURCE) -> bool:
         """Give a request a row and blocks for all its tokens, if `num_spare` blocks stay free.
 
-        Sets `num_computed` to what the prefix cache holds, or the `source` of the same prompt, or
-        host memory: never all, one token must be computed.
+        Sets `num_computed` to what the prefix cache holds, or the `source`, or host memory: never
+        all, one token must be computed.
         """
         pool = self.pool
-        attempt = (request.arrival, pool.num_free, num_spare, source is not None)
+        attempt = (request.arrival, pool.num_free, num_spare, source.num_tokens)
         if attempt == self._refused:  # nothing has changed since; don't look it all up again
             return False
         shared = self._find_prefix(request)
         num_computed = len(shared) * pool.block_size
-        if source is not None and num_computed < request.num_prompt_tokens - 1:
-            num_computed = request.num_prompt_tokens - 1
-            shared = source.blocks[: num_computed // pool.block_size]
-            num_published = min(source.num_published, len(shared))
-        else:
-            source, num_published = None, len(shared)
+        num_published = len(shared)
+        giver = source.request if num_computed < source.num_tokens else None
+        if giver is not None:
+            num_computed = source.num_tokens
+            shared = giver.blocks[: num_computed // pool.block_size]
+            num_published = min(giver.num_published, len(shared))
         num_new = pool.blocks_for(request.num_tokens) - len(shared)
         if num_new + pool.num_idle(shared) + num_spare > pool.num_free:
             self._refused = attempt
             return False
         pool.share(shared)
         request.blocks = shared + [pool.take() for _ in range(num_new)]
-        if source is not None and num_computed % pool.block_size:
+        if giver is not None and num_computed % pool.block_size:
             first = len(shared)
-            copy = BlockCopy(source=source.blocks[first], target=request.blocks[first])
+            copy = BlockCopy(source=giver.blocks[first], target=request.blocks[first])
             self._copies.append(copy)
         request.capacity = len(request.blocks) * pool.block_size
         request.num_published = num_published
@@ -66,6 +67,7 @@ class RowTable:
             request.num_computed = self.swap.restore(request, len(shared), num_computed)
         request.row = heapq.heappop(self._free)
         self.owners[request.row] = request
+        self._refused = None
         return True
 
     def grow(self, request: Request) -> int:
@@ -155,4 +157,5 @@ def new_row(request: Request) -> NewRow:
         sampling=request.sampling,
         seed=request.seed,
         stop_token_ids=tuple(sorted(request.stop_token_ids)),
+        num_candidates=request.beam.search.num_candidates if request.beam is not None else 0,
     )

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from itertools import islice, repeat
 
 from llmc.engine import forks
+from llmc.engine.beams import Beam
 from llmc.engine.block_pool import BlockPool
 from llmc.engine.draft import StepDraft
 from llmc.engine.messages import RequestUpdate
@@ -94,7 +95,7 @@ class Scheduler:
         request.rank = (request.priority if self.use_priority else 0, request.arrival)
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        if self.speculation is not None:
+        if self.speculation is not None and request.beam is None:
             self.speculation.enter(request)
         self.waiting.enter(request)
         if sibling is not None:
@@ -126,15 +127,12 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run (before a result in flight has come)."""
         draft = StepDraft(self.max_num_batched_tokens)
-        turned_away, self._turned_away = self._turned_away, None
         if self.quarantine:
             self._plan_suspects(draft)
         else:
-            if turned_away is not None and self.waiting[:1] == [turned_away]:
-                self._seats.make_way(turned_away)
-            prefills = self._plan_decodes(draft)
-            self._plan_prefills(draft, prefills)
-            self._plan_waiting(draft)
+            self._plan_all(draft)
+            while not draft.work and self._break_circle():
+                self._plan_all(draft)
         if not draft.work:
             return None
         draft.saved, swap_out, swap_in = self.rows.swap.pop()
@@ -151,6 +149,24 @@ class Scheduler:
         self.num_steps += 1
         self._in_flight.append(draft)
         return draft.plan
+
+    def _plan_all(self, draft: StepDraft) -> None:
+        turned_away, self._turned_away = self._turned_away, None
+        if turned_away is not None and self.waiting[:1] == [turned_away]:
+            self._seats.make_way(turned_away)
+        prefills = self._plan_decodes(draft)
+        self._plan_prefills(draft, prefills)
+        self._plan_waiting(draft)
+
+    def _break_circle(self) -> bool:
+        """Beams in rows wait for beams that wait for their rows or blocks: the last gives way.
+
+        What it told stands, so that those who have not told yet get their turn.
+        """
+        if self._in_flight or not (self.running and self.waiting):
+            return False
+        self._seats.preempt(self.running[-1])
+        return True
 
     def _plan_decodes(self, draft: StepDraft) -> list[Request]:
         """One token of each running request that has one left; the others are returned.
@@ -169,7 +185,7 @@ class Scheduler:
                 prefills.append(request)
             elif num_tokens >= request.max_total_tokens:
                 pass  # its last token is in flight
-            elif (request.matcher is not None and request.must_wait) or (
+            elif (request.is_led and request.must_wait) or (
                 request.drafter is not None
                 and self._plan_guessed(request, draft, len(running) - index)
             ):
@@ -217,12 +233,15 @@ class Scheduler:
                 draft.put(request, request.num_tokens - request.num_computed)
 
     def _plan_waiting(self, draft: StepDraft) -> None:
-        """Let in who comes next. Only those that wait for their prompt's blocks are passed by;
-        a row is kept for each of them.
+        """Let in who comes next. Only those that wait for their prompt's blocks are passed by,
+        and a row is kept for each of them; and beams that have nothing to do.
         """
-        num_passed = 0
-        while num_passed < len(self.waiting) and draft.budget:
-            request = self.waiting[num_passed]
+        num_passed = num_told = 0
+        while num_passed + num_told < len(self.waiting) and draft.budget:
+            request = self.waiting[num_passed + num_told]
+            if request.beam is not None and request.beam.told is not None:
+                num_told += 1
+                continue
             if self.rows.num_free_rows <= num_passed:
                 self._turned_away = request
                 return
@@ -238,7 +257,7 @@ class Scheduler:
             num_spare = len(self.running)
             if request.num_in_flight:
                 return
-            if not self.rows.seat(request, num_spare, source.request):
+            if not self.rows.seat(request, num_spare, source):
                 self._turned_away = request
                 return
             num_wanted = request.num_tokens - request.num_computed
@@ -319,7 +338,9 @@ class Scheduler:
                     self.rows.publish(request, num_computed)
                 if quarantine:
                     quarantine.pass_by(request, num_computed)
-                if token is not None:
+                if token is not None and request.beam is not None:
+                    self._take_candidates(request.beam, logprob)
+                elif token is not None:
                     update = take_token(request, token, logprob)
                     self.num_generated_tokens += len(update.new_token_ids)
                     updates.append(update)
@@ -330,6 +351,17 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.saw_step(draft.work, is_last=not self.requests)
         return updates
+
+    def _take_candidates(self, beam: Beam, logprob: TokenLogprobs | None) -> None:
+        """A beam tells what may follow it; the last of them to do so lets all go on."""
+        search = beam.search
+        beam.told = logprob
+        self.num_generated_tokens += 1
+        if search.all_told:
+            for request in search.advance():
+                self._seats.turn_back(request)
+            if search.is_over:
+                self._finish(search.members[0])
 
     def _take_guessed(
         self, request: Request, work: RowWork, drawn: Sequence[Drawn]
@@ -390,10 +422,21 @@ class Scheduler:
 
     def _fail_request(self, request: Request, error: str) -> RequestUpdate:
         self.pool.forget(request.blocks)  # nobody else should read what led to this
+        if request.beam is not None:
+            request.beam.search.error = error
         self._finish(request)
         return failed(request, error)
 
     def _finish(self, request: Request) -> None:
+        """End a request; the beams of a search end together."""
+        if request.beam is None:
+            self._end(request)
+            return
+        request.beam.search.is_over = True
+        for member in request.beam.search.members:
+            self._end(member)
+
+    def _end(self, request: Request) -> None:
         del self.requests[request.request_id]
         self.num_finished += 1
         forks.leave(request)

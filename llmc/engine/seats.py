@@ -74,8 +74,13 @@ class Seats:
 
     def preempt(self, request: Request) -> None:
         self.num_preemptions += 1
-        self._requeue(request)
-        self._leave(request)
+        self.turn_back(request)
+
+    def turn_back(self, request: Request) -> None:
+        """It goes on from other tokens: what it computed is of no use. No step uses it now."""
+        if request.state is RUNNING:
+            self._requeue(request)
+            self._leave(request)
 
     def start_over(self, request: Request) -> None:
         """Back to what the host has seen: the tokens stay, whatever was computed goes."""

@@ -98,7 +98,7 @@ def _row_changes(rows: RowTables, plan: StepPlan) -> Segments:
         rows.set_mask(mask, segments)
     for work in plan.work:
         rows.append_blocks(work, segments)
-        rows.enter_drafts(work, segments)
+        rows.enter_tokens(work, segments)
     return segments
 
 

@@ -136,7 +136,7 @@ class RowTables:
         self._check_row(row, len(new.token_ids))
         allowed = None if is_masked else params.allowed_token_ids
         self.num_blocks[row] = 0
-        self.logprobs[row] = params.logprobs
+        self.logprobs[row] = new.num_candidates or params.logprobs
         self.prompt_logprobs[row] = params.prompt_logprobs
         out.add(self._places["history"].at(row), np.fromiter(new.token_ids, np.int32))
         scalars = {
@@ -205,8 +205,10 @@ class RowTables:
                 raise ValueError(f"a mask of {len(words)} words for a vocabulary of {width}")
             out.add(self._places["mask"].at(mask.row), words)
 
-    def enter_drafts(self, work: RowWork, out: Segments) -> None:
-        """Put guessed tokens behind the row's own."""
+    def enter_tokens(self, work: RowWork, out: Segments) -> None:
+        """Put a chosen token in place of the drawn one, and guesses behind the row's own."""
+        if work.token_id is not None:
+            out.add(self._places["history"].at(work.row, work.start), (work.token_id,))
         if work.draft_token_ids:
             first = work.start + work.num_tokens - len(work.draft_token_ids)
             out.add(self._places["history"].at(work.row, first), work.draft_token_ids)

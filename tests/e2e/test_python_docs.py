@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from llmc.guide import model_path
-from llmc.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from llmc.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+)
+from llmc.sampling_params import BeamSearchParams
 
 TEXT = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
@@ -48,6 +55,7 @@ def test_the_examples_run(tmp_path: Path) -> None:
 
 
 def test_every_field_of_an_output_is_described() -> None:
-    for kind in (RequestOutput, CompletionOutput, RequestMetrics):
+    kinds = (RequestOutput, CompletionOutput, RequestMetrics)
+    for kind in (*kinds, BeamSearchParams, BeamSearchOutput, BeamSearchSequence):
         for field in fields(kind):
             assert f"`{field.name}`" in TEXT, f"{kind.__name__}.{field.name}"

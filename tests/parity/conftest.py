@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import tiny_engine
@@ -25,15 +26,17 @@ class Subject:
 
     family: str
     running: tiny_engine.Running
+    model: Any  # the same in transformers
     expected: tuple[Continuation, ...]
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="session", params=sorted(FAMILIES))
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     path = save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
     model = load_reference(path)
     return Subject(
         family=request.param,
         running=tiny_engine.start(path),
+        model=model,
         expected=tuple(continue_greedily(model, p, NUM_TOKENS) for p in prompts(LENGTHS)),
     )

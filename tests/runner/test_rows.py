@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -275,3 +276,14 @@ def test_drafts_go_behind_the_rows_own_tokens() -> None:
     apply(rows, StepPlan(step=1, work=[work]))
     assert rows.tables["history"][2, :6].tolist() == [9, 8, 7, 4, 5, 6]
     assert encode(rows, StepPlan(step=2, work=[work])).num_sampled == 4
+
+
+def test_a_chosen_token_takes_the_place_of_the_drawn_one() -> None:
+    rows = tables()
+    fill(rows, dataclasses.replace(new_row(2, [9, 8, 7]), num_candidates=40))
+    rows.tables["history"][2, 3] = 5  # drawn
+    work = RowWork(row=2, start=3, num_tokens=1, sample=True, token_id=6)
+    plan = StepPlan(step=1, work=[work])
+    assert encode(rows, plan).wanted == (40,)
+    apply(rows, plan)
+    assert rows.tables["history"][2, :4].tolist() == [9, 8, 7, 6]

@@ -71,6 +71,19 @@ def score(last: int, token: int) -> TokenLogprobs:
     return TokenLogprobs(token_id=token, logprob=-float(last % 101), rank=1 + last % 7)
 
 
+def likeliest(last: int, count: int) -> TokenLogprobs:
+    """What the 'model' says may follow the history that ends in `last`; no two are alike."""
+    values = {t: -1.0 - last * (t + 3) % 1009 / 100 - t / 1e4 for t in range(VOCAB)}
+    top = sorted(values, key=lambda token: -values[token])[:count]
+    return TokenLogprobs(
+        token_id=top[0],
+        logprob=values[top[0]],
+        rank=1,
+        top_token_ids=top,
+        top_logprobs=[values[token] for token in top],
+    )
+
+
 class DigitMatcher:
     """A toy grammar: after each token only its two successors; the regex says how many tokens.
 
@@ -121,6 +134,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     mask: bytes | None = None
     broken: bool = False  # was in a step that failed, or in one behind it
+    num_candidates: int = 0
 
 
 class FakeStep:
@@ -243,6 +257,7 @@ class FakeRunner:
         masked = {mask.row for mask in plan.row_masks}
         tokens: list[int | None] = []
         scores: list[TokenLogprobs] = []
+        logprobs: list[TokenLogprobs | None] = []
         for index, work in enumerate(plan.work):
             row = self.rows[work.row]
             poison = self.poison.get(row.request_id, -1)
@@ -255,9 +270,12 @@ class FakeRunner:
             else:
                 self._compute(row, work, tokens)
             scores += self._scores(row, work)
+            logprobs += [None] * (len(tokens) - len(logprobs))
+            if work.sample and row.num_candidates:
+                logprobs[-1] = likeliest(row.prints[-2], row.num_candidates)
         self.most_blocks = max(self.most_blocks, sum(n > 0 for n in self.holders.values()))
         assert len(scores) <= MAX_SCORED
-        return StepResult(token_ids=tokens, scores=scores)
+        return StepResult(token_ids=tokens, scores=scores, logprobs=logprobs)
 
     def _scores(self, row: Row, work: RowWork) -> list[TokenLogprobs]:
         assert not work.is_scored or row.sampling.prompt_logprobs is not None
@@ -295,6 +313,7 @@ class FakeRunner:
             sampling=new.sampling,
             seed=new.seed,
             stop=new.stop_token_ids,
+            num_candidates=new.num_candidates,
         )
 
     def _block(self, block: int) -> list[int]:
@@ -328,6 +347,9 @@ class FakeRunner:
 
     def _compute(self, row: Row, work: RowWork, tokens: list[int | None]) -> None:
         assert not row.broken, "used a row that was in a failed step"
+        if work.token_id is not None:
+            assert work.num_tokens == 1, "chose a token of many"
+            row.prints[-1] = fingerprint(row.prints[-2], work.token_id)
         size = self.block_size
         row.blocks.extend(work.new_blocks)
         self.holders.update(work.new_blocks)

@@ -88,7 +88,7 @@ class ScriptedRunner:
         for new in plan.new_rows:
             self._rows[new.row] = (new, list(new.token_ids))
         scores = [score for work in plan.work for score in self._scores(work)]
-        drawn = [self._draw(work.row) for work in plan.work if work.sample]
+        drawn = [self._draw(work) for work in plan.work if work.sample]
         return StepResult(
             token_ids=[token for token, _ in drawn],
             logprobs=[logprob for _, logprob in drawn],
@@ -100,8 +100,10 @@ class ScriptedRunner:
         follows = tokens[work.start + 1 : work.start + 1 + work.num_scored]
         return [_logprobs(token, new.sampling.prompt_logprobs) for token in follows]
 
-    def _draw(self, row: int) -> tuple[int | None, TokenLogprobs | None]:
-        new, tokens = self._rows[row]
+    def _draw(self, work: RowWork) -> tuple[int | None, TokenLogprobs | None]:
+        new, tokens = self._rows[work.row]
+        if work.token_id is not None:
+            tokens[work.start] = work.token_id
         prompt = self._tokenizer.decode(tokens[: new.num_prompt_tokens], skip_special_tokens=False)
         if self.nan_word is not None and self.nan_word in prompt:
             return None, None
@@ -109,7 +111,7 @@ class ScriptedRunner:
         script = [*self._tokenizer.encode(reply), self._tokenizer.eos_token_id]
         token = script[(len(tokens) - new.num_prompt_tokens) % len(script)]
         tokens.append(token)
-        wanted = new.sampling.logprobs
+        wanted = new.num_candidates or new.sampling.logprobs
         if wanted is None:
             return token, None
         return token, _logprobs(token, wanted)

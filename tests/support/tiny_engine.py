@@ -41,6 +41,7 @@ class Running:
         max_num_seqs: int = MAX_ROWS,
         num_blocks: int | None = None,
         enable_prefix_caching: bool = True,
+        eos_token_ids: Sequence[int] = (),
         runner: Runner | None = None,
         speculation: Speculation | None = None,
     ) -> EngineCore:
@@ -56,7 +57,7 @@ class Running:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
-            eos_token_ids=(),
+            eos_token_ids=eos_token_ids,
             enable_prefix_caching=enable_prefix_caching and not info.state_bytes_per_request,
             speculation=speculation,
         )
