@@ -46,7 +46,7 @@ def command(
         bool,
         option(
             "--all-layers",
-            help="Capture every layer, not one of each kind; slower by the number of layers.",
+            help="Show every layer, not one of each kind; takes longer.",
             panel=INSPECT_PANEL,
         ),
     ] = False,

@@ -7,6 +7,7 @@ that does not, or that takes masks apart which ours only mark, is captured in it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ from llmc.errors import CheckpointError, CompileError
 from llmc.passes.edit import calls
 from llmc.passes.find_attention import SOFTMAX, is_scores
 
-_PLAIN = "eager"
-
 
 def build_any(config: Any, dtype: torch.dtype) -> BuiltModel:
     """The model on meta, wired to llmc's attention where its class lets that be chosen."""
@@ -27,22 +26,27 @@ def build_any(config: Any, dtype: torch.dtype) -> BuiltModel:
         return build(config, dtype)
     except CheckpointError as reason:
         try:
-            return build(config, dtype, _PLAIN)
+            return build_plain(config, dtype)
         except CheckpointError:
             raise reason from reason.__cause__
 
 
+def build_plain(config: Any, dtype: torch.dtype) -> BuiltModel:
+    """The same in its plainest form."""
+    return build(config, dtype, "eager")
+
+
 def capture_any(
     built: BuiltModel,
-    config: Any,
-    dtype: torch.dtype,
+    plain: Callable[[], BuiltModel],
     device: torch.device,
     *,
     outline: bool = True,
 ) -> CapturedModel:
-    """Raise CompileError, with what the interface's form was refused for, where neither works.
+    """`built`, or where that does not work what `plain` makes.
 
-    `outline`: layers that repeat are captured once.
+    Raise CompileError, with what the first was refused for, where neither works. `outline`: layers
+    that repeat are captured once.
     """
     capture_one = capture_outlined if outline else capture
     try:
@@ -53,7 +57,7 @@ def capture_any(
     except CompileError as error:
         reason = error
     try:
-        return capture_one(build(config, dtype, _PLAIN), device)
+        return capture_one(plain(), device)
     except (CompileError, CheckpointError):
         raise reason from reason.__cause__
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from llmc.compiler.cache import CachedProgram, ProgramCache, program_key
 from llmc.compiler.checkpoint import StoredTensor
-from llmc.compiler.forms import build_any, capture_any
+from llmc.compiler.forms import build_any, build_plain, capture_any
 from llmc.compiler.parameters import Parameters, describe_parameters
 from llmc.compiler.weights import CheckpointWeights, DirectWeights, WeightSource, make_weights
 from llmc.errors import CompileError
@@ -88,7 +88,8 @@ def compile_program(
     entry = cache.load(key, device) if cache else None
     if entry is None:
         outline = switches.get(OUTLINE, True)
-        captured = capture_any(make(), config, dtype, device, outline=outline)
+        plain = functools.partial(build_plain, config, dtype)
+        captured = capture_any(make(), plain, device, outline=outline)
         graph, reports = run_passes(captured.graph, passes, switches)
         entry = CachedProgram(
             graph=graph,

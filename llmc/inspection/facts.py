@@ -60,20 +60,20 @@ class LayerFacts:
     expert_bytes: int
 
 
-def layer_facts(first: Stage, last: Stage, shortened: Shortened) -> dict[int, LayerFacts]:
+def layer_facts(stages: Sequence[Stage], shortened: Shortened) -> dict[int, LayerFacts]:
     """By layer of the whole model; -1 before, the number of layers behind."""
-    captured = first.layers.count
-    found = {i: _facts(first, last, i) for i in range(-1, captured + 1)}
+    captured = stages[0].layers.count
+    found = {i: _facts(stages, i) for i in range(-1, captured + 1)}
     whole = {-1: found[-1], shortened.num_layers: found[captured]}
     for i, stand_in in enumerate(shortened.stand_in):
         whole[i] = found[stand_in]
     return dict(sorted(whole.items()))
 
 
-def _facts(first: Stage, last: Stage, layer: int) -> LayerFacts:
-    early = [n for n in first.graph.graph.nodes if first.layers.of.get(n) == layer]
-    late = [n for n in last.graph.graph.nodes if last.layers.of.get(n) == layer]
-    attended = tuple(_attention(n) for n in early if n.target is attention.overload)
+def _facts(stages: Sequence[Stage], layer: int) -> LayerFacts:
+    early, late = _nodes(stages[0], layer), _nodes(stages[-1], layer)
+    # attention that a model spells out is found by a pass
+    attended = next(filter(None, (_attentions(stage, layer) for stage in stages)), ())
     experts = next((_experts(n) for n in early if n.target is expert_linear.overload), None)
     kv = state = 0
     stateful: list[str] = []
@@ -105,6 +105,14 @@ def _facts(first: Stage, last: Stage, layer: int) -> LayerFacts:
         read_bytes=read,
         expert_bytes=chosen,
     )
+
+
+def _nodes(stage: Stage, layer: int) -> list[fx.Node]:
+    return [n for n in stage.graph.graph.nodes if stage.layers.of.get(n) == layer]
+
+
+def _attentions(stage: Stage, layer: int) -> tuple[AttentionFacts, ...]:
+    return tuple(_attention(n) for n in _nodes(stage, layer) if n.target is attention.overload)
 
 
 def _attention(node: fx.Node) -> AttentionFacts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 
 from llmc.choices import check_model_len, model_context, pick_device, pick_dtype
-from llmc.compiler.build import build
-from llmc.compiler.capture import capture
+from llmc.compiler.build import BuiltModel
+from llmc.compiler.forms import build_any, build_plain, capture_any
 from llmc.config import EngineConfig
 from llmc.errors import CompileError
 from llmc.inspection.choose import KernelChoice, choose_kernels
@@ -23,6 +24,7 @@ from llmc.inspection.fit import Sizes
 from llmc.inspection.shorten import Shortened, shorten
 from llmc.inspection.stages import Stage, change, run_stages
 from llmc.model_files import load_config, resolve_model
+from llmc.passes.base import OUTLINE
 from llmc.passes.inputs import StepInput
 from llmc.passes.pipeline import pipeline
 from llmc.passes.user import user_passes
@@ -84,11 +86,13 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
     start = time.perf_counter()
     built, shortened, stages = None, None, None
     for keep_all in (True,) if all_layers else (False, True):
-        built = build(copy.deepcopy(hf_config), dtype)
+        built = build_any(copy.deepcopy(hf_config), dtype)
         parameters = sum(p.numel() for p in built.module.parameters())
         shortened = shorten(built.module, built.config, keep_all=keep_all)
+        plain = functools.partial(_plain, hf_config, dtype, keep_all)
+        outline = config.passes.get(OUTLINE, True)
         try:
-            captured = capture(built, device)
+            captured = capture_any(built, plain, device, outline=outline)
             stages = run_stages(captured.graph, passes, config.passes)
             break
         except CompileError:
@@ -96,7 +100,7 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
                 raise  # else: its code may count its layers
     assert built is not None and shortened is not None and stages is not None
     seconds = time.perf_counter() - start
-    facts = layer_facts(stages[0], stages[-1], shortened)
+    facts = layer_facts(stages, shortened)
     sizes = _sizes(config, facts, stages[-1], model_len, captured.vocab_size)
     idle = sizes.expert_bytes * (1 - sizes.num_chosen / max(1, sizes.num_experts))
     return Inspection(
@@ -117,6 +121,13 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
         sizes=sizes,
         stages=tuple(stages),
     )
+
+
+def _plain(hf_config: Any, dtype: torch.dtype, keep_all: bool) -> BuiltModel:
+    """The model in its plainest form, with as many layers."""
+    built = build_plain(copy.deepcopy(hf_config), dtype)
+    shorten(built.module, built.config, keep_all=keep_all)
+    return built
 
 
 def _pass_facts(

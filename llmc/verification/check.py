@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import importlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -16,14 +17,13 @@ from datetime import UTC, datetime
 import torch
 
 from llmc.benchmark.machine import package_versions
-from llmc.compiler.build import build
-from llmc.compiler.capture import capture
 from llmc.compiler.checkpoint import open_checkpoint
+from llmc.compiler.forms import build_any, build_plain, capture_any
 from llmc.compiler.parameters import describe_parameters
 from llmc.compiler.weights import CheckpointWeights, DummyWeights, WeightSource
 from llmc.config import EngineConfig
 from llmc.kernels.cpu.build import cache_dir, load
-from llmc.passes.base import check_names
+from llmc.passes.base import OUTLINE, check_names
 from llmc.passes.layers import find_layers
 from llmc.start import OnPhase, PhaseClock
 from llmc.text.tokenizer import Tokenizer
@@ -67,7 +67,9 @@ def check_model(
         subject = _subject(identity, longest_prompt)
         check_names(config.passes, subject.passes)
         layers = find_layers(subject.captured.graph.graph)
-        detail += [f"{layers.count} layers"]
+        detail.append(f"{layers.count} layers")
+        if subject.captured.note:
+            detail.append(subject.captured.note)
     with clock.phase("run transformers") as detail:
         reference = run_reference(
             identity.files.path,
@@ -132,8 +134,14 @@ def _subject(
     identity: Identity, longest_prompt: int | None, rounded_to: torch.dtype | None = None
 ) -> Subject:
     """`rounded_to`: the weights are first rounded to this dtype, as those that serve are."""
-    built = build(copy.deepcopy(identity.hf_config), identity.dtype)
-    captured = capture(built, identity.device)
+    config, dtype = copy.deepcopy(identity.hf_config), identity.dtype
+    built = build_any(config, dtype)
+    captured = capture_any(
+        built,
+        functools.partial(build_plain, config, dtype),
+        identity.device,
+        outline=identity.config.passes.get(OUTLINE, True),
+    )
     encode = None
     if identity.files.has_tokenizer:
         tokenizer = Tokenizer.load(

@@ -97,6 +97,14 @@ def test_recurrent_layers_keep_state_and_no_cache(tmp_path: Path) -> None:
     )
 
 
+# Dynamo makes an instance of an autograd function that a model defines
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_attention_of_the_models_own_is_captured_as_it_is_for_serving(tmp_path: Path) -> None:
+    tiny_config("bloom").save_pretrained(tmp_path)
+    found = inspect_model(options(tmp_path))
+    assert [len(found.layers[i].attention) for i in range(found.num_layers)] == [1, 1]
+
+
 def test_a_gpu_can_be_asked_about_without_one(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     found = inspect_model(options(save_config("llama", tmp_path), device="cuda"))

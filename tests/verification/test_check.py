@@ -120,11 +120,18 @@ def test_a_wrong_kernel_is_named(checkpoint: Path) -> None:
     assert [(c.kind, c.name) for c in certificate.culprits] == [("kernel", "rms_norm (planted)")]
 
 
-def test_recurrent_layers_are_certified_too(tmp_path: Path) -> None:
-    tiny_config("lfm2").save_pretrained(tmp_path)
+# Dynamo makes an instance of an autograd function that a model defines
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("model_type", "op"),
+    [("lfm2", "causal_conv"), ("bloom", "paged_attention")],
+    ids=["recurrent layers", "attention of its own"],
+)
+def test_other_mechanisms_are_certified_too(tmp_path: Path, model_type: str, op: str) -> None:
+    tiny_config(model_type).save_pretrained(tmp_path)
     certificate = check_model(config(tmp_path, load_format="dummy"))
     assert certificate.certified and certificate.logits.relative < 2e-5
-    assert "causal_conv" in certificate.kernels
+    assert op in certificate.kernels
 
 
 def test_made_up_weights_are_the_same_on_both_sides(checkpoint: Path, tmp_path: Path) -> None:
