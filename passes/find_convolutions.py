@@ -10,6 +10,7 @@ from torch import fx
 from llmc.kernels.causal_conv import causal_conv
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import aten, calls, emit, is_call, only_user, replace, val
+from llmc.passes.inputs import add_constant
 
 
 @graph_pass(required=True)
@@ -19,11 +20,18 @@ def find_convolutions(gm: fx.GraphModule) -> Notes:
     Before:
         y [1, C, T] = aten.slice(aten.conv1d(x [1, C, T], w [C, 1, K], b, padding K - 1, groups C),
                                  2, 0, T)
+        z [1, D, T] = convolutions without padding, one after the other, of
+                      aten.pad(x [1, C, T], [P, 0])
     After:
         y^T [T, C] = llmc.causal_conv(x^T [T, C], w [C, K], b, None, None, None, None)
+        z^T [T, D, 1] = the same convolutions of the last P + 1 tokens of every token [T, C, P + 1]
     """
     graph = gm.graph
     notes = []
+    for pad in calls(graph, aten.pad.default, aten.constant_pad_nd.default):
+        chain = _chain_of_padded(pad)
+        if chain:
+            _over_windows(graph, pad, chain)
     for conv in calls(graph, aten.conv1d.default):
         cut = only_user(conv)
         if cut is None or not _is_causal(conv, cut):
@@ -41,6 +49,55 @@ def find_convolutions(gm: fx.GraphModule) -> Notes:
     return notes
 
 
+def _chain_of_padded(pad: fx.Node) -> list[fx.Node]:
+    """Convolutions that take the zeros before the first token away again; [] for anything else."""
+    given: list[Any] = list(pad.args)
+    source, (before, after), rest = given[0], (*given[1], None)[:2], given[2:]
+    if val(pad).dim() != 3 or after != 0 or rest[:1] == ["reflect"] or any(rest[1:]):
+        return []
+    chain: list[fx.Node] = []
+    node: fx.Node | None = only_user(pad)
+    left = before
+    while node is not None and is_call(node, aten.conv1d.default) and left:
+        stride, padding, dilation = _options(node)[3:6]
+        if (list(stride), list(padding), list(dilation)) != ([1], [0], [1]):
+            return []
+        chain.append(node)
+        left -= val(node.args[1]).shape[2] - 1
+        node = only_user(node)
+    whole = bool(chain) and left == 0 and _over_tokens(chain[0])
+    return chain if whole and val(source).shape[0] == 1 else []
+
+
+def _over_windows(graph: fx.Graph, pad: fx.Node, chain: list[fx.Node]) -> None:
+    given: list[Any] = list(pad.args)
+    source, width = given[0], given[1][0] + 1
+    channels = int(val(source).shape[1])
+    taps = torch.eye(width, dtype=val(source).dtype).repeat(channels, 1)  # [C * K, K]
+    taps_node = add_constant(graph, "taps", taps, pad)
+    with graph.inserting_before(pad):
+        tokens = emit(graph, aten.transpose.int, _squeeze(graph, source, 0), 0, 1)
+        copies = emit(graph, aten.repeat_interleave.self_int, tokens, width, 1)
+        moved = emit(graph, causal_conv.overload, copies, taps_node, *[None] * 5)
+        windows = emit(graph, aten.view.default, moved, [-1, channels, width])
+    node: fx.Node = windows
+    for conv in chain:
+        with graph.inserting_before(conv):
+            node = emit(graph, aten.conv1d.default, node, *conv.args[1:])
+    with graph.inserting_before(chain[-1]):
+        turned = emit(graph, aten.transpose.int, _squeeze(graph, node, 2), 0, 1)
+        batched = emit(graph, aten.unsqueeze.default, turned, 0)
+    replace(chain[-1], batched)
+    for old in (*reversed(chain[:-1]), pad):
+        graph.erase_node(old)
+
+
+def _options(conv: fx.Node) -> list[Any]:
+    """The arguments of a conv1d, with the defaults of those that are not given."""
+    defaults: list[Any] = [None, None, None, [1], [0], [1], 1]
+    return [*conv.args, *defaults[len(conv.args) :]]
+
+
 def _squeeze(graph: fx.Graph, node: Any, dim: int) -> fx.Node:
     return emit(graph, aten.squeeze.dim, node, dim)
 
@@ -50,9 +107,7 @@ def _over_tokens(conv: fx.Node) -> bool:
 
 
 def _is_causal(conv: fx.Node, cut: fx.Node) -> bool:
-    given: list[Any] = list(conv.args)
-    defaults: list[Any] = [None, None, None, [1], [0], [1], 1]
-    x, weight, _, stride, padding, dilation, groups = given + defaults[len(given) :]
+    x, weight, _, stride, padding, dilation, groups = _options(conv)
     channels, one, width = val(weight).shape
     if (list(stride), list(dilation), groups, one) != ([1], [1], channels, 1):
         return False

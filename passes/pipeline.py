@@ -12,6 +12,7 @@ from llmc.passes.base import Pass
 from llmc.passes.canonicalize import canonicalize
 from llmc.passes.find_attention import find_attention
 from llmc.passes.find_convolutions import find_convolutions
+from llmc.passes.find_shifts import find_shifts
 from llmc.passes.fuse_act_mul import fuse_act_mul
 from llmc.passes.fuse_linears import fuse_linears
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
@@ -50,7 +51,8 @@ def pipeline(options: PipelineOptions, extra: Sequence[Pass] = ()) -> tuple[Pass
             block_size=options.block_size, cache_dtype=CACHE_DTYPES[options.kv_cache_dtype]
         ),
         find_convolutions(),
-        slot_state(),  # after find_convolutions: they have a state too
+        find_shifts(),
+        slot_state(),  # after find_convolutions and find_shifts: they have a state too
         last_token_logits(),
         append_sampler(),  # after last_token_logits: samples the selected rows
         merge_linears(),

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from llmc.kernels.causal_conv import causal_conv
+from llmc.kernels.decayed_softmax import decayed_softmax
 from llmc.kernels.delta_rule import delta_rule
 from llmc.kernels.linear_recurrence import linear_recurrence
 from llmc.kernels.registry import Op
@@ -16,7 +17,13 @@ from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import calls, val
 from llmc.passes.inputs import StateInput, add_input, fake_like, step_input
 
-STATE_OPS: tuple[Op, ...] = (causal_conv, delta_rule, selective_scan, linear_recurrence)
+STATE_OPS: tuple[Op, ...] = (
+    causal_conv,
+    delta_rule,
+    selective_scan,
+    linear_recurrence,
+    decayed_softmax,
+)
 _NUM_LAST = 4  # state, query_start, context_len, request_row: the last arguments of all of them
 
 
@@ -76,6 +83,8 @@ def _state_of(op: Op, marker: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
         sizes = (*val(marker.args[1]).shape[1:], val(marker.args[2]).shape[2])
     elif op is selective_scan:
         sizes = (*first.shape[1:], val(marker.args[3]).shape[2])
+    elif op is decayed_softmax:
+        sizes = (3, *first.shape[1:])
     else:
         sizes = tuple(first.shape[1:])
     return tuple(int(n) for n in sizes), torch.float32

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+
+from llmc.passes.inputs import ConstantInput
 
 _SIZES = (2, 3, 8, 64, 150, 1000, 5000, 40000, 300000)
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
@@ -43,6 +46,58 @@ def _is_broken(expr: Any, size: int) -> bool:
     return bool(expr.subs(dict.fromkeys(expr.free_symbols, size)) == False)  # noqa: E712
 
 
-def text_of(graph: fx.Graph) -> Sequence[str]:
-    """What two graphs must have in common to compute the same."""
-    return [f"{n.op} {n.name} {n.target} {n.args} {n.kwargs}" for n in graph.nodes]
+def text_of(graph: fx.Graph, tokens: int) -> Sequence[str]:
+    """What two graphs must have in common to compute the same for so many tokens.
+
+    Sizes are written as numbers, and slices that take everything are left out: torch itself may
+    fix the number of tokens (where a slice has one element), which changes no result.
+    """
+    sizes = {n: _at(n.meta["val"], tokens) for n in graph.nodes if _is_size(n.meta.get("val"))}
+    names = {n: str(v) for n, v in sizes.items()}
+    kept: list[fx.Node] = []
+    for node in graph.nodes:
+        if _takes_all(node, tokens):
+            names[node] = names[node.args[0]]
+        elif node not in sizes:
+            names[node] = f"%{len(kept)}"
+            kept.append(node)
+    lines = []
+    for node in kept:
+        given = fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))
+        role = node.meta.get("input")
+        named = type(role).__name__ if isinstance(role, ConstantInput) else role
+        target = named if node.op == "placeholder" else node.target
+        lines.append(f"{node.op} {target} {given}")
+    return lines
+
+
+def _takes_all(node: fx.Node, tokens: int) -> bool:
+    aten = torch.ops.aten
+    if node.op != "call_function" or node.target not in (aten.slice.Tensor, aten.alias.default):
+        return False
+    before, after = (
+        [_at(n, tokens) for n in x.meta["val"].shape]
+        for x in (node.args[0], node)
+        if isinstance(x, fx.Node)
+    )
+    return before == after
+
+
+class _Name(str):
+    """Written without quotes, as a number among the arguments is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+
+
+def _at(value: Any, tokens: int) -> Any:
+    expr = getattr(getattr(value, "node", None), "expr", None)
+    if expr is None:
+        return value
+    return expr.subs(dict.fromkeys(expr.free_symbols, tokens))

@@ -14,7 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from llmc.compiler import interface
+from llmc.compiler.expert_loops import use_expert_loops
+from llmc.compiler.experts import use_sorted_experts
 from llmc.errors import CheckpointError
+
+# Side outputs, and the halving of layers every so often, which divides weights in place: float16
+# would overflow without it, other dtypes give the same.
+_SWITCHED_OFF = {
+    "output_router_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "rescale_every": 0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +49,9 @@ def build(config: Any, dtype: torch.dtype, attention: str = interface.NAME) -> B
 
     interface.register()
     config._attn_implementation = attention
-    for side_output in ("output_router_logits", "output_attentions", "output_hidden_states"):
-        if getattr(config, side_output, False):
-            setattr(config, side_output, False)
+    for field, off in _SWITCHED_OFF.items():
+        if getattr(config, field, off):
+            setattr(config, field, off)
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(
@@ -53,6 +64,9 @@ def build(config: Any, dtype: torch.dtype, attention: str = interface.NAME) -> B
         ) from e
     module.eval()
     interface.use_experts(module)
+    interface.choose_all_keys(module)
+    use_sorted_experts(module)
+    use_expert_loops(module)
     buffers = _materialize_buffers(module)
     # Which modules attend is known only once their code has run; an unused buffer costs nothing.
     for child in module.modules():
@@ -91,7 +105,8 @@ def _materialize_buffers(module: nn.Module) -> dict[str, Tensor]:
                 _initialize(owners, prefix)
     values = {name: module.get_buffer(name) for name in old}
     for name, (owner, buffer) in old.items():
-        owner._buffers[name.rpartition(".")[2]] = buffer
+        # a plain tensor: Dynamo can't follow code that assigns to an nn.Buffer
+        owner._buffers[name.rpartition(".")[2]] = buffer.detach()
     return values
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
@@ -28,7 +29,14 @@ from llmc.compiler.recurrent import replaced_functions
 from llmc.compiler.traceable import lists_to_slices, traceable_torch
 from llmc.errors import CompileError
 from llmc.passes.base import remove_dead_code
-from llmc.passes.inputs import CacheInput, ConstantInput, Input, StepInput, WeightInput
+from llmc.passes.inputs import (
+    CacheInput,
+    ConstantInput,
+    Input,
+    StepInput,
+    WeightInput,
+    add_input,
+)
 
 # What a model's code may raise where it is handed what it does not expect.
 _MODEL_ERRORS = (
@@ -72,7 +80,7 @@ def capture(built: BuiltModel, device: torch.device) -> CapturedModel:
     captured = _capture(built, device, _EXAMPLE_TOKENS)
     for tokens in sizes_in_doubt(captured.graph.graph, built.config):
         other = _capture(built, device, tokens)
-        if text_of(other.graph.graph) != text_of(captured.graph.graph):
+        if text_of(other.graph.graph, tokens) != text_of(captured.graph.graph, tokens):
             raise CompileError(
                 f"{type(built.module).__name__} computes {tokens} tokens in another way than "
                 f"{_EXAMPLE_TOKENS}: its code asks for their number, so no one graph serves all"
@@ -90,6 +98,7 @@ def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedMo
     ):
         node.meta["input"] = role
     _flatten_inputs(aten.graph)
+    _constants_to_inputs(aten)
     _single_output(aten.graph)
     _move_devices(aten.graph, device)
     _strip_grad_mode(aten.graph)
@@ -250,15 +259,46 @@ def _flatten_inputs(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def _constants_to_inputs(gm: fx.GraphModule) -> None:
+    """Numbers that the model's code computed with numpy are inputs like its other constants."""
+    graph = gm.graph
+    mode = detect_fake_mode([n.meta.get("val") for n in graph.nodes])
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        tensor = getattr(gm, str(node.target))
+        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or mode is None:
+            raise CompileError(f"capture left a constant without a value: {node.target}")
+        fake = mode.from_tensor(tensor)
+        node.replace_all_uses_with(
+            add_input(graph, "constant", ConstantInput(tensor=tensor.clone()), fake)
+        )
+        graph.erase_node(node)
+
+
 def _single_output(graph: fx.Graph) -> None:
-    """The graph returns the logits tensor itself, not a tuple of one."""
+    """The graph returns the logits tensor itself, not a tuple of it and of what the model's code
+    assigned to its own attributes on the way (a table brought to another dtype)."""
     output = graph.output_node()
-    value = output.args[0]
-    while isinstance(value, tuple | list):
-        if len(value) != 1:
-            raise CompileError(f"the captured graph returns {len(value)} values instead of logits")
-        value = value[0]
-    output.args = (value,)
+    found: list[fx.Node] = []
+    fx.node.map_arg(output.args, found.append)
+    values = list(dict.fromkeys(found))
+    if len(values) > 1:
+        values = [v for v in values if _reads_tokens(v)]
+    if len(values) != 1:
+        raise CompileError(f"the captured graph returns {len(values)} values instead of logits")
+    output.args = (values[0],)
+
+
+def _reads_tokens(value: fx.Node) -> bool:
+    seen: set[fx.Node] = set()
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        if node.meta.get("input") == StepInput(name="token_ids"):
+            return True
+        if node not in seen:
+            seen.add(node)
+            stack += node.all_input_nodes
+    return False
 
 
 def _move_devices(graph: fx.Graph, device: torch.device) -> None:

@@ -8,6 +8,9 @@ calls `llmc::expert_linear` around the model's own gate.
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +27,8 @@ VALUE_CACHE = "llmc_value_cache"
 
 # Fields of a config that say how many keys a sparse indexer chooses.
 INDEXER_BUDGETS = ("index_topk", "indexer_budget")
+# What a module that chooses keys and answers with a mask calls its limit.
+_INDEXER_LIMIT = "token_budget"
 
 # Tensors among the keyword arguments that say what the packed step already carries. Any other
 # tensor (a position bias, sparse indices) would change the result, so it is refused.
@@ -62,6 +67,23 @@ def _chosen_by_marker(module: nn.Module, indices: Tensor) -> bool:
     config = getattr(module, "config", None)
     known = any(getattr(config, name, None) for name in INDEXER_BUDGETS)
     return known and indices.dim() >= 3 and indices.shape[0] == 0
+
+
+def choose_all_keys(model: nn.Module) -> None:
+    """Sparse indexers that answer with a mask of the keys they chose show all keys, as above."""
+    for module in model.modules():
+        parameters = list(inspect.signature(module.forward).parameters)
+        if _INDEXER_LIMIT in vars(module) and "attention_mask" in parameters:
+            module.forward = _all_of(parameters.index("attention_mask"))
+
+
+@functools.cache  # equal modules share one function
+def _all_of(place: int) -> Callable[..., Tensor]:
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        mask = args[place] if place < len(args) else kwargs["attention_mask"]
+        return torch.ones_like(mask, dtype=torch.bool)
+
+    return forward
 
 
 def mask_function(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmc.kernels.causal_conv import causal_conv
+from llmc.kernels.decayed_softmax import decayed_softmax
 from llmc.kernels.delta_rule import delta_rule
 from llmc.kernels.linear_recurrence import linear_recurrence
 from llmc.kernels.selective_scan import selective_scan
@@ -157,6 +158,36 @@ def _recurrence(
 METHODS: dict[str, Callable[..., Any]] = {"_rnn_scan": _recurrence}
 
 
+def _time_mixing(
+    time_decay: Tensor,
+    time_first: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Any = None,
+    return_state: bool = False,
+) -> tuple[Tensor, Any]:
+    """key, value [1, T, C], decay and first [C] -> [1, T, C]"""
+    decay = -torch.exp(time_decay.float())
+    return decayed_softmax.overload(key[0], value[0], decay, time_first, *_FRESH)[None], state
+
+
+# Functions of modelling code that loop over the tokens, by the names of their parameters.
+SIGNATURES: dict[tuple[str, ...], Callable[..., Any]] = {
+    tuple(inspect.signature(_time_mixing).parameters): _time_mixing
+}
+
+
+def _ours(function: Any) -> Callable[..., Any] | None:
+    """What stands in for a function of modelling code, if anything does."""
+    name = public_name(function)
+    if name:
+        return next((f for end, f in FUNCTIONS.items() if name.endswith(end)), None)
+    if not inspect.isfunction(function):
+        return None
+    code = function.__code__
+    return SIGNATURES.get(code.co_varnames[: code.co_argcount])
+
+
 def public_name(function: Any) -> str:
     """The name under which transformers lets a function be replaced; "" for any other function."""
     if not inspect.isfunction(function):
@@ -173,9 +204,8 @@ def replaced_functions(model: nn.Module) -> Iterator[None]:
     for file in sorted(files & set(sys.modules)):
         module = sys.modules[file]
         for attribute, function in list(vars(module).items()):
-            name = public_name(function)
-            ours = next((f for end, f in FUNCTIONS.items() if name.endswith(end)), None)
-            if name and ours is not None:
+            ours = _ours(function)
+            if ours is not None:
                 old.append((module, attribute, function))
                 setattr(module, attribute, ours)
     for kind in {type(m) for m in model.modules()}:

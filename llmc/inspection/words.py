@@ -31,6 +31,7 @@ _WORDS: dict[str, Words] = {
     "causal_conv": ("recurrent", "mix each token with the few before it (short convolution)"),
     "delta_rule": ("recurrent", "update the layer's memory and read it (delta rule)"),
     "selective_scan": ("recurrent", "update the layer's state and read it (state space)"),
+    "decayed_softmax": ("recurrent", "update the layer's state and read it"),
     "linear_recurrence": ("recurrent", "update the layer's state and read it"),
     "rms_norm": ("norm", "scale every token to unit size (RMSNorm)"),
     "add_rms_norm": ("norm", "add to the residual stream, then RMSNorm"),

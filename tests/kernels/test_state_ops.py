@@ -11,13 +11,14 @@ from torch import Tensor
 
 from llmc.kernels import (  # noqa: F401
     causal_conv,
+    decayed_softmax,
     delta_rule,
     linear_recurrence,
     selective_scan,
 )
 from llmc.kernels.registry import OPS
 
-NAMES = ["causal_conv", "delta_rule", "selective_scan", "linear_recurrence"]
+NAMES = ["causal_conv", "delta_rule", "selective_scan", "linear_recurrence", "decayed_softmax"]
 NUM_STEP_INPUTS = 3  # query_start, context_len, request_row: the last arguments; the state before
 
 

@@ -47,3 +47,31 @@ def test_leaves_alone_and_says_so(changes: dict[str, Any]) -> None:
 
 def test_changes_nothing_the_second_time() -> None:
     assert_idempotent(conv(), find_convolutions())
+
+
+PADDED = INPUTS | {
+    "w2": weight("w2", torch.randn(4, CHANNELS // 2, 3)),
+    "b2": weight("b2", torch.randn(4)),
+}
+
+
+def padded(before: int) -> Any:
+    def forward(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        first = F.conv1d(F.pad(x, (before, 0)), w, b, groups=CHANNELS)
+        return F.conv1d(first, w2, b2, groups=2)
+
+    return trace(forward, **PADDED)
+
+
+def test_convolutions_of_a_padded_sequence_see_the_last_tokens_of_each() -> None:
+    gm = padded(WIDTH - 1 + 2)
+    found, _ = apply(gm, find_convolutions())
+    assert ops(found)["llmc.causal_conv.default"] == 1
+    assert ops(found)["aten.conv1d.default"] == 2
+    assert_same(found, gm, Values.of(**PADDED))
+    assert_idempotent(gm, find_convolutions())
+
+
+def test_a_padding_that_is_not_used_up_is_left_alone() -> None:
+    gm = padded(WIDTH + 2)
+    assert ops(apply(gm, find_convolutions())[0]) == ops(gm)

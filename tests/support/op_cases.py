@@ -14,6 +14,7 @@ from llmc.kernels import (  # noqa: F401
     attention,
     ban_words,
     causal_conv,
+    decayed_softmax,
     delta_rule,
     fused_linear,
     linear_recurrence,
