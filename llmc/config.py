@@ -23,6 +23,11 @@ def _positive(name: str, value: int | None, hint: str = "") -> None:
         raise ConfigError(f"{name} must be a positive integer, got {value!r}{hint}")
 
 
+def _one_of(name: str, value: str | None, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that decides how a model is loaded, compiled and scheduled.
@@ -61,24 +66,12 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(
-                f"unknown kv_cache_dtype {self.kv_cache_dtype!r}; "
-                f"choose one of {', '.join(KV_CACHE_DTYPES)}"
-            )
-        if self.device not in DEVICES:
-            raise ConfigError(f"unknown device {self.device!r}; choose one of {', '.join(DEVICES)}")
-        if self.load_format not in LOAD_FORMATS:
-            raise ConfigError(
-                f"unknown load format {self.load_format!r}; choose one of {', '.join(LOAD_FORMATS)}"
-            )
-        if self.quantization not in (None, *QUANTIZATIONS):
-            raise ConfigError(
-                f"unknown quantization {self.quantization!r}; "
-                f"choose one of {', '.join(QUANTIZATIONS)}"
-            )
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        _one_of("device", self.device, DEVICES)
+        _one_of("load format", self.load_format, LOAD_FORMATS)
+        if self.quantization is not None:
+            _one_of("quantization", self.quantization, QUANTIZATIONS)
         _positive("max_model_len", self.max_model_len)
         _positive("max_num_seqs", self.max_num_seqs)
         _positive("max_num_batched_tokens", self.max_num_batched_tokens)
@@ -95,11 +88,7 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
-        if self.scheduling_policy not in SCHEDULING_POLICIES:
-            raise ConfigError(
-                f"unknown scheduling_policy {self.scheduling_policy!r}; "
-                f"choose one of {', '.join(SCHEDULING_POLICIES)}"
-            )
+        _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         if isinstance(self.speculative_config, Mapping):
             given = SpeculativeConfig.of(self.speculative_config)
             object.__setattr__(self, "speculative_config", given)
