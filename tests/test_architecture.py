@@ -52,7 +52,7 @@ THIRD_PARTY = {  # name -> the only modules that may import it
         "llmc.passes",
         "llmc.compiler",
         "llmc.runner",
-        "llmc.start",
+        "llmc.load",
         "llmc.choices",
         "llmc.guide",
         "llmc.benchmark",

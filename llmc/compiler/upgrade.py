@@ -10,24 +10,30 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from llmc.compiler.lower import StepFunction
 
 log = logging.getLogger(__name__)
 
-Stage = Callable[[], StepFunction | None]
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Makes a better step, or None, and puts it in the place of the one that runs."""
+
+    make: Callable[[], StepFunction | None]
+    install: Callable[[StepFunction], None]
 
 
 class Upgrade:
-    """Runs `stages` in a thread, one after the other, and hands each result to `install`.
+    """Runs `stages` in a thread, one after the other.
 
-    A stage that returns None had nothing to give. A failure is logged once, kept in `error`, and
+    A stage that makes None had nothing to give. A failure is logged once, kept in `error`, and
     leaves what runs in place. `wait()` is for benchmarks and tests.
     """
 
-    def __init__(self, stages: Sequence[Stage], install: Callable[[StepFunction], None]) -> None:
+    def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = tuple(stages)
-        self._install = install
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="llmc-compile", daemon=True)
 
@@ -38,7 +44,7 @@ class Upgrade:
         for stage in self._stages:
             start = time.perf_counter()
             try:
-                step = stage()
+                step = stage.make()
             except Exception as e:  # the compiler's own code: whatever it raises, serving goes on
                 self.error = e
                 reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else ""
@@ -47,7 +53,7 @@ class Upgrade:
                 )
                 return
             if step is not None:
-                self._install(step)
+                stage.install(step)
                 log.info(
                     "a faster step (-O%d) is in use after %.1f s",
                     step.level,

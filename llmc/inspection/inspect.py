@@ -23,12 +23,12 @@ from llmc.inspection.facts import LayerFacts, layer_facts, num_bytes, size_hint,
 from llmc.inspection.fit import Sizes
 from llmc.inspection.shorten import Shortened, shorten
 from llmc.inspection.stages import Stage, change, run_stages
+from llmc.load import pipeline_options
 from llmc.model_files import load_config, resolve_model
 from llmc.passes.base import OUTLINE
 from llmc.passes.inputs import StepInput
 from llmc.passes.pipeline import pipeline
 from llmc.passes.user import user_passes
-from llmc.start import pipeline_options
 
 _LIVE_VALUES = 4  # of the largest value of a step, that many are taken to live at once
 

@@ -10,11 +10,11 @@ import torch
 from llmc.choices import check_model_len, model_context, pick_device, pick_dtype, pick_level
 from llmc.compiler.cache import program_key
 from llmc.config import EngineConfig
+from llmc.load import pipeline_options
 from llmc.model_files import ModelFiles, load_config, resolve_model
 from llmc.passes.base import Pass
 from llmc.passes.pipeline import PipelineOptions
 from llmc.passes.user import digest, user_passes
-from llmc.start import pipeline_options
 from llmc.verification.certificate import certificate_key, fingerprint
 
 

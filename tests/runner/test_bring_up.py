@@ -32,7 +32,7 @@ def test_built_kernels_serve_from_the_first_step(checkpoint: Path) -> None:
     build = bring_up.start_kernels(CPU)
     assert build is not None
     build.wait()
-    assert bring_up._kernels_are_built(build)
+    assert bring_up.kernels_are_built(build)
     started = start_engine(config(checkpoint))
     # A build that was found takes a moment; whatever the race, the better step is never lost.
     if started.upgrade is not None:

@@ -15,9 +15,9 @@ from fake_graphs import BYTES_PER_GRAPH, FakeGraphs, HostRead, MovedInput, forbi
 from op_cases import require_cpu_ops
 
 from llmc.engine.plan import NewRow, RowWork, StepPlan
-from llmc.runner.bring_up import graphs_to_come
 from llmc.runner.device import HostDevice
 from llmc.runner.model_runner import ModelRunner
+from llmc.runner.profile import graphs_to_come
 from llmc.sampling_params import SamplingParams
 
 BUCKETS = (1, 2, 4)

@@ -1,0 +1,127 @@
+"""A model's name -> its program and weights: what start-up does for each model that is to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmc.choices import check_model_len, eos_token_ids, model_context, pick_dtype
+from llmc.config import EngineConfig
+from llmc.model_files import ModelFiles, load_config, resolve_model
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmc.compiler.program import Program
+    from llmc.passes.pipeline import PipelineOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Where a model lies and what its config says; nothing is compiled or read yet."""
+
+    config: EngineConfig
+    files: ModelFiles
+    hf_config: Any
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def model_len(self) -> int:
+        """The longest context that was asked for, else the model's own."""
+        return self.config.max_model_len or model_context(self.hf_config)
+
+    @property
+    def vocab_size(self) -> int:
+        """As config.json says; 0 where it does not."""
+        text = getattr(self.hf_config, "get_text_config", lambda: self.hf_config)()
+        return getattr(text, "vocab_size", None) or 0
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        if self.config.tokenizer:
+            return Path(self.config.tokenizer)
+        return self.files.path if self.files.has_tokenizer else None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return eos_token_ids(self.hf_config, self.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """Ready to be given a cache."""
+
+    source: ModelSource
+    program: Program
+    weights: dict[str, torch.Tensor]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.numel() for weight in self._distinct)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.numel() * weight.dtype.itemsize for weight in self._distinct)
+
+    @property
+    def _distinct(self) -> list[torch.Tensor]:
+        return list({id(weight): weight for weight in self.weights.values()}.values())
+
+
+def find_model(config: EngineConfig, device: torch.device) -> ModelSource:
+    """Raises CheckpointError where there is no such model, ConfigError where it is too short."""
+    files = resolve_model(config)
+    hf_config = load_config(files, config)
+    dtype = pick_dtype(config.dtype, hf_config, device)
+    check_model_len(config, hf_config)
+    return ModelSource(config=config, files=files, hf_config=hf_config, device=device, dtype=dtype)
+
+
+def pipeline_options(config: EngineConfig, device: torch.device, model_len: int) -> PipelineOptions:
+    """What the passes are told of the engine that `config` asks for."""
+    from llmc.kernels.cpu.compile import streams_plain_weights
+    from llmc.passes.pipeline import PipelineOptions
+
+    return PipelineOptions(
+        block_size=config.block_size,
+        max_positions=model_len,
+        kv_cache_dtype=config.kv_cache_dtype,
+        quantization=config.quantization,
+        device_type=device.type,
+        streams_plain_weights=device.type == "cpu" and streams_plain_weights(),
+    )
+
+
+def compile_model(source: ModelSource) -> Program:
+    """Captured and rewritten, or from the cache of an earlier start."""
+    from llmc.compiler.cache import ProgramCache
+    from llmc.compiler.program import compile_program
+    from llmc.kernels.cpu.build import cache_dir
+    from llmc.passes.user import user_passes
+
+    config = source.config
+    return compile_program(
+        source.hf_config,
+        dtype=source.dtype,
+        device=source.device,
+        options=pipeline_options(config, source.device, source.model_len),
+        switches=config.passes,
+        extra=user_passes(config.extra_passes),
+        cache=None if config.trust_remote_code else ProgramCache(cache_dir()),
+    )
+
+
+def load_model(source: ModelSource, program: Program) -> LoadedModel:
+    """Read its weights, or make them up."""
+    from llmc.compiler.checkpoint import open_checkpoint
+    from llmc.compiler.program import load_weights, open_weights
+    from llmc.compiler.weights import DummyWeights, WeightSource
+
+    weights: WeightSource
+    if source.config.load_format == "dummy":
+        weights = DummyWeights(source.config.seed)
+    else:
+        weights = open_weights(program, open_checkpoint(source.files.path))
+    return LoadedModel(source=source, program=program, weights=load_weights(program, weights))
