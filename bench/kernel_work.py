@@ -47,7 +47,7 @@ class Work:
 
 def fast(name: str, case: Case) -> Callable[[], Any]:
     """A call of the op's fast version for these arguments; the reference is never timed."""
-    prefer = ("triton", "cpu")
+    prefer = ("triton", "cpu", "torch")
     impls = sorted(OPS[name].impls, key=lambda i: prefer.index(i.name))
     for impl in impls:
         if impl.available() and impl.supports(*case):

@@ -29,6 +29,7 @@ from bench.kernel_work import (
     row_work,
     sample_work,
 )
+from bench.state_work import state_work
 from llmc.benchmark.machine import describe_machine, package_versions
 from llmc.benchmark.report import context, write_json
 from llmc.kernels.cpu.build import load
@@ -82,6 +83,8 @@ def cpu_work() -> Iterator[Maker]:
         yield partial(sample_work, 8, 151_936, kind)
     yield partial(process_work, 8, 151_936)
     yield partial(prepare_work, 64, 4096, CPU)
+    for rows, tokens in ((1, 1), (32, 1), (1, 512)):
+        yield partial(state_work, "bf16", rows, tokens)
 
 
 def gpu_work(device: torch.device) -> Iterator[Maker]:
@@ -101,6 +104,8 @@ def gpu_work(device: torch.device) -> Iterator[Maker]:
     yield partial(prefill_work, "bf16", 4096, 32, 8, 64, device)
     for rows in (1, 64, 2048):
         yield partial(row_work, "bf16", rows, 4096, device)
+    for rows, tokens in ((1, 1), (64, 1), (1, 4096)):
+        yield partial(state_work, "bf16", rows, tokens, device)
 
 
 def made(maker: Maker) -> Iterator[Work]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmc.kernels.packed import Layout, spans
 from llmc.kernels.registry import Case, op
-from llmc.kernels.state_cases import step_cases
+from llmc.kernels.state_cases import StateStep, step_cases
 from llmc.kernels.torch_impl import torch_impl
 
 
@@ -81,14 +81,28 @@ def _all_at_once(
     return y.to(x.dtype)
 
 
+def make_case(
+    step: StateStep,
+    gen: torch.Generator,
+    dtype: torch.dtype,
+    channels: int,
+    width: int,
+    biased: bool,
+) -> Case:
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=gen).to(step.device, dtype)
+
+    return (
+        rand(step.num_tokens, channels),
+        rand(channels, width),
+        rand(channels) if biased else None,
+        step.state((channels, width - 1), gen, dtype),
+        *step.inputs,
+    )
+
+
 @causal_conv.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     for step, gen in step_cases(device):
         for channels, width, biased in ((5, 4, True), (33, 2, False)):
-            yield (
-                torch.randn(step.num_tokens, channels, generator=gen).to(device, dtype),
-                torch.randn(channels, width, generator=gen).to(device, dtype),
-                torch.randn(channels, generator=gen).to(device, dtype) if biased else None,
-                step.state((channels, width - 1), gen, dtype),
-                *step.inputs,
-            )
+            yield make_case(step, gen, dtype, channels, width, biased)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmc.kernels.packed import Layout, spans
 from llmc.kernels.registry import Case, op
-from llmc.kernels.state_cases import step_cases
+from llmc.kernels.state_cases import StateStep, step_cases
 from llmc.kernels.torch_impl import torch_impl
 
 _LOWEST = -1e38  # the largest logit before any token
@@ -103,17 +103,21 @@ def _all_at_once(
     return layout.pack(torch.stack(outs, 1)).to(value.dtype)
 
 
+def make_case(step: StateStep, gen: torch.Generator, dtype: torch.dtype, channels: int) -> Case:
+    state = step.state((3, channels), gen, torch.float32)
+    state[:, 1] = state[:, 1].abs() + 1  # a sum of weights
+    return (
+        torch.randn(step.num_tokens, channels, generator=gen).to(step.device, dtype),
+        torch.randn(step.num_tokens, channels, generator=gen).to(step.device, dtype),
+        -torch.rand(channels, generator=gen).to(step.device),
+        torch.randn(channels, generator=gen).to(step.device),
+        state,
+        *step.inputs,
+    )
+
+
 @decayed_softmax.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     for step, gen in step_cases(device):
         for channels in (1, 37):
-            state = step.state((3, channels), gen, torch.float32)
-            state[:, 1] = state[:, 1].abs() + 1  # a sum of weights
-            yield (
-                torch.randn(step.num_tokens, channels, generator=gen).to(device, dtype),
-                torch.randn(step.num_tokens, channels, generator=gen).to(device, dtype),
-                -torch.rand(channels, generator=gen).to(device),
-                torch.randn(channels, generator=gen).to(device),
-                state,
-                *step.inputs,
-            )
+            yield make_case(step, gen, dtype, channels)

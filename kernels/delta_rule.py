@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmc.kernels.packed import Layout, spans
 from llmc.kernels.registry import Case, op
-from llmc.kernels.state_cases import step_cases
+from llmc.kernels.state_cases import StateStep, step_cases
 from llmc.kernels.torch_impl import torch_impl
 
 
@@ -96,18 +96,30 @@ def _all_at_once(
     return layout.pack(torch.stack(outs, 1)).to(value.dtype)
 
 
+def make_case(
+    step: StateStep,
+    gen: torch.Generator,
+    dtype: torch.dtype,
+    heads: int,
+    dim: int,
+    v_dim: int,
+    per_channel: bool,
+) -> Case:
+    tokens = step.num_tokens
+    key = torch.randn(tokens, heads, dim, generator=gen)
+    return (
+        torch.randn(tokens, heads, dim, generator=gen).to(step.device, dtype),
+        (key / key.norm(dim=-1, keepdim=True)).to(step.device, dtype),
+        torch.randn(tokens, heads, v_dim, generator=gen).to(step.device, dtype),
+        -torch.rand(tokens, heads, dim if per_channel else 1, generator=gen).to(step.device),
+        torch.rand(tokens, heads, generator=gen).to(step.device, dtype),
+        step.state((heads, dim, v_dim), gen, torch.float32),
+        *step.inputs,
+    )
+
+
 @delta_rule.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     for step, gen in step_cases(device):
         for heads, dim, v_dim, per_channel in ((1, 4, 6, False), (3, 16, 8, True)):
-            tokens = step.num_tokens
-            key = torch.randn(tokens, heads, dim, generator=gen)
-            yield (
-                torch.randn(tokens, heads, dim, generator=gen).to(device, dtype),
-                (key / key.norm(dim=-1, keepdim=True)).to(device, dtype),
-                torch.randn(tokens, heads, v_dim, generator=gen).to(device, dtype),
-                -torch.rand(tokens, heads, dim if per_channel else 1, generator=gen).to(device),
-                torch.rand(tokens, heads, generator=gen).to(device, dtype),
-                step.state((heads, dim, v_dim), gen, torch.float32),
-                *step.inputs,
-            )
+            yield make_case(step, gen, dtype, heads, dim, v_dim, per_channel)

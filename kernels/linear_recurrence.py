@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmc.kernels.packed import Layout, spans
 from llmc.kernels.registry import Case, op
-from llmc.kernels.state_cases import step_cases
+from llmc.kernels.state_cases import StateStep, step_cases
 from llmc.kernels.torch_impl import torch_impl
 
 
@@ -76,13 +76,17 @@ def _all_at_once(
     return layout.pack(torch.stack(outs, 1)).to(x.dtype)
 
 
+def make_case(step: StateStep, gen: torch.Generator, dtype: torch.dtype, channels: int) -> Case:
+    return (
+        torch.randn(step.num_tokens, channels, generator=gen).to(step.device, dtype),
+        torch.rand(step.num_tokens, channels, generator=gen).to(step.device),
+        step.state((channels,), gen, torch.float32),
+        *step.inputs,
+    )
+
+
 @linear_recurrence.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     for step, gen in step_cases(device):
         for channels in (1, 37):
-            yield (
-                torch.randn(step.num_tokens, channels, generator=gen).to(device, dtype),
-                torch.rand(step.num_tokens, channels, generator=gen).to(device),
-                step.state((channels,), gen, torch.float32),
-                *step.inputs,
-            )
+            yield make_case(step, gen, dtype, channels)

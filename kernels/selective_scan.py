@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmc.kernels.packed import Layout, spans
 from llmc.kernels.registry import Case, op
-from llmc.kernels.state_cases import step_cases
+from llmc.kernels.state_cases import StateStep, step_cases
 from llmc.kernels.torch_impl import torch_impl
 
 
@@ -94,17 +94,30 @@ def _all_at_once(
     return layout.pack(torch.stack(outs, 1)).to(x.dtype)
 
 
+def make_case(
+    step: StateStep,
+    gen: torch.Generator,
+    dtype: torch.dtype,
+    heads: int,
+    width: int,
+    groups: int,
+    size: int,
+    per_state: bool,
+) -> Case:
+    tokens = step.num_tokens
+    return (
+        torch.randn(tokens, heads, width, generator=gen).to(step.device, dtype),
+        torch.rand(tokens, heads, generator=gen).to(step.device),
+        -torch.rand(heads, size if per_state else 1, generator=gen).to(step.device),
+        torch.randn(tokens, groups, size, generator=gen).to(step.device, dtype),
+        torch.randn(tokens, groups, size, generator=gen).to(step.device, dtype),
+        step.state((heads, width, size), gen, torch.float32),
+        *step.inputs,
+    )
+
+
 @selective_scan.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     for step, gen in step_cases(device):
         for heads, width, groups, size, per_state in ((6, 1, 1, 5, True), (4, 8, 2, 16, False)):
-            tokens = step.num_tokens
-            yield (
-                torch.randn(tokens, heads, width, generator=gen).to(device, dtype),
-                torch.rand(tokens, heads, generator=gen).to(device),
-                -torch.rand(heads, size if per_state else 1, generator=gen).to(device),
-                torch.randn(tokens, groups, size, generator=gen).to(device, dtype),
-                torch.randn(tokens, groups, size, generator=gen).to(device, dtype),
-                step.state((heads, width, size), gen, torch.float32),
-                *step.inputs,
-            )
+            yield make_case(step, gen, dtype, heads, width, groups, size, per_state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ _STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((1, 1),),
     ((1, 9), (1, 1), (1, 30), (1, 0)),
     ((5, 5), (1, 40), (2, 2), (7, 19), (1, 1), (1, 0)),
-    ((2, 8), (70, 70)),
+    ((2, 8), (40, 40)),
 )
 
 
@@ -25,6 +25,10 @@ class StateStep:
     num_slots: int
     inputs: tuple[Tensor, Tensor, Tensor]  # query_start, context_len, request_row
 
+    @property
+    def device(self) -> torch.device:
+        return self.inputs[0].device
+
     def state(self, shape: tuple[int, ...], gen: torch.Generator, dtype: torch.dtype) -> Tensor:
         """Random slots; fresh requests must not read theirs, so these hold NaN."""
         start, length, row = self.inputs
@@ -34,18 +38,26 @@ class StateStep:
         return state.to(row.device, dtype)
 
 
+def make_step(
+    requests: Sequence[tuple[int, int]], gen: torch.Generator, device: torch.device
+) -> StateStep:
+    """Requests of (tokens in this step, tokens after it), in random slots."""
+    slots = len(requests) + 3
+    row = torch.randperm(slots - 1, generator=gen)[: len(requests)]
+    row[torch.tensor([length == 0 for _, length in requests])] = slots - 1
+    counts = [0, *(new for new, _ in requests)]
+    return StateStep(
+        num_tokens=sum(counts),
+        num_slots=slots,
+        inputs=(
+            torch.tensor(counts).cumsum(0).int().to(device),
+            torch.tensor([length for _, length in requests], dtype=torch.int32, device=device),
+            row.to(device),
+        ),
+    )
+
+
 def step_cases(device: torch.device) -> Iterator[tuple[StateStep, torch.Generator]]:
     gen = torch.Generator(device="cpu").manual_seed(0)
     for requests in _STEPS:
-        count = torch.tensor([new for new, _ in requests])
-        slots = len(requests) + 3
-        row = torch.randperm(slots - 1, generator=gen)[: len(requests)]
-        row[torch.tensor([length == 0 for _, length in requests])] = slots - 1
-        start = torch.cat((torch.zeros(1, dtype=torch.int64), count.cumsum(0))).int()
-        length = torch.tensor([length for _, length in requests], dtype=torch.int32)
-        step = StateStep(
-            num_tokens=int(count.sum()),
-            num_slots=slots,
-            inputs=(start.to(device), length.to(device), row.to(device)),
-        )
-        yield step, gen
+        yield make_step(requests, gen, device), gen

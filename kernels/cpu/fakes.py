@@ -12,7 +12,7 @@ from llmc.kernels.quantized_linear import CHANNELS
 from llmc.kernels.token_logprobs import fake as token_logprobs_fake
 
 
-def _rms_norm(x: Tensor, *args: object) -> Tensor:
+def _like_first(x: Tensor, *args: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -22,14 +22,6 @@ def _add_rms_norm(x: Tensor, *args: object) -> tuple[Tensor, Tensor]:
 
 def _act_mul(gate_up: Tensor, act: str) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-def _write_kv(*args: object) -> None:
-    return None
-
-
-def _rope_write(query: Tensor, *args: object) -> Tensor:
-    return query.new_empty(query.shape)
 
 
 def _paged_attention(
@@ -69,12 +61,20 @@ def _fused_linear(x: Tensor, weight: Tensor, *args: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if act is None else 2))
 
 
+def _delta_rule(query: Tensor, key: Tensor, value: Tensor, *args: object) -> Tensor:
+    return value.new_empty(value.shape)
+
+
+def _decayed_softmax(key: Tensor, value: Tensor, *args: object) -> Tensor:
+    return value.new_empty(value.shape)
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
-    "rms_norm": _rms_norm,
+    "rms_norm": _like_first,
     "add_rms_norm": _add_rms_norm,
     "act_mul": _act_mul,
-    "write_kv": _write_kv,
-    "rope_write": _rope_write,
+    "write_kv": _nothing,
+    "rope_write": _like_first,
     "paged_attention": _paged_attention,
     "sample": _sample,
     "process_logits": _process_logits,
@@ -87,6 +87,11 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "prepare_step": _nothing,
     "record_tokens": _nothing,
     "ban_words": _nothing,
+    "causal_conv": _like_first,
+    "delta_rule": _delta_rule,
+    "selective_scan": _like_first,
+    "linear_recurrence": _like_first,
+    "decayed_softmax": _decayed_softmax,
 }
 
 

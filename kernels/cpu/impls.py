@@ -10,11 +10,15 @@ from torch import Tensor
 
 from llmc.kernels.act_mul import act_mul
 from llmc.kernels.ban_words import ban_words
+from llmc.kernels.causal_conv import causal_conv
 from llmc.kernels.cpu.build import is_loaded
+from llmc.kernels.decayed_softmax import decayed_softmax
+from llmc.kernels.delta_rule import delta_rule
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.fp8 import FP8, scales_fit
 from llmc.kernels.fused_linear import fused_linear
 from llmc.kernels.linear import linear
+from llmc.kernels.linear_recurrence import linear_recurrence
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.prepare_step import prepare_step
 from llmc.kernels.process_logits import process_logits
@@ -24,12 +28,14 @@ from llmc.kernels.registry import Fn, Impl, Op
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.kernels.rope_write import rope_write
 from llmc.kernels.sample import sample
+from llmc.kernels.selective_scan import selective_scan
 from llmc.kernels.token_logprobs import token_logprobs
 from llmc.kernels.write_kv import write_kv
 from llmc.kernels.write_segments import write_segments
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 1024
+_MAX_TAPS = 16  # as in state.h
 
 
 def _takes(*tensors: Tensor | None) -> bool:
@@ -132,6 +138,27 @@ def _on_cpu(first: Tensor, *args: Any) -> bool:
     return first.device.type == "cpu"
 
 
+def _with_slots(*args: Any) -> bool:
+    """An op with a state: slots and bounds of the requests are its last four arguments."""
+    *inputs, state, query_start, context_len, request_row = args
+    return (
+        all(t is not None for t in (state, query_start, context_len, request_row))
+        and state.is_contiguous()
+        and all(
+            t.device.type == "cpu" and t.dtype in _DTYPES for t in (*inputs, state) if t is not None
+        )
+    )
+
+
+def _causal_conv(*args: Any) -> bool:
+    x, weight, bias, state = args[:4]
+    return (
+        _with_slots(*args)
+        and weight.shape[1] <= _MAX_TAPS
+        and x.dtype == weight.dtype == state.dtype == (x if bias is None else bias).dtype
+    )
+
+
 _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (rms_norm, _rms_norm),
     (add_rms_norm, _add_rms_norm),
@@ -150,6 +177,11 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (prepare_step, _on_cpu),
     (record_tokens, _on_cpu),
     (ban_words, _on_cpu),
+    (causal_conv, _causal_conv),
+    (delta_rule, _with_slots),
+    (selective_scan, _with_slots),
+    (linear_recurrence, _with_slots),
+    (decayed_softmax, _with_slots),
 )
 
 

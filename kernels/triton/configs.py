@@ -57,6 +57,14 @@ ROPE_ELEMENTS = 512
 POINTWISE_BLOCK = 1024
 LOGITS_BLOCK = 2048  # tokens of the vocabulary per program
 HISTORY_BLOCK = 512  # tokens of a request's history per program
+DELTA_ELEMENTS = 2048  # of a head's state in one warp's registers
+SCAN_ELEMENTS = 1024
+STATE_CHANNELS = 64  # per program of the ops whose state is a vector
+
+
+def tokens_at_once(tokens: int, requests: int) -> int:
+    """Of one request, in a program: few classes of an average request, so few compilations."""
+    return next((size for size in (1, 4, 16) if tokens <= size * requests), 32)
 
 
 def row_warps(block: int) -> int:

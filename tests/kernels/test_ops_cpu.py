@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,16 +11,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from state_draws import STATE_OPS, state_cases
 from torch import Tensor
 
 from llmc.kernels.fp8 import FP8, to_cache
 from llmc.kernels.paged_attention import make_case, paged_attention
 from llmc.kernels.registry import OPS, Impl
 from llmc.kernels.sample import sample
+from llmc.kernels.state_cases import make_step
 from llmc.kernels.token_logprobs import token_logprobs
 
 CPU = torch.device("cpu")
-NAMES = sorted(set(OPS) - {"attention"} - op_cases.TORCH_ONLY)
+NAMES = sorted(set(OPS) - {"attention"})
 
 
 def cpu_impl(name: str) -> Impl:
@@ -266,6 +269,44 @@ def test_token_logprobs_of_large_rows(vocab: int, k: int, rounded: bool, threads
         got = torch.ops.llmc_cpu.token_logprobs(x, token, k)
         for mine, theirs in zip(got, token_logprobs.reference(x, token, k), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", STATE_OPS)
+@pytest.mark.parametrize("dtype", op_cases.DTYPES)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_state_ops_over_random_steps(name: str, dtype: torch.dtype, data: st.DataObject) -> None:
+    case = data.draw(state_cases(name, dtype))
+    op_cases.assert_same_effect(OPS[name].reference, cpu_impl(name).op(), case, dtype)
+
+
+@pytest.mark.parametrize("name", STATE_OPS)
+def test_state_ops_share_rows_among_threads(name: str, threads: int) -> None:
+    """Enough of them to be worth two threads, and inputs that do not lie as they are read."""
+    gen = torch.Generator().manual_seed(0)
+    step = make_step([(9, 9), (1, 40)] * 8, gen, CPU)
+    sizes = {
+        "causal_conv": (600, 4, True),
+        "delta_rule": (4, 40, 72, True),
+        "selective_scan": (300, 2, 1, 16, True),
+        "linear_recurrence": (5000,),
+        "decayed_softmax": (3000,),
+    }
+    make = sys.modules[f"llmc.kernels.{name}"].make_case
+    x, *rest = make(step, gen, torch.float32, *sizes[name])
+    case = (x.transpose(0, -1).contiguous().transpose(0, -1), *rest)
+    op_cases.assert_same_effect(OPS[name].reference, cpu_impl(name).op(), case, torch.float32)
+
+
+def test_state_ops_want_slots() -> None:
+    x = torch.ones(3, 5)
+    assert not cpu_impl("linear_recurrence").supports(x, x, None, None, None, None)
+    with pytest.raises(RuntimeError, match="query_start is missing: without slots"):
+        torch.ops.llmc_cpu.linear_recurrence(x, x, None, None, None, None)
+    case = list(next(op_cases.cases("linear_recurrence", torch.float32)))
+    case[2] = case[2].double()
+    with pytest.raises(RuntimeError, match=r"state must be a dense Float \[slots, \[1\]\]"):
+        torch.ops.llmc_cpu.linear_recurrence(*case)
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -1,4 +1,4 @@
-"""Ops with a state: the fast version against the reference, and steps against the whole."""
+"""Ops with a state: the version in torch against the reference, and steps against the whole."""
 
 from __future__ import annotations
 
@@ -6,23 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import TOLERANCE, assert_same_effect, case_params, cases
+from op_cases import TOLERANCE, assert_same_effect, case_params, cases, require_cpu_ops
+from state_draws import STATE_OPS
 from torch import Tensor
 
-from llmc.kernels import (  # noqa: F401
-    causal_conv,
-    decayed_softmax,
-    delta_rule,
-    linear_recurrence,
-    selective_scan,
-)
 from llmc.kernels.registry import OPS
 
-NAMES = ["causal_conv", "delta_rule", "selective_scan", "linear_recurrence", "decayed_softmax"]
 NUM_STEP_INPUTS = 3  # query_start, context_len, request_row: the last arguments; the state before
 
 
-@pytest.mark.parametrize(("name", "dtype", "index"), case_params(NAMES))
+@pytest.mark.parametrize(("name", "dtype", "index"), case_params(list(STATE_OPS)))
 def test_all_requests_at_once_match_the_reference(
     name: str, dtype: torch.dtype, index: int
 ) -> None:
@@ -35,25 +28,29 @@ def test_all_requests_at_once_match_the_reference(
 def per_token(name: str, args: list[Any]) -> list[bool]:
     """Which arguments have a row a token (weights have none)."""
     tokens = args[0].shape[0]
-    weights = {"causal_conv": (1, 2), "selective_scan": (2,)}.get(name, ())
+    weights_of = {"causal_conv": (1, 2), "selective_scan": (2,), "decayed_softmax": (2, 3)}
+    weights = weights_of.get(name, ())
     return [
         isinstance(a, Tensor) and i not in weights and a.shape[0] == tokens
         for i, a in enumerate(args)
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("which", ["reference", "torch"])
-@pytest.mark.parametrize("cuts", [(70,), (1, 70), (33, 34, 70), tuple(range(1, 71))])
+@pytest.mark.parametrize("name", STATE_OPS)
+@pytest.mark.parametrize("which", ["reference", "torch", "cpu"])
+@pytest.mark.parametrize("cuts", [(40,), (1, 40), (17, 18, 40), tuple(range(1, 41))])
 def test_a_sequence_in_steps_is_the_sequence_at_once(
     name: str, which: str, cuts: tuple[int, ...]
 ) -> None:
     """However a request is cut, with another one beside it, its outputs are those of a whole."""
     op = OPS[name]
-    call = op.reference if which == "reference" else op.impls[0].op()
+    if which == "cpu":
+        require_cpu_ops()
+    impls = {impl.name: impl for impl in op.impls}
+    call = op.reference if which == "reference" else impls[which].op()
     *args, state = list(cases(name, torch.float32))[-1][:-NUM_STEP_INPUTS]
     rowwise = per_token(name, args)
-    args = [a[-70:] if r else a for a, r in zip(args, rowwise, strict=True)]
+    args = [a[-40:] if r else a for a, r in zip(args, rowwise, strict=True)]
     want = op.reference(*args, None, None, None, None)
     state = torch.full_like(state, float("nan"))
     got = []

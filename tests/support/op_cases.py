@@ -36,8 +36,6 @@ from llmc.kernels.fp8 import FP8
 from llmc.kernels.registry import OPS, Case
 
 CPU = torch.device("cpu")
-# Ops that carry a state have a version in torch for every device, and none in C++ or Triton yet.
-TORCH_ONLY = {name for name, op in OPS.items() if any(i.name == "torch" for i in op.impls)}
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {  # of results that are rounded once from float32
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},

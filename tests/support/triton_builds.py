@@ -15,14 +15,19 @@ from llmc.kernels.fp8 import FP8
 from llmc.kernels.quantized_linear import Format, quantization_of
 from llmc.kernels.triton import (
     act_mul,
+    causal_conv,
+    decayed_softmax,
+    delta_rule,
     expert_linear,
     fused_linear,
+    linear_recurrence,
     norm,
     paged_attention,
     process_logits,
     quantized_linear,
     rope_write,
     sample,
+    selective_scan,
     step_rows,
     token_logprobs,
     write_kv,
@@ -174,6 +179,46 @@ def few_rows(rows: int, channels: int, depth: int, act: str | None = None) -> Pl
     )  # fmt: skip
 
 
+def slots(requests: int, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    state = meta(257, *shape, dtype=dtype)
+    return state, ints(requests + 1), ints(requests), longs(requests)
+
+
+def delta(tokens: int, requests: int, *, by_channel: bool = False) -> Plan[Tensor]:
+    """Query and key in float32, as their normalization leaves them."""
+    value = meta(tokens, 3 * 4096)[:, 4096:8192].unflatten(-1, (32, 128))
+    return delta_rule.plan(
+        floats(tokens, 32, 128), floats(tokens, 32, 128), value,
+        floats(tokens, 32, 128 if by_channel else 1), meta(tokens, 32),
+        *slots(requests, 32, 128, 128),
+    )  # fmt: skip
+
+
+def scan(requests: int, heads: int, width: int, size: int) -> Plan[Tensor]:
+    into, read = meta(requests, 2 * size).split(size, dim=-1)
+    return selective_scan.plan(
+        floats(requests, heads, width), floats(requests, heads),
+        floats(heads, size if width == 1 else 1), into[:, None], read[:, None],
+        *slots(requests, heads, width, size),
+    )  # fmt: skip
+
+
+def conv(tokens: int, requests: int) -> Plan[Tensor]:
+    step = slots(requests, 8192, 3, dtype=BF16)
+    return causal_conv.plan(meta(tokens, 12288)[:, :8192], meta(8192, 4), meta(8192), *step)
+
+
+def recurrence(tokens: int, requests: int) -> Plan[Tensor]:
+    return linear_recurrence.plan(
+        floats(tokens, 4096), floats(tokens, 4096), *slots(requests, 4096)
+    )
+
+
+def mixing(requests: int) -> Plan[Tensor]:
+    x, fade = meta(requests, 4096), floats(4096)
+    return decayed_softmax.plan(x, x, fade, fade, *slots(requests, 3, 4096))
+
+
 # in the ordinary test run, for every target
 BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "write_kv": lambda: write_kv.plan(meta(64, 8, 128), meta(64, 8, 128), *caches(64)),
@@ -228,6 +273,15 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear int4 few": lambda: low_bit(8, "int4", zero=True),
     "quantized_linear int4 many": lambda: low_bit(4096, "int4"),
     "quantized_linear fp8 many": lambda: low_bit(4096, "fp8"),
+    "delta_rule": lambda: delta(64, 64),
+    "delta_rule by channel": lambda: delta(64, 64, by_channel=True),
+    "selective_scan by state": lambda: scan(64, 5120, 1, 16),
+    "selective_scan": lambda: scan(64, 80, 64, 128),
+    "linear_recurrence decode": lambda: recurrence(64, 64),
+    "linear_recurrence prefill": lambda: recurrence(4096, 4),
+    "decayed_softmax": lambda: mixing(64),
+    "causal_conv decode": lambda: conv(64, 64),
+    "causal_conv prefill": lambda: conv(4096, 4),
 }
 
 
@@ -259,6 +313,12 @@ SIZED: dict[str, Callable[[int], Plan[Any]]] = {
     "token_logprobs rows": lambda n: token_logprobs.plan(floats(n, VOCAB), longs(n), 5),
     "rms_norm": lambda n: norm.plan(meta(n, 4096), meta(4096), 1e-6, 0.0),
     "act_mul": lambda n: act_mul.plan(meta(n, 24576), "silu"),
+    "delta_rule": lambda n: delta(n, n),
+    "selective_scan by state": lambda n: scan(n, 5120, 1, 16),
+    "selective_scan": lambda n: scan(n, 80, 64, 128),
+    "linear_recurrence": lambda n: recurrence(n, n),
+    "decayed_softmax": mixing,
+    "causal_conv": lambda n: conv(n, n),
 }
 
 FLAGS: dict[str, dict[str, Any]] = {

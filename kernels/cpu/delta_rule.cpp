@@ -1,0 +1,123 @@
+// delta_rule: some columns of one head's state at a time, over a request's tokens. A token reads
+// the columns twice: once for what the key and the query find, once to write the correction. The
+// second time they are in the cache, so a decode step costs one read and one write of the state.
+#include <cmath>
+#include <vector>
+
+#include "parallel.h"
+#include "state.h"
+
+namespace llmc {
+namespace {
+
+// A decode step streams the state: long stretches of its rows. Otherwise the columns stay in the
+// first cache from token to token.
+constexpr int64_t kWide = 4, kNarrow = 2;  // in vectors
+
+struct Token {  // [D] each: key and query as they are, and times the decay
+  float *key, *query, *decay, *kept_key, *kept_query;
+  float match;  // query . key
+};
+
+void prepare(const DeltaArgs& a, int64_t t, int64_t head, Token& token) {
+  const int64_t n = whole_vectors(a.dim);
+  widen(a.key, t, head, 0, a.dim, token.key);
+  widen(a.query, t, head, 0, a.dim, token.query);
+  const v16f one = splat(std::exp(number(a.decay, t, head)));
+  if (a.decays_by_channel) widen(a.decay, t, head, 0, a.dim, token.decay);
+  v16f match = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const v16f key = load(token.key + i), query = load(token.query + i);
+    const v16f kept = a.decays_by_channel ? exp_lanes(load(token.decay + i)) : one;
+    store(token.decay + i, kept);
+    store(token.kept_key + i, key * kept);
+    store(token.kept_query + i, query * kept);
+    match += key * query;
+  }
+  token.match = sum_lanes(match);
+}
+
+// kVectors of columns: from -> to (which may be the same), value -> out.
+template <int kVectors>
+void apply(const Token& token, int64_t dim, const float* from, int64_t from_stride, float* to,
+           int64_t to_stride, const float* value, float beta, float* out) {
+  v16f known[2][kVectors] = {}, found[2][kVectors] = {};
+  auto read = [&](int64_t d, int part) {
+    const v16f key = splat(token.kept_key[d]), query = splat(token.kept_query[d]);
+    for (int v = 0; v < kVectors; ++v) {
+      const v16f memory = load(from + d * from_stride + v * kLanes);
+      known[part][v] += key * memory;
+      found[part][v] += query * memory;
+    }
+  };
+  int64_t d = 0;
+  for (; d + 2 <= dim; d += 2) read(d, 0), read(d + 1, 1);
+  if (d < dim) read(d, 0);
+  v16f correction[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    correction[v] = (load(value + v * kLanes) - (known[0][v] + known[1][v])) * beta;
+    store(out + v * kLanes, found[0][v] + found[1][v] + correction[v] * token.match);
+  }
+  for (d = 0; d < dim; ++d) {
+    const v16f key = splat(token.key[d]), decay = splat(token.decay[d]);
+    for (int v = 0; v < kVectors; ++v)
+      store(to + d * to_stride + v * kLanes,
+            load(from + d * from_stride + v * kLanes) * decay + key * correction[v]);
+  }
+}
+
+template <int kVectors>
+void columns(const DeltaArgs& a, const Span& s, int64_t head, int64_t first) {
+  constexpr int64_t kColumns = kVectors * kLanes;
+  const int64_t n = whole_vectors(a.dim), left = a.v_dim - first;
+  const int64_t count = left < kColumns ? left : kColumns;
+  thread_local std::vector<float> room;
+  room.resize(5 * n + a.dim * kColumns);
+  float* p = room.data();
+  Token token{p, p + n, p + 2 * n, p + 3 * n, p + 4 * n};
+  float* tile = p + 5 * n;
+  float* state = a.state + ((s.slot * a.heads + head) * a.dim) * a.v_dim + first;
+  const bool whole = count == kColumns;
+  const bool in_place = whole && !s.fresh && s.last - s.first == 1;
+  if (!in_place)
+    for (int64_t d = 0; d < a.dim; ++d)
+      for (int64_t i = 0; i < kColumns; i += kLanes)
+        store(tile + d * kColumns + i, s.fresh || i >= count
+                                           ? v16f{}
+                                           : load_to(state + d * a.v_dim + i, count - i));
+  alignas(64) float value[kColumns] = {}, out[kColumns];
+  for (int64_t t = s.first; t < s.last; ++t) {
+    prepare(a, t, head, token);
+    widen(a.value, t, head, first, count, value);
+    const float beta = number(a.beta, t, head);
+    if (in_place)
+      apply<kVectors>(token, a.dim, state, a.v_dim, state, a.v_dim, value, beta, out);
+    else
+      apply<kVectors>(token, a.dim, tile, kColumns, tile, kColumns, value, beta, out);
+    narrow(a.dtype, a.out, (t * a.heads + head) * a.v_dim + first, count, out);
+  }
+  if (!in_place)
+    for (int64_t d = 0; d < a.dim; ++d)
+      for (int64_t i = 0; i < count; i += kLanes)
+        store_to(state + d * a.v_dim + i, load(tile + d * kColumns + i), count - i);
+}
+
+template <int kVectors>
+void all(const DeltaArgs& a) {
+  constexpr int64_t kColumns = kVectors * kLanes;
+  const int64_t tiles = (a.v_dim + kColumns - 1) / kColumns;
+  const int64_t items = a.step.requests * a.heads * tiles;
+  const int64_t cost = a.step.tokens_each() * a.dim * kColumns / 2;
+  parallel_items(items, worth_threads(items * cost, items, a.threads), [&](int64_t item) {
+    const int64_t head = item / tiles % a.heads;
+    columns<kVectors>(a, a.step.span(item / tiles / a.heads), head, item % tiles * kColumns);
+  });
+}
+
+}  // namespace
+
+void delta_rule(const DeltaArgs& a) {
+  a.step.tokens_each() > 1 || a.v_dim <= kNarrow * kLanes ? all<kNarrow>(a) : all<kWide>(a);
+}
+
+}  // namespace llmc

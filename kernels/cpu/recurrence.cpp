@@ -1,0 +1,93 @@
+// linear_recurrence and decayed_softmax: the state is a vector or three, brought from token to token
+// where it lies, some channels at a time.
+#include <algorithm>
+
+#include "parallel.h"
+#include "state.h"
+
+namespace llmc {
+namespace {
+
+constexpr int64_t kTile = 1024;  // channels
+constexpr float kLowest = -1e38f;  // the largest logit before any token
+
+// body(span, first, last) over the channels of every request; `cost` is that of one channel.
+template <class Body>
+void by_channels(const Step& step, int64_t channels, int64_t cost, int threads, const Body& body) {
+  const int64_t tiles = (channels + kTile - 1) / kTile, items = step.requests * tiles;
+  cost *= step.tokens_each() * std::min(kTile, channels);
+  parallel_items(items, worth_threads(items * cost, items, threads), [&](int64_t item) {
+    const int64_t first = item % tiles * kTile;
+    body(step.span(item / tiles), first, std::min(first + kTile, channels));
+  });
+}
+
+void recur(const RecurrenceArgs& a, const Span& s, int64_t first, int64_t last) {
+  alignas(64) float x[kTile], decay[kTile];
+  const int64_t n = last - first;
+  float* h = a.state + s.slot * a.channels + first;
+  if (s.fresh) std::fill(h, h + n, 0.0f);
+  for (int64_t t = s.first; t < s.last; ++t) {
+    widen(a.x, t, 0, first, n, x);
+    widen(a.decay, t, 0, first, n, decay);
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const v16f next = load_to(h + i, n - i) * load(decay + i) + load(x + i);
+      store_to(h + i, next, n - i);
+      store(x + i, next);
+    }
+    narrow(a.x.dtype, a.out, t * a.channels + first, n, x);
+  }
+}
+
+// One token of sixteen channels; value becomes the output.
+LLMC_INLINE void fade(v16f key, v16f decay, v16f bonus, v16f& value, v16f& above, v16f& below,
+                      v16f& highest) {
+  v16f top = vmax(highest, key + bonus);
+  v16f kept = exp_lanes(highest - top), own = exp_lanes(key + bonus - top);
+  const v16f out = (kept * above + own * value) / (kept * below + own);
+  top = vmax(highest + decay, key);
+  kept = exp_lanes(highest + decay - top), own = exp_lanes(key - top);
+  above = kept * above + own * value;
+  below = kept * below + own;
+  highest = top;
+  value = out;
+}
+
+void mix(const MixArgs& a, const Span& s, int64_t first, int64_t last) {
+  alignas(64) float key[kTile], value[kTile], decay[kTile], bonus[kTile];
+  const int64_t n = last - first, all = a.channels;
+  float* state = a.state + s.slot * 3 * all + first;
+  if (s.fresh) {
+    std::fill(state, state + n, 0.0f);
+    std::fill(state + all, state + all + n, 0.0f);
+    std::fill(state + 2 * all, state + 2 * all + n, kLowest);
+  }
+  widen(a.decay, 0, 0, first, n, decay);
+  widen(a.bonus, 0, 0, first, n, bonus);
+  for (int64_t t = s.first; t < s.last; ++t) {
+    widen(a.key, t, 0, first, n, key);
+    widen(a.value, t, 0, first, n, value);
+    for (int64_t i = 0; i < n; i += kLanes) {
+      v16f memory[3], x = load(value + i);
+      for (int j = 0; j < 3; ++j) memory[j] = load_to(state + j * all + i, n - i);
+      fade(load(key + i), load(decay + i), load(bonus + i), x, memory[0], memory[1], memory[2]);
+      for (int j = 0; j < 3; ++j) store_to(state + j * all + i, memory[j], n - i);
+      store(value + i, x);
+    }
+    narrow(a.value.dtype, a.out, t * all + first, n, value);
+  }
+}
+
+}  // namespace
+
+void linear_recurrence(const RecurrenceArgs& a) {
+  by_channels(a.step, a.channels, 1, a.threads,
+              [&](const Span& s, int64_t first, int64_t last) { recur(a, s, first, last); });
+}
+
+void decayed_softmax(const MixArgs& a) {
+  by_channels(a.step, a.channels, 16, a.threads,
+              [&](const Span& s, int64_t first, int64_t last) { mix(a, s, first, last); });
+}
+
+}  // namespace llmc

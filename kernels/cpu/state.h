@@ -1,0 +1,145 @@
+// What state_bindings.cpp calls: ops that carry a state from token to token, over packed requests.
+// Everything is float inside; inputs of either dtype are widened a row at a time.
+#pragma once
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace llmc {
+
+struct Span {  // a request's tokens [first, last), its slot, and whether it starts from zero
+  int64_t first, last, slot;
+  bool fresh;
+};
+
+struct Step {
+  const int32_t *query_start, *context_len;  // [R + 1], [R]
+  const int64_t* slot;                       // [R]
+  int64_t requests, tokens;
+
+  Span span(int64_t request) const {
+    const int64_t first = query_start[request], last = query_start[request + 1];
+    return {first, last, slot[request], context_len[request] <= last - first};
+  }
+  int64_t tokens_each() const { return requests ? (tokens + requests - 1) / requests : 0; }
+};
+
+struct Packed {  // [T, ...] of either dtype, dense in its last dimension
+  Dtype dtype;
+  const void* data;
+  int64_t token_stride, head_stride;
+
+  int64_t at(int64_t token, int64_t head) const {
+    return token * token_stride + head * head_stride;
+  }
+};
+
+struct DeltaArgs {
+  Step step;
+  Packed query, key, value, decay, beta;  // decay has D or 1 a head, beta a number
+  bool decays_by_channel;
+  float* state;  // [slots, H, D, Dv] dense
+  Dtype dtype;   // of out [T, H, Dv], dense
+  void* out;
+  int64_t heads, dim, v_dim;
+  int threads;
+};
+
+struct ScanArgs {
+  Step step;
+  Packed x, dt, b, c;  // x [T, H * P], dt [T, H], b and c [T, G, N]
+  const float* a;      // [H, N or 1] dense
+  bool decays_by_state;
+  float* state;  // [slots, H, P, N] dense
+  void* out;     // like x, dense
+  int64_t heads, width, groups, size;
+  int threads;
+};
+
+struct RecurrenceArgs {
+  Step step;
+  Packed x, decay;  // [T, C]
+  float* state;     // [slots, C] dense
+  void* out;        // like x, dense
+  int64_t channels;
+  int threads;
+};
+
+struct MixArgs {
+  Step step;
+  Packed key, value, decay, bonus;  // [T, C] twice, and [1, C] twice
+  float* state;                     // [slots, 3, C] dense
+  void* out;                        // like value, dense
+  int64_t channels;
+  int threads;
+};
+
+constexpr int64_t kMaxTaps = 16;
+
+struct ConvArgs {  // all of one dtype
+  Step step;
+  Packed x;                   // [T, C]
+  const void *weight, *bias;  // [C, K] and [C] dense; bias may be null
+  void *state, *out;          // [slots, C, K - 1] and [T, C] dense
+  int64_t channels, taps;
+  int threads;
+};
+
+void delta_rule(const DeltaArgs&);
+void selective_scan(const ScanArgs&);
+void linear_recurrence(const RecurrenceArgs&);
+void decayed_softmax(const MixArgs&);
+void causal_conv(const ConvArgs&);
+
+LLMC_INLINE int64_t whole_vectors(int64_t n) {  // n rounded up
+  return (n + kLanes - 1) / kLanes * kLanes;
+}
+
+template <class T>
+LLMC_INLINE v16f load_to(const T* p, int64_t left) {
+  return left >= kLanes ? load(p) : load_n(p, left);
+}
+
+template <class T>
+LLMC_INLINE void store_to(T* p, v16f x, int64_t left) {
+  left >= kLanes ? store(p, x) : store_n(p, x, left);
+}
+
+template <class T>
+void widen(const T* from, int64_t n, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i));
+  if (i < n) store(to + i, load_n(from + i, n - i));
+}
+
+// to[0, n) = data[at, at + n), and zeros up to a whole vector.
+inline void widen(Dtype dtype, const void* data, int64_t at, int64_t n, float* to) {
+  dtype == Dtype::f32 ? widen(static_cast<const float*>(data) + at, n, to)
+                      : widen(static_cast<const bf16*>(data) + at, n, to);
+}
+
+inline void widen(const Packed& x, int64_t token, int64_t head, int64_t first, int64_t n,
+                  float* to) {
+  widen(x.dtype, x.data, x.at(token, head) + first, n, to);
+}
+
+inline float number(const Packed& x, int64_t token, int64_t head) {
+  const int64_t at = x.at(token, head);
+  return x.dtype == Dtype::f32 ? static_cast<const float*>(x.data)[at]
+                               : to_float(static_cast<const bf16*>(x.data)[at]);
+}
+
+template <class T>
+void narrow(const float* from, int64_t n, T* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i));
+  if (i < n) store_n(to + i, load(from + i), n - i);
+}
+
+// data[at, at + n) = from[0, n)
+inline void narrow(Dtype dtype, void* data, int64_t at, int64_t n, const float* from) {
+  dtype == Dtype::f32 ? narrow(from, n, static_cast<float*>(data) + at)
+                      : narrow(from, n, static_cast<bf16*>(data) + at);
+}
+
+}  // namespace llmc

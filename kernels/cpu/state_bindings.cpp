@@ -1,0 +1,197 @@
+// The torch side of the ops with a state. Slots come from the scheduler: sizes are checked, values
+// not.
+#include "state.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+namespace {
+
+using at::Tensor;
+using std::optional;
+
+llmc::Dtype dtype_of(const Tensor& t, const char* name) {
+  TORCH_CHECK(t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16, name,
+              " must be float32 or bfloat16, got ", t.scalar_type());
+  return t.scalar_type() == at::kFloat ? llmc::Dtype::f32 : llmc::Dtype::bf16;
+}
+
+int num_threads() {
+  return at::in_parallel_region() ? 1 : at::get_num_threads();
+}
+
+// Rows a token; a tensor that lies otherwise is copied into `t`, which must outlive the answer.
+llmc::Packed packed(Tensor& t, const char* name, at::IntArrayRef sizes) {
+  TORCH_CHECK(t.sizes() == sizes, name, " must be ", sizes, ", got ", t.sizes());
+  if (t.size(-1) != 1 && t.stride(-1) != 1) t = t.contiguous();
+  return {dtype_of(t, name), t.data_ptr(), t.stride(0), t.dim() > 1 ? t.stride(1) : 0};
+}
+
+template <class T>
+const T* list(const optional<Tensor>& t, const char* name, int64_t size) {
+  TORCH_CHECK(t.has_value() && t->defined(), name,
+              " is missing: without slots only the reference runs");
+  TORCH_CHECK(t->scalar_type() == c10::CppTypeToScalarType<T>::value && t->dim() == 1 &&
+                  t->size(0) == size && t->is_contiguous(),
+              name, " must be a dense [", size, "] of ", c10::CppTypeToScalarType<T>::value,
+              ", got ", t->sizes(), " of ", t->scalar_type());
+  return t->data_ptr<T>();
+}
+
+llmc::Step step_of(int64_t tokens, const optional<Tensor>& query_start,
+                   const optional<Tensor>& context_len, const optional<Tensor>& request_row) {
+  const int64_t requests = request_row.has_value() ? request_row->size(0) : 0;
+  return {list<int32_t>(query_start, "query_start", requests + 1),
+          list<int32_t>(context_len, "context_len", requests),
+          list<int64_t>(request_row, "request_row", requests), requests, tokens};
+}
+
+// The state [slots, ...]; its slots hold `sizes`.
+void* slots(const optional<Tensor>& state, at::ScalarType dtype, at::IntArrayRef sizes) {
+  TORCH_CHECK(state.has_value() && state->defined(),
+              "state is missing: without slots only the reference runs");
+  TORCH_CHECK(state->scalar_type() == dtype && state->is_contiguous() && state->dim() > 0 &&
+                  state->sizes().slice(1) == sizes,
+              "state must be a dense ", dtype, " [slots, ", sizes, "], got ", state->sizes(),
+              " of ", state->scalar_type());
+  return state->data_ptr();
+}
+
+Tensor causal_conv(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
+                   const optional<Tensor>& state, const optional<Tensor>& query_start,
+                   const optional<Tensor>& context_len, const optional<Tensor>& request_row) {
+  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(0) == x.size(1),
+              "weight ", weight.sizes(), " does not fit x ", x.sizes());
+  TORCH_CHECK(weight.size(1) > 0 && weight.size(1) <= llmc::kMaxTaps, "weight must have 1 to ",
+              llmc::kMaxTaps, " taps, got ", weight.size(1));
+  TORCH_CHECK(weight.scalar_type() == x.scalar_type() &&
+                  (!bias || bias->scalar_type() == x.scalar_type()),
+              "x, weight and bias must have one dtype");
+  Tensor input = x, taps = weight.contiguous(), offset = bias ? bias->contiguous() : Tensor();
+  const int64_t channels = x.size(1), width = weight.size(1);
+  TORCH_CHECK(!bias || offset.numel() == channels, "bias must have ", channels, " elements");
+  Tensor out = at::empty(x.sizes(), x.options());
+  llmc::causal_conv({step_of(x.size(0), query_start, context_len, request_row),
+                     packed(input, "x", x.sizes()), taps.data_ptr(),
+                     bias ? offset.data_ptr() : nullptr,
+                     slots(state, x.scalar_type(), {channels, width - 1}), out.data_ptr(),
+                     channels, width, num_threads()});
+  return out;
+}
+
+Tensor delta_rule(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
+                  const Tensor& beta, const optional<Tensor>& state,
+                  const optional<Tensor>& query_start, const optional<Tensor>& context_len,
+                  const optional<Tensor>& request_row) {
+  TORCH_CHECK(key.dim() == 3 && value.dim() == 3 && decay.dim() == 3,
+              "key, value and decay must have 3 dimensions");
+  const int64_t tokens = key.size(0), heads = key.size(1), dim = key.size(2);
+  const int64_t v_dim = value.size(2), decays = decay.size(2);
+  TORCH_CHECK(decays == 1 || decays == dim, "decay must have 1 or ", dim, " a head, got ", decays);
+  Tensor q = query, k = key, v = value, g = decay, b = beta;
+  Tensor out = at::empty(value.sizes(), value.options());
+  llmc::DeltaArgs a{};
+  a.step = step_of(tokens, query_start, context_len, request_row);
+  a.query = packed(q, "query", {tokens, heads, dim});
+  a.key = packed(k, "key", {tokens, heads, dim});
+  a.value = packed(v, "value", {tokens, heads, v_dim});
+  a.decay = packed(g, "decay", {tokens, heads, decays});
+  a.beta = packed(b, "beta", {tokens, heads});
+  a.decays_by_channel = decays > 1;
+  a.state = static_cast<float*>(slots(state, at::kFloat, {heads, dim, v_dim}));
+  a.dtype = a.value.dtype;
+  a.out = out.data_ptr();
+  a.heads = heads, a.dim = dim, a.v_dim = v_dim;
+  a.threads = num_threads();
+  llmc::delta_rule(a);
+  return out;
+}
+
+Tensor selective_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const Tensor& b,
+                      const Tensor& c, const optional<Tensor>& state,
+                      const optional<Tensor>& query_start, const optional<Tensor>& context_len,
+                      const optional<Tensor>& request_row) {
+  TORCH_CHECK(x.dim() == 3 && a.dim() == 2 && b.dim() == 3, "x, a, b must have 3, 2, 3 dimensions");
+  const int64_t tokens = x.size(0), heads = x.size(1), width = x.size(2);
+  const int64_t groups = b.size(1), size = b.size(2);
+  TORCH_CHECK(groups > 0 && heads % groups == 0, groups, " groups do not divide ", heads, " heads");
+  TORCH_CHECK(a.size(0) == heads && (a.size(1) == 1 || a.size(1) == size) &&
+                  a.scalar_type() == at::kFloat,
+              "a must be [", heads, ", 1 or ", size, "] of float32, got ", a.sizes());
+  Tensor flat = x.reshape({tokens, heads * width}), steps = dt, in = b, read = c;
+  Tensor rate = a.contiguous(), out = at::empty(x.sizes(), x.options());
+  llmc::ScanArgs s{};
+  s.step = step_of(tokens, query_start, context_len, request_row);
+  s.x = packed(flat, "x", {tokens, heads * width});
+  s.dt = packed(steps, "dt", {tokens, heads});
+  s.b = packed(in, "b", {tokens, groups, size});
+  s.c = packed(read, "c", {tokens, groups, size});
+  s.a = rate.data_ptr<float>();
+  s.decays_by_state = a.size(1) > 1;
+  s.state = static_cast<float*>(slots(state, at::kFloat, {heads, width, size}));
+  s.out = out.data_ptr();
+  s.heads = heads, s.width = width, s.groups = groups, s.size = size;
+  s.threads = num_threads();
+  llmc::selective_scan(s);
+  return out;
+}
+
+Tensor linear_recurrence(const Tensor& x, const Tensor& decay, const optional<Tensor>& state,
+                         const optional<Tensor>& query_start, const optional<Tensor>& context_len,
+                         const optional<Tensor>& request_row) {
+  TORCH_CHECK(x.dim() == 2, "x must have 2 dimensions, got ", x.sizes());
+  Tensor input = x, kept = decay, out = at::empty(x.sizes(), x.options());
+  llmc::linear_recurrence({step_of(x.size(0), query_start, context_len, request_row),
+                           packed(input, "x", x.sizes()), packed(kept, "decay", x.sizes()),
+                           static_cast<float*>(slots(state, at::kFloat, {x.size(1)})),
+                           out.data_ptr(), x.size(1), num_threads()});
+  return out;
+}
+
+Tensor decayed_softmax(const Tensor& key, const Tensor& value, const Tensor& decay,
+                       const Tensor& bonus, const optional<Tensor>& state,
+                       const optional<Tensor>& query_start, const optional<Tensor>& context_len,
+                       const optional<Tensor>& request_row) {
+  TORCH_CHECK(key.dim() == 2 && decay.dim() == 1 && bonus.dim() == 1,
+              "key, decay, bonus must have 2, 1, 1 dimensions");
+  const int64_t channels = key.size(1);
+  Tensor k = key, v = value, fade = decay.unsqueeze(0), own = bonus.unsqueeze(0);
+  Tensor out = at::empty(value.sizes(), value.options());
+  llmc::decayed_softmax({step_of(key.size(0), query_start, context_len, request_row),
+                         packed(k, "key", key.sizes()), packed(v, "value", key.sizes()),
+                         packed(fade, "decay", {1, channels}), packed(own, "bonus", {1, channels}),
+                         static_cast<float*>(slots(state, at::kFloat, {3, channels})),
+                         out.data_ptr(), channels, num_threads()});
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(llmc_cpu, m) {
+  m.def(
+      "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? state, "
+      "Tensor? query_start, Tensor? context_len, Tensor? request_row) -> Tensor");
+  m.def(
+      "delta_rule(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, "
+      "Tensor(a!)? state, Tensor? query_start, Tensor? context_len, Tensor? request_row) -> "
+      "Tensor");
+  m.def(
+      "selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor(a!)? state, "
+      "Tensor? query_start, Tensor? context_len, Tensor? request_row) -> Tensor");
+  m.def(
+      "linear_recurrence(Tensor x, Tensor decay, Tensor(a!)? state, Tensor? query_start, "
+      "Tensor? context_len, Tensor? request_row) -> Tensor");
+  m.def(
+      "decayed_softmax(Tensor key, Tensor value, Tensor decay, Tensor bonus, Tensor(a!)? state, "
+      "Tensor? query_start, Tensor? context_len, Tensor? request_row) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(llmc_cpu, CPU, m) {
+  m.impl("causal_conv", &causal_conv);
+  m.impl("delta_rule", &delta_rule);
+  m.impl("selective_scan", &selective_scan);
+  m.impl("linear_recurrence", &linear_recurrence);
+  m.impl("decayed_softmax", &decayed_softmax);
+}

@@ -1,0 +1,95 @@
+"""`causal_conv` in Triton: a program owns some channels of a request, some tokens at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmc.kernels.causal_conv import causal_conv
+from llmc.kernels.triton.configs import STATE_CHANNELS, tokens_at_once
+from llmc.kernels.triton.define import define
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+from llmc.kernels.triton.state import dense, span, step_args, takes_slots
+
+
+@triton.jit
+def inputs(x, past, i, c, x_token, kept, inside, PAST: tl.constexpr):
+    """The request's input i of channel c: a token's, or one before them (i < 0) from the state."""
+    new = tl.load(x + i.to(tl.int64) * x_token + c, mask=inside & (i >= 0), other=0.0)
+    old = tl.load(past + c * PAST + PAST + i, mask=inside & (i < 0) & kept, other=0.0)
+    return new.to(tl.float32) + old.to(tl.float32)
+
+
+@triton.jit
+def causal_conv_kernel(
+    x, weight, bias, state, out, query_start, context_len, request_row, x_token,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, TAPS_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    first, last, slot, kept = span(query_start, context_len, request_row, tl.program_id(0))
+    count = last - first
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = c < CHANNELS
+    x += first.to(tl.int64) * x_token
+    out += first.to(tl.int64) * CHANNELS
+    past = state + slot * CHANNELS * (TAPS - 1)
+    i = tl.arange(0, TOKENS)
+    for begin in range(0, count, TOKENS):
+        token = (begin + i)[:, None]
+        inside = (token < count) & live[None, :]
+        y = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
+        if bias is not None:
+            y += tl.load(bias + c, mask=live, other=0.0).to(tl.float32)[None, :]
+        for j in tl.static_range(TAPS):
+            w = tl.load(weight + c * TAPS + j, mask=live, other=0.0).to(tl.float32)
+            tap = inputs(x, past, token - (TAPS - 1) + j, c[None, :], x_token, kept, inside,
+                         TAPS - 1)  # fmt: skip
+            y += w[None, :] * tap
+        place = out + token.to(tl.int64) * CHANNELS + c[None, :]
+        tl.store(place, y.to(out.dtype.element_ty), mask=inside)
+    j = tl.arange(0, TAPS_PAD)[None, :]
+    inside = (j < TAPS - 1) & live[:, None]
+    last_inputs = inputs(x, past, count - (TAPS - 1) + j, c[:, None], x_token, kept, inside,
+                         TAPS - 1)  # fmt: skip
+    tl.debug_barrier()  # all of the program has read the state
+    place = past + c[:, None] * (TAPS - 1) + j
+    tl.store(place, last_inputs.to(state.dtype.element_ty), mask=inside)
+
+
+def plan(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *step: Tensor
+) -> Plan[Tensor]:
+    (channels, taps), requests = weight.shape, step[-1].shape[0]
+    x = dense(x)
+    out = x.new_empty(x.shape)
+    block = min(power_of_2(channels), STATE_CHANNELS)
+    tokens = tokens_at_once(x.shape[0], requests)
+    launch = Launch(
+        kernel=causal_conv_kernel,
+        grid=(requests, cdiv(channels, block)),
+        args={
+            "x": x, "weight": weight.contiguous(),
+            "bias": None if bias is None else bias.contiguous(),
+            "state": state, "out": out, **step_args(*step), "x_token": x.stride(0),
+        },
+        constants={
+            "CHANNELS": channels, "TAPS": taps, "TAPS_PAD": power_of_2(taps - 1),
+            "BLOCK": block, "TOKENS": tokens,
+        },
+        num_warps=1 if tokens == 1 else 4,
+    )  # fmt: skip
+    return Plan(out=out, launches=(launch,))
+
+
+def _run(*args: Any) -> Tensor:
+    return plan(*args).run()
+
+
+def _fake(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+define(causal_conv, _run, fake=_fake, supports=takes_slots)

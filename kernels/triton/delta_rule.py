@@ -1,0 +1,94 @@
+"""`delta_rule` in Triton: a program owns some columns of one head's state, token after token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmc.kernels.delta_rule import delta_rule
+from llmc.kernels.triton.configs import DELTA_ELEMENTS
+from llmc.kernels.triton.define import define
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+from llmc.kernels.triton.state import dense, span, step_args, takes_slots
+
+
+@triton.jit
+def delta_rule_kernel(
+    query, key, value, decay, beta, state, out, query_start, context_len, request_row,
+    query_token, query_head, key_token, key_head, value_token, value_head,
+    decay_token, decay_head, beta_token, beta_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, BY_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    request, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, last, slot, kept = span(query_start, context_len, request_row, request)
+    d = tl.arange(0, DIM_PAD)
+    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    tile = state + ((slot * HEADS + head) * DIM + d[:, None]) * V_DIM + v[None, :]
+    inside = (d < DIM)[:, None] & (v < V_DIM)[None, :]
+    memory = tl.load(tile, mask=inside & kept, other=0.0)
+    for i in range(last - first):
+        token = first.to(tl.int64) + i
+        q = tl.load(query + token * query_token + head * query_head + d, mask=d < DIM, other=0.0)
+        k = tl.load(key + token * key_token + head * key_head + d, mask=d < DIM, other=0.0)
+        x = tl.load(value + token * value_token + head * value_head + v, mask=v < V_DIM, other=0.0)
+        b = tl.load(beta + token * beta_token + head * beta_head).to(tl.float32)
+        k = k.to(tl.float32)
+        at = decay + token * decay_token + head * decay_head
+        if BY_CHANNEL:
+            memory *= tl.exp(tl.load(at + d, mask=d < DIM, other=0.0).to(tl.float32))[:, None]
+        else:
+            memory *= tl.exp(tl.load(at).to(tl.float32))
+        known = tl.sum(memory * k[:, None], axis=0)
+        memory += k[:, None] * ((x.to(tl.float32) - known) * b)[None, :]
+        y = tl.sum(memory * q.to(tl.float32)[:, None], axis=0)
+        place = out + (token * HEADS + head) * V_DIM + v
+        tl.store(place, y.to(out.dtype.element_ty), mask=v < V_DIM)
+    tl.debug_barrier()  # all of the program has read the state
+    tl.store(tile, memory, mask=inside)
+
+
+def plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *step: Tensor,
+) -> Plan[Tensor]:
+    heads, dim, v_dim = state.shape[1:]
+    query, key, value, decay = (dense(x) for x in (query, key, value, decay))
+    out = value.new_empty(value.shape)
+    dim_pad = power_of_2(dim)
+    block_v = min(power_of_2(v_dim), max(4, DELTA_ELEMENTS // dim_pad))
+    named = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
+    launch = Launch(
+        kernel=delta_rule_kernel,
+        grid=(step[-1].shape[0], heads, cdiv(v_dim, block_v)),
+        args={
+            **named, "state": state, "out": out, **step_args(*step),
+            **{f"{name}_token": x.stride(0) for name, x in named.items()},
+            **{f"{name}_head": x.stride(1) for name, x in named.items()},
+        },
+        constants={
+            "HEADS": heads, "DIM": dim, "DIM_PAD": dim_pad, "V_DIM": v_dim, "BLOCK_V": block_v,
+            "BY_CHANNEL": decay.shape[2] > 1,
+        },
+        num_warps=1,
+    )  # fmt: skip
+    return Plan(out=out, launches=(launch,))
+
+
+def _run(*args: Any) -> Tensor:
+    return plan(*args).run()
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    return value.new_empty(value.shape)
+
+
+define(delta_rule, _run, fake=_fake, supports=takes_slots)

@@ -1,0 +1,92 @@
+"""`selective_scan` in Triton: a program owns some rows of the state, all of one group of heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmc.kernels.selective_scan import selective_scan
+from llmc.kernels.triton.configs import SCAN_ELEMENTS
+from llmc.kernels.triton.define import define
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+from llmc.kernels.triton.state import dense, span, step_args, takes_slots
+
+
+@triton.jit
+def selective_scan_kernel(
+    x, dt, a, b, c, state, out, query_start, context_len, request_row,
+    x_token, x_head, dt_token, dt_head, b_token, b_group, c_token, c_group,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, GROUP_ROWS: tl.constexpr, SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr, BLOCK: tl.constexpr, BY_STATE: tl.constexpr,
+):  # fmt: skip
+    """Rows are the HEADS * WIDTH lines of SIZE states each."""
+    request, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, last, slot, kept = span(query_start, context_len, request_row, request)
+    of_group = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    live = of_group < GROUP_ROWS
+    row = group * GROUP_ROWS + of_group
+    head, p = row // WIDTH, row % WIDTH
+    n = tl.arange(0, SIZE_PAD)
+    tile = state + (slot * HEADS * WIDTH + row[:, None]) * SIZE + n[None, :]
+    inside = live[:, None] & (n < SIZE)[None, :]
+    memory = tl.load(tile, mask=inside & kept, other=0.0)
+    if BY_STATE:
+        rate = tl.load(a + head[:, None] * SIZE + n[None, :], mask=inside, other=0.0)
+    else:
+        rate = tl.load(a + head, mask=live, other=0.0)[:, None]
+    rate = rate.to(tl.float32)
+    for i in range(last - first):
+        token = first.to(tl.int64) + i
+        size = tl.load(dt + token * dt_token + head * dt_head, mask=live, other=0.0).to(tl.float32)
+        fed = tl.load(x + token * x_token + head * x_head + p, mask=live, other=0.0).to(tl.float32)
+        into = tl.load(b + token * b_token + group * b_group + n, mask=n < SIZE, other=0.0)
+        read = tl.load(c + token * c_token + group * c_group + n, mask=n < SIZE, other=0.0)
+        memory *= tl.exp(size[:, None] * rate)
+        memory += (size * fed)[:, None] * into.to(tl.float32)[None, :]
+        y = tl.sum(memory * read.to(tl.float32)[None, :], axis=1)
+        tl.store(out + token * HEADS * WIDTH + row, y.to(out.dtype.element_ty), mask=live)
+    tl.debug_barrier()  # all of the program has read the state
+    tl.store(tile, memory, mask=inside)
+
+
+def plan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, *step: Tensor
+) -> Plan[Tensor]:
+    heads, width, size = state.shape[1:]
+    groups = b.shape[1]
+    x, a, b, c = dense(x), a.contiguous(), dense(b), dense(c)
+    out = x.new_empty(x.shape)
+    rows, size_pad = heads // groups * width, power_of_2(size)
+    block = min(power_of_2(rows), max(1, SCAN_ELEMENTS // size_pad))
+    launch = Launch(
+        kernel=selective_scan_kernel,
+        grid=(step[-1].shape[0], groups, cdiv(rows, block)),
+        args={
+            "x": x, "dt": dt, "a": a, "b": b, "c": c, "state": state, "out": out,
+            **step_args(*step),
+            "x_token": x.stride(0), "x_head": x.stride(1),
+            "dt_token": dt.stride(0), "dt_head": dt.stride(1),
+            "b_token": b.stride(0), "b_group": b.stride(1),
+            "c_token": c.stride(0), "c_group": c.stride(1),
+        },
+        constants={
+            "HEADS": heads, "WIDTH": width, "GROUP_ROWS": rows, "SIZE": size,
+            "SIZE_PAD": size_pad, "BLOCK": block, "BY_STATE": a.shape[1] > 1,
+        },
+        num_warps=1,
+    )  # fmt: skip
+    return Plan(out=out, launches=(launch,))
+
+
+def _run(*args: Any) -> Tensor:
+    return plan(*args).run()
+
+
+def _fake(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+define(selective_scan, _run, fake=_fake, supports=takes_slots)

@@ -1,0 +1,39 @@
+"""Random steps and sizes for the ops with a state, drawn by hypothesis."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from llmc.kernels import causal_conv, decayed_softmax, delta_rule, linear_recurrence, selective_scan
+from llmc.kernels.registry import Case
+from llmc.kernels.state_cases import make_step
+
+STATE_OPS = ("causal_conv", "delta_rule", "selective_scan", "linear_recurrence", "decayed_softmax")
+_PADDING = (1, 0)
+_REQUEST = st.tuples(st.integers(1, 19), st.integers(0, 3)).map(lambda x: (x[0], sum(x)))
+
+
+@st.composite
+def state_cases(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
+    """Arguments of op `name`: fresh, continued and padding requests."""
+    requests = draw(st.lists(_REQUEST, min_size=1, max_size=4))
+    if draw(st.booleans()):
+        requests.append(_PADDING)
+    gen = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    step = make_step(requests, gen, torch.device("cpu"))
+    heads = draw(st.sampled_from([1, 2, 3]))
+    if name == "causal_conv":
+        channels, width = draw(st.sampled_from([5, 33, 300])), draw(st.integers(2, 6))
+        return causal_conv.make_case(step, gen, dtype, channels, width, draw(st.booleans()))
+    if name == "delta_rule":
+        dim, v_dim = draw(st.sampled_from([4, 7, 40])), draw(st.sampled_from([6, 16, 48, 70]))
+        return delta_rule.make_case(step, gen, dtype, heads, dim, v_dim, draw(st.booleans()))
+    if name == "selective_scan":
+        groups, width = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 3, 70]))
+        size, per_state = draw(st.sampled_from([5, 16, 72])), draw(st.booleans())
+        return selective_scan.make_case(
+            step, gen, dtype, heads * groups, width, groups, size, per_state
+        )
+    of_vectors = linear_recurrence if name == "linear_recurrence" else decayed_softmax
+    return of_vectors.make_case(step, gen, dtype, draw(st.sampled_from([1, 37, 130])))
