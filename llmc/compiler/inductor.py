@@ -36,6 +36,7 @@ _SHAPES: dict[str, tuple[int, ...]] = {
     "slot_mapping": (_TOKENS,),
     "query_start": (_ROWS + 1,),
     "context_len": (_ROWS,),
+    "request_row": (_ROWS,),
     "block_table": (_ROWS, _BLOCKS),
     "logits_index": (_SAMPLES,),
     "row": (_SAMPLES,),

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import tiny_engine
 import torch
+from tiny_configs import save_random, tiny_config
 from tiny_engine import differences, generate
-from tiny_models import continue_greedily, load_reference, prompts, save_checkpoint
+from tiny_models import FAMILIES, continue_greedily, load_reference, prompts, save_checkpoint
 
 LENGTHS = (1, 5, 19, 33)
 NUM_TOKENS = 10
@@ -17,9 +18,12 @@ MOST_SECONDS = 300  # compiling is slow on a busy machine; an error ends the wai
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, in Inductor
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "mixtral", "qwen3_next"])
 def test_compiled_step_equals_transformers(family: str, tmp_path: Path) -> None:
-    path = save_checkpoint(family, tmp_path)
+    if family in FAMILIES:
+        path = save_checkpoint(family, tmp_path)
+    else:
+        path = save_random(tiny_config(family), tmp_path)
     model = load_reference(path)
     expected = [continue_greedily(model, p, NUM_TOKENS) for p in prompts(LENGTHS)]
     running = tiny_engine.start(path, opt_level=1)
