@@ -17,7 +17,7 @@ from tiny_models import load_reference, prompts, save_checkpoint
 from torch import fx
 
 from llmc.errors import ConfigError
-from llmc.passes import user
+from llmc.passes import user, user_code
 from llmc.passes.base import Notes, Pass, graph_pass
 from llmc.passes.edit import aten, insert_after
 from llmc.passes.pipeline import PipelineOptions, pipeline
@@ -112,11 +112,11 @@ def test_two_passes_of_one_name_are_refused() -> None:
 def test_installed_passes_come_by_themselves() -> None:
     found = EntryPoint(name="mine", value="llmc.passes.fuse_act_mul:fuse_act_mul", group=user.GROUP)
     broken = EntryPoint(name="mine", value="llmc.passes.gone:gone", group=user.GROUP)
-    with mock.patch.object(user, "entry_points", return_value=[found]) as asked:
+    with mock.patch.object(user_code, "entry_points", return_value=[found]) as asked:
         assert [p.name for p in user_passes([double()])] == ["fuse_act_mul", "double"]
     asked.assert_called_once_with(group="llmc.passes")
     with (
-        mock.patch.object(user, "entry_points", return_value=[broken]),
+        mock.patch.object(user_code, "entry_points", return_value=[broken]),
         pytest.raises(ConfigError, match="entry point mine .* can't be loaded"),
     ):
         user_passes([])
@@ -144,7 +144,7 @@ def test_the_digest_follows_code_and_options(tmp_path: Path) -> None:
     assert len({first, of(strength=2.0), of(strength=torch.ones(2)), of(strength=None)}) == 4
     assert of(strength=object()) is None, "nothing names such an option"
     file.write_text(FILE + "# changed", encoding="utf-8")
-    user._digest_files.cache_clear()
+    user_code._digest_files.cache_clear()
     assert of(strength=1.0) != first
 
 

@@ -1,0 +1,122 @@
+"""Code of users: how it is named and found, and a digest that names what was made with it.
+
+Passes (user.py) and logits processors (logits_processors.py) are given as objects, as
+`package.module:attribute` or `path/to/file.py:attribute`, or are installed under an entry point.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmc.errors import ConfigError
+
+
+def find(group: str, given: Iterable[object], what: str) -> Iterator[tuple[object, str]]:
+    """The installed ones of an entry-point group, then the given ones; each with its description.
+
+    `what` they are, for errors. A name is looked up; any other object stays what it is.
+    """
+    for entry in sorted(entry_points(group=group), key=lambda e: e.name):
+        said = f"entry point {entry.name} ({entry.value})"
+        try:
+            loaded = entry.load()
+        except (ImportError, AttributeError) as e:
+            raise ConfigError(f"{said} of group {group} can't be loaded: {e}") from e
+        yield loaded, said
+    for item in given:
+        yield _named(item, what) if isinstance(item, str) else item, repr(item)[:100]
+
+
+def called(item: Any, said: str) -> Any:
+    """What a factory or a class makes without options."""
+    try:
+        return item()
+    except TypeError as e:
+        raise ConfigError(f"{said} can't be called without options: {e}") from e
+
+
+def check_names(names: list[str], what: str) -> None:
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two {what} of users are called {twice!r}; rename one of them")
+
+
+def _named(name: str, what: str) -> object:
+    where, colon, attribute = name.rpartition(":")
+    if not colon or not where or not attribute.isidentifier():
+        raise ConfigError(f"{name!r} names no {what}: write `module:{what}` or `file.py:{what}`")
+    try:
+        module = _from_file(where) if where.endswith(".py") else importlib.import_module(where)
+    except ImportError as e:
+        raise ConfigError(f"{name!r} can't be imported: {e}") from e
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise ConfigError(f"{where} has no {attribute!r}") from None
+
+
+def _from_file(where: str) -> ModuleType:
+    path = Path(where).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {where!r}")
+    name = f"llmc_user_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # inspect finds the code of a class or function through it
+    spec.loader.exec_module(module)
+    return module
+
+
+def code_digest(code: Any) -> str | None:
+    """Digest of the file that a function or class stands in, or of its folder where that is a
+    package."""
+    if getattr(code, "__closure__", None):
+        return None  # what it refers to can't be told
+    try:
+        path = Path(inspect.getfile(code))
+        module = sys.modules.get(code.__module__)
+        files = sorted(path.parent.glob("*.py")) if getattr(module, "__package__", "") else [path]
+        return _digest_files(tuple(files))
+    except (OSError, TypeError):  # typed in, with no file
+        return None
+
+
+@cache
+def _digest_files(files: tuple[Path, ...]) -> str:
+    made = hashlib.blake2b(digest_size=16)
+    for file in files:
+        made.update(file.read_bytes())
+    return made.hexdigest()
+
+
+def plain(value: object) -> object:
+    """Plain data that stands for an option; None where nothing can."""
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous().flatten()
+        body = hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=16)
+        return ["tensor", str(value.dtype), list(value.shape), body.hexdigest()]
+    if isinstance(value, bool | int | float | str):
+        return [type(value).__name__, value]
+    if value is None:
+        return ["none"]
+    if isinstance(value, list | tuple):
+        items = [plain(v) for v in value]
+        return None if None in items else items
+    if isinstance(value, dict):
+        named = {str(k): plain(v) for k, v in value.items()}
+        return None if None in named.values() else named
+    return None
