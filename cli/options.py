@@ -289,6 +289,16 @@ ENGINE_OPTIONS = (
         help="Add a graph pass of yours, from a module or a file.py; may be repeated.",
     ),
     EngineOption(
+        field="logits_processors",
+        type=list[str],
+        panel=COMPILER_PANEL,
+        flags=("--logits-processor",),
+        metavar="MODULE:CLASS",
+        read=tuple,
+        default=(),
+        help="Add a logits processor of yours, from a module or a file.py; may be repeated.",
+    ),
+    EngineOption(
         field="seed",
         type=int,
         panel=COMPILER_PANEL,

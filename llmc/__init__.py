@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Logprob,
         RequestOutput,
     )
+    from llmc.passes.logits_processors import LogitsBatch, LogitsProcessor, RowTable
     from llmc.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
@@ -37,6 +38,9 @@ _PUBLIC = {
     "BeamSearchSequence": "llmc.outputs",
     "Logprob": "llmc.outputs",
     "LlmcError": "llmc.errors",
+    "LogitsBatch": "llmc.passes.logits_processors",
+    "LogitsProcessor": "llmc.passes.logits_processors",
+    "RowTable": "llmc.passes.logits_processors",
 }
 __all__ = [
     "LLM",
@@ -47,8 +51,11 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "LlmcError",
+    "LogitsBatch",
+    "LogitsProcessor",
     "Logprob",
     "RequestOutput",
+    "RowTable",
     "SamplingParams",
     "StructuredOutputs",
     "__version__",

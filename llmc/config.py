@@ -63,6 +63,7 @@ class EngineConfig:
         default_factory=dict
     )  # {"merge_linears": False} switches off
     extra_passes: Sequence[object] = ()  # passes, or `module:pass` and `file.py:pass`
+    logits_processors: Sequence[object] = ()  # classes, or `module:class` and `file.py:class`
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -99,6 +99,7 @@ def compile_model(source: ModelSource) -> Program:
     from llmc.compiler.cache import ProgramCache
     from llmc.compiler.program import compile_program
     from llmc.kernels.cpu.build import cache_dir
+    from llmc.passes.logits_processors import user_processors
     from llmc.passes.user import user_passes
 
     config = source.config
@@ -109,6 +110,7 @@ def compile_model(source: ModelSource) -> Program:
         options=pipeline_options(config, source.device, source.model_len),
         switches=config.passes,
         extra=user_passes(config.extra_passes),
+        processors=user_processors(config.logits_processors),
         cache=None if config.trust_remote_code else ProgramCache(cache_dir()),
     )
 

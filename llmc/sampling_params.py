@@ -13,6 +13,11 @@ from llmc.structured_outputs import StructuredOutputs
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = 64
+MAX_EXTRA_ARGS = 16
+MAX_EXTRA_NAME = 64  # characters
+MAX_EXTRA_TEXT = 1024  # characters
+MAX_EXTRA_LIST = 256
+ExtraArg = bool | int | float | str | Sequence[bool | int | float | str]
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 64  # sequences of tokens; a text may need two
@@ -34,6 +39,14 @@ def _number(name: str, value: object, low: float, high: float, rule: str) -> Non
 def _integer(name: str, value: object, low: int, high: int, rule: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _fail(name, value, rule)
+
+
+def _is_scalar(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) <= MAX_EXTRA_TEXT
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and -(2**63) <= value < 2**63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +80,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # top alternatives per output token, 0 to 20; None: none
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
+    extra_args: Mapping[str, ExtraArg] | None = None  # for logits processors of users
     structured_outputs: StructuredOutputs | None = None  # a grammar that the output must follow
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -103,6 +117,7 @@ class SamplingParams:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
         self._check_stop()
         self._check_token_ids()
+        self._check_extra_args()
         self._check_structured_outputs()
 
     def _check_stop(self) -> None:
@@ -121,6 +136,27 @@ class SamplingParams:
         if stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")
         object.__setattr__(self, "stop_strings", stop)
+
+    def _check_extra_args(self) -> None:
+        args = self.extra_args
+        if args is None:
+            return
+        if not isinstance(args, Mapping) or len(args) > MAX_EXTRA_ARGS:
+            raise _fail("extra_args", args, f"a mapping of at most {MAX_EXTRA_ARGS} names")
+        rule = (
+            "names with a finite number, a bool, a text of at most "
+            f"{MAX_EXTRA_TEXT} characters, or a list of at most {MAX_EXTRA_LIST} of these"
+        )
+        for name, value in args.items():
+            values: Sequence[object] = value if isinstance(value, list | tuple) else (value,)
+            if not isinstance(name, str) or not 0 < len(name) <= MAX_EXTRA_NAME:
+                raise _fail(
+                    "extra_args", name, f"keyed by names of 1 to {MAX_EXTRA_NAME} characters"
+                )
+            if len(values) > MAX_EXTRA_LIST or not all(map(_is_scalar, values)):
+                raise InvalidRequestError(
+                    f"extra_args must be {rule}; {name!r} is {value!r:.80}", param="extra_args"
+                )
 
     def _check_structured_outputs(self) -> None:
         spec = self.structured_outputs

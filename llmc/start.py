@@ -55,6 +55,7 @@ class ModelInfo:
     opt_level: int
     pass_reports: tuple[str, ...] = ()
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
+    extra_args: tuple[str, ...] = ()  # that its logits processors know
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
     from llmc.kernels.cpu.build import cache_dir
     from llmc.runner import kv_cache
     from llmc.runner.bring_up import kernels_are_built, size_pools, start_kernels, start_upgrade
+    from llmc.runner.row_states import RowStates
 
     build = start_kernels(device)
     level = pick_level(config.opt_level, device)
@@ -175,6 +177,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         grammars=GrammarStarter(
             source.tokenizer_path, vocab_size=program.vocab_size, eos_token_ids=eos
         ),
+        row_states=RowStates(program.processors, program.vocab_size),
     )
     info = ModelInfo(
         name=source.files.name,
@@ -194,6 +197,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         opt_level=level,
         pass_reports=tuple(str(r) for r in program.reports),
         generation_defaults=sampling_defaults(source.files),
+        extra_args=tuple(name for p in program.processors for name in p.arguments),
     )
     upgrade = start_upgrade(bound, level, cache_dir())
     return Started(

@@ -18,6 +18,7 @@ from llmc.passes.fuse_linears import fuse_linears
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.passes.fuse_rope_write import fuse_rope_write
 from llmc.passes.last_token_logits import last_token_logits
+from llmc.passes.logits_processors import LogitsProcessor, processor_passes
 from llmc.passes.merge_linears import merge_linears
 from llmc.passes.pack_linears import pack_linears, packed_linear_available
 from llmc.passes.page_attention import page_attention
@@ -38,8 +39,13 @@ class PipelineOptions:
     streams_plain_weights: bool = False  # a kernel reads weights as stored as fast as packed ones
 
 
-def pipeline(options: PipelineOptions, extra: Sequence[Pass] = ()) -> tuple[Pass, ...]:
-    """Rewrites first, then fusions of what they left. `extra` are the passes of users.
+def pipeline(
+    options: PipelineOptions,
+    extra: Sequence[Pass] = (),
+    processors: Sequence[LogitsProcessor] = (),
+) -> tuple[Pass, ...]:
+    """Rewrites first, then fusions of what they left. `extra` are the passes of users, and
+    `processors` their logits processors.
 
     `lower_kernels` comes after them, when the step is bound and the machine's kernels are known.
     """
@@ -55,6 +61,7 @@ def pipeline(options: PipelineOptions, extra: Sequence[Pass] = ()) -> tuple[Pass
         slot_state(),  # after find_convolutions and find_shifts: they have a state too
         last_token_logits(),
         append_sampler(),  # after last_token_logits: samples the selected rows
+        *processor_passes(processors),  # between the model and append_sampler's first op
         merge_linears(),
         share_rotary(max_positions=options.max_positions),
         fuse_rms_norm(),

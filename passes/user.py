@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from llmc.errors import ConfigError
 from llmc.passes.base import Pass
+from llmc.passes.logits_processors import LogitsProcessor, processors_digest
 from llmc.passes.user_code import called, check_names, code_digest, find, plain
 
 GROUP = "llmc.passes"
@@ -33,6 +34,12 @@ def _as_pass(item: object, said: str) -> Pass:
     if item.required:
         raise ConfigError(f"pass {item.name!r} is a user's and can't be required")
     return item
+
+
+def users_digest(passes: Sequence[Pass], processors: Sequence[LogitsProcessor] = ()) -> str | None:
+    """Of all code of users that a graph was made with; None where it must not be kept."""
+    parts = [digest(passes), processors_digest(processors)]
+    return None if None in parts else "".join(filter(None, parts))
 
 
 def digest(passes: Sequence[Pass]) -> str | None:

@@ -22,11 +22,12 @@ from llmc.compiler.weights import CheckpointWeights, DirectWeights, WeightSource
 from llmc.errors import CompileError
 from llmc.passes.base import OUTLINE, Pass, PassReport, check_names, run_passes
 from llmc.passes.inputs import CacheInput, ConstantInput, StateInput, WeightInput, input_of
+from llmc.passes.logits_processors import LogitsProcessor
 from llmc.passes.lower_kernels import PREFER, lower_kernels
 from llmc.passes.page_attention import CacheSpec
 from llmc.passes.pipeline import PipelineOptions, pipeline
 from llmc.passes.slot_state import StateSpec
-from llmc.passes.user import digest
+from llmc.passes.user import users_digest
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Program:
     graph: fx.GraphModule
     parameters: Parameters
     make_module: Callable[[], nn.Module]  # the module on meta; made at most once
+    processors: tuple[LogitsProcessor, ...]  # of users; what they do is in the graph
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
@@ -71,20 +73,21 @@ def compile_program(
     options: PipelineOptions,
     switches: Mapping[str, bool],
     extra: Sequence[Pass] = (),
+    processors: Sequence[LogitsProcessor] = (),
     cache: ProgramCache | None = None,
 ) -> Program:
     """Build, capture and rewrite; no weight is read. CompileError where the model can't be served.
 
-    `extra` are passes of users. What an earlier start left in `cache` is used instead of
-    capturing again.
+    `extra` are passes of users, `processors` their logits processors. What an earlier start left in
+    `cache` is used instead of capturing again.
     """
-    passes = pipeline(options, extra)
+    passes = pipeline(options, extra, processors)
     check_names(switches, passes)
     make = functools.cache(lambda: build_any(config, dtype))
-    extra_digest = digest(extra)
-    if extra_digest is None:  # no name tells the results of these passes apart
+    named = users_digest(extra, processors)
+    if named is None:  # no name tells what these make apart
         cache = None
-    key = program_key(config, dtype, device, options, switches, extra_digest or "") if cache else ""
+    key = program_key(config, dtype, device, options, switches, named or "") if cache else ""
     entry = cache.load(key, device) if cache else None
     if entry is None:
         outline = switches.get(OUTLINE, True)
@@ -115,6 +118,7 @@ def compile_program(
         graph=graph,
         parameters=entry.parameters,
         make_module=lambda: make().module,
+        processors=tuple(processors),
         vocab_size=entry.vocab_size,
         dtype=dtype,
         device=device,

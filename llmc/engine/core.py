@@ -17,9 +17,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from llmc.config import SchedulingPolicy
 from llmc.engine import forks
@@ -39,6 +39,15 @@ from llmc.sampling_params import BeamSearchParams
 logger = logging.getLogger(__name__)
 
 
+class RowStates(Protocol):
+    """Made of users' logits processors."""
+
+    def begin(
+        self, args: Mapping[str, Any], prompt_token_ids: Sequence[int], /
+    ) -> Mapping[str, bytes]:
+        """NewRow.row_state of a request; raises InvalidRequestError."""
+
+
 class EngineCore:
     """The engine's whole state; one thread drives it.
 
@@ -48,7 +57,8 @@ class EngineCore:
     reference; for models that keep more of a sequence than its blocks. With `swap_room` preempted
     requests may wait in host memory instead of being computed again; not for such models either.
     Without `grammars` requests for structured outputs are refused. `speculation` guesses tokens
-    ahead; not for models whose state of a sequence can't go back.
+    ahead; not for models whose state of a sequence can't go back. `row_states` say what
+    `extra_args` mean to users' logits processors.
     """
 
     def __init__(
@@ -71,9 +81,11 @@ class EngineCore:
         swap_room: SwapRoom | None = None,
         grammars: Grammars | None = None,
         speculation: Speculation | None = None,
+        row_states: RowStates | None = None,
     ) -> None:
         self._runner = runner
         self._grammars = grammars
+        self._row_states = row_states
         self._antechamber = Antechamber()
         self._share_prompts = share_prompts
         self._max_in_flight = runner.max_in_flight if async_scheduling else 1
@@ -117,6 +129,9 @@ class EngineCore:
                 param="request_id",
             )
         request = admit(message, self._limits, derive_seed(self._seed, self._num_added))
+        args = request.sampling.extra_args
+        if args is not None and self._row_states is not None:
+            request.row_state = self._row_states.begin(args, message.prompt_token_ids)
         matcher = self._begin_grammar(request)
         if matcher is None:
             self._enter(request, message.fork_of)

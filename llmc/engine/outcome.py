@@ -9,7 +9,7 @@ from llmc.engine.request import Request
 
 NOT_FINITE = (
     "the model's logits for this request were not finite (NaN or infinity), so no token could be "
-    "drawn; the weights or the number format may be at fault"
+    "drawn; the weights, the number format or a logits processor may be at fault"
 )
 
 

@@ -7,7 +7,7 @@ new rows with their tokens, the blocks that each row gained, and the rows that w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,6 +29,7 @@ class NewRow:
     sampling: SamplingParams
     seed: int  # resolved: never None; random numbers depend on (seed, position) alone
     stop_token_ids: Sequence[int]  # banned while fewer than sampling.min_tokens are out
+    row_state: Mapping[str, bytes] = field(default_factory=dict)  # tables of users' processors
     num_candidates: int = 0  # of a beam: so many alternatives of each draw, for sampling.logprobs
 
 

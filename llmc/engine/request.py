@@ -7,6 +7,7 @@ the runner; a step is planned for what lies between the last two.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -67,6 +68,7 @@ class Request:
     drafter: Drafter | None = None  # guesses its tokens; None: nobody does
     is_led: bool = False  # what may follow a token is known only when the token is: one of these
     matcher: Matcher | None = None  # of its structured output; has seen the tokens of token_ids
+    row_state: Mapping[str, bytes] = field(default_factory=dict)  # see plan.NewRow
     beam: Beam | None = None  # of a search, which chooses its tokens
     mask: bytes | None = None  # of its next draw, where it has a matcher
     scores: list[TokenLogprobs | None] = field(default_factory=list)  # of the prompt, see below

@@ -157,5 +157,6 @@ def new_row(request: Request) -> NewRow:
         sampling=request.sampling,
         seed=request.seed,
         stop_token_ids=tuple(sorted(request.stop_token_ids)),
+        row_state=request.row_state,
         num_candidates=request.beam.search.num_candidates if request.beam is not None else 0,
     )

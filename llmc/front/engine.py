@@ -44,6 +44,7 @@ class EngineOptions(TypedDict, total=False):
     cuda_graph_buckets: Sequence[int] | None
     passes: Mapping[str, bool]
     extra_passes: Sequence[object]
+    logits_processors: Sequence[object]
     seed: int
 
 

@@ -40,6 +40,8 @@ class ModelLimits(Protocol):
     def block_size(self) -> int: ...
     @property
     def generation_defaults(self) -> Mapping[str, float | int]: ...
+    @property
+    def extra_args(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +105,23 @@ class InputProcessor:
         sampling = self._with_bad_words(self._with_max_tokens(len(token_ids), sampling))
         admission.check_sampling_ids(sampling, self._limits.vocab_size)
         admission.check_something_allowed(sampling, self._limits)
+        self._check_extra_args(sampling)
         return Input(
             prompt=text,
             prompt_token_ids=token_ids,
             sampling=sampling,
             cache_salt=salt,
         )
+
+    def _check_extra_args(self, sampling: SamplingParams) -> None:
+        known = self.model.extra_args
+        for name in sampling.extra_args or ():
+            if name not in known:
+                which = f"take {', '.join(known)}" if known else "are none"
+                raise InvalidRequestError(
+                    f"extra_args has {name!r}, but the logits processors of this engine {which}",
+                    param="extra_args",
+                )
 
     def _with_max_tokens(self, num_prompt: int, sampling: SamplingParams) -> SamplingParams:
         """Unset: until the context is full. Set: it must fit, so nothing is cut in silence."""

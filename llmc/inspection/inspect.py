@@ -27,6 +27,7 @@ from llmc.load import pipeline_options
 from llmc.model_files import load_config, resolve_model
 from llmc.passes.base import OUTLINE
 from llmc.passes.inputs import StepInput
+from llmc.passes.logits_processors import user_processors
 from llmc.passes.pipeline import pipeline
 from llmc.passes.user import user_passes
 
@@ -82,7 +83,8 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
     dtype = pick_dtype(config.dtype, hf_config, device)
     model_len = config.max_model_len or model_context(hf_config)
     extra = user_passes(config.extra_passes)
-    passes = pipeline(pipeline_options(config, device, model_len), extra)
+    processors = user_processors(config.logits_processors)
+    passes = pipeline(pipeline_options(config, device, model_len), extra, processors)
     start = time.perf_counter()
     built, shortened, stages = None, None, None
     for keep_all in (True,) if all_layers else (False, True):

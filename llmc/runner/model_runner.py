@@ -22,7 +22,6 @@ from llmc.engine.plan import PendingStep, StepPlan, StepResult
 from llmc.kernels.prepare_step import WORK_WORDS
 from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.write_segments import write_segments
-from llmc.passes.append_sampler import PER_ROW, TABLES
 from llmc.runner.buckets import Buckets, default_buckets
 from llmc.runner.compiles import CompileWatch
 from llmc.runner.delta import Delta, encode
@@ -79,8 +78,7 @@ class ModelRunner:
             max_tokens=max(max_tokens, rows.padding_row) + 2,
             max_requests=rows.padding_row + 2,
         )
-        tables = (*TABLES, *PER_ROW)
-        self._tables = {name: rows.tables[name] for name in tables if name in step.inputs}
+        self._tables = {name: rows.tables[name] for name in rows.tables if name in step.inputs}
         self._packed = tuple(name for name in step.inputs if name not in self._tables)
         self._graphs: DecodeGraphs | None = None
         if use_graphs and self._device.graphs is not None:

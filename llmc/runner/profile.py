@@ -22,6 +22,7 @@ from llmc.kernels.cpu.pages import touch_in_background
 from llmc.runner import kv_cache
 from llmc.runner.device import open_device
 from llmc.runner.model_runner import ModelRunner
+from llmc.runner.row_states import RowStates
 from llmc.runner.rows import RowTables
 from llmc.runner.sizing import PeakMemory
 from llmc.runner.swap_space import SwapSpace
@@ -104,6 +105,7 @@ class ProfiledModel:
             block_size=config.block_size,
             vocab_size=program.vocab_size,
             device=device,
+            extra=RowStates(program.processors, program.vocab_size).tables,
         )
         bound = bind(program, self._weights, caches, states)
         flat = [half for layer in caches for half in layer]

@@ -9,8 +9,9 @@ padding of a bucket.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from llmc.engine.plan import NewRow, RowMask, RowWork
 from llmc.passes.append_sampler import BAD_WORD_TOKENS, NEUTRAL, PER_ROW, TABLES
+from llmc.passes.logits_processors import RowTable
 from llmc.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 MAX_BANNED = 64  # stop tokens that min_tokens can hold back
@@ -55,7 +57,10 @@ class _Place:
 
 
 class RowTables:
-    """`tables` holds the step inputs of the same names; `block_table` [rows, max_blocks] int32."""
+    """`tables` holds the step inputs of the same names; `block_table` [rows, max_blocks] int32.
+
+    `extra` are the tables of users' logits processors.
+    """
 
     def __init__(
         self,
@@ -65,6 +70,7 @@ class RowTables:
         block_size: int,
         vocab_size: int,
         device: torch.device,
+        extra: Mapping[str, RowTable] = MappingProxyType({}),
     ) -> None:
         self.padding_row = num_rows
         self.block_size = block_size
@@ -81,7 +87,10 @@ class RowTables:
             "mask": (vocab_size + 31) // 32,
             "bad_words": MAX_BAD_WORDS * BAD_WORD_TOKENS,
         }
+        columns |= {name: table.columns for name, table in extra.items() if table.shape}
         dtypes = {name: dtype for name, (_, dtype) in TABLES.items()} | PER_ROW
+        dtypes |= {name: table.dtype for name, table in extra.items()}
+        neutral = NEUTRAL | {name: table.neutral for name, table in extra.items()}
         dtypes["block_table"] = torch.int32
         columns["block_table"] = max_blocks
         self._places: dict[str, _Place] = {}
@@ -97,13 +106,20 @@ class RowTables:
         for name, dtype in dtypes.items():
             table = self._view(name, rows, dtype)
             self.tables[name] = table if name in columns else table[:, 0]
-            self.tables[name].fill_(NEUTRAL.get(name, 0))
+            self.tables[name].fill_(neutral.get(name, 0))
         self.block_table = self.tables.pop("block_table")
         self.num_blocks = [0] * rows
         self.logprobs: list[int | None] = [None] * rows
         self.prompt_logprobs: list[int | None] = [None] * rows
         self._has_bias = [False] * rows
         self._has_bad_words = [False] * rows
+        self._neutral_state = {name: self._row_words(name, rows - 1) for name in extra}
+        self._state_of: list[Collection[str]] = [()] * rows
+
+    def _row_words(self, name: str, row: int) -> Words:
+        place = self._places[name]
+        words: Words = self.memory[place.at(row) : place.at(row) + place.row_words].cpu().numpy()
+        return words.copy()
 
     def _view(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
         place = self._places[name]
@@ -156,6 +172,7 @@ class RowTables:
             out.add(self._places[name].at(row), _words(value, self.tables[name].dtype))
         self._fill_bias(new, out)
         self._fill_bad_words(new, out)
+        self._fill_state(new, out)
         if allowed is not None:
             words = self._mask_words(allowed)
             out.add(self._places["mask"].at(row), words)
@@ -189,6 +206,14 @@ class RowTables:
         for i, word in enumerate(words):
             table[i, BAD_WORD_TOKENS - len(word) :] = word
         out.add(self._places["bad_words"].at(new.row), table.ravel())
+
+    def _fill_state(self, new: NewRow, out: Segments) -> None:
+        """What users' processors keep of the request; neutral again what an earlier one left."""
+        for name in {*new.row_state, *self._state_of[new.row]}:
+            given = new.row_state.get(name)
+            words = self._neutral_state[name] if given is None else np.frombuffer(given, np.int32)
+            out.add(self._places[name].at(new.row), words)
+        self._state_of[new.row] = tuple(new.row_state)
 
     def _mask_words(self, allowed: Sequence[int]) -> Words:
         bits = np.zeros(self.tables["mask"].shape[1] * 32, dtype=np.uint8)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from llmc.front.inputs import MAX_CACHE_SALT
 from llmc.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N
@@ -100,6 +100,7 @@ class GenerationBody(Body):
         *("frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids"),
         *("ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens"),
         *("include_stop_str_in_output", "allowed_token_ids", "bad_words", "prompt_logprobs"),
+        "extra_args",
     )
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
@@ -117,6 +118,9 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] | None = None
     bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    extra_args: dict[str, Any] | None = Field(
+        default=None, validation_alias=AliasChoices("extra_args", "vllm_xargs")
+    )
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputsBody | None = None
     guided_json: dict[str, Any] | str | bool | None = None

@@ -44,6 +44,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "opt_level": (["-O1"], 1),
     "passes": (["--disable-pass", "a", "--disable-pass", "b"], {"a": False, "b": False}),
     "extra_passes": (["--extra-pass", "a:b", "--extra-pass", "c.py:d"], ("a:b", "c.py:d")),
+    "logits_processors": (["--logits-processor", "a:b"], ("a:b",)),
     "seed": (["--seed", "7"], 7),
 }
 

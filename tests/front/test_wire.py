@@ -38,6 +38,7 @@ ASKS_MORE = SamplingParams(
     bad_words_token_ids=[[1, 2], [3]],
     prompt_logprobs=2,
     best_of=4,
+    extra_args={"a": [1, 0.5, "t"], "b": True, "c": 2.0},
 )
 REQUEST = AddRequest(request_id="r", prompt_token_ids=[1, 2], sampling=SAMPLING, priority=-1)
 STATS = EngineStats(**{name: i for i, name in enumerate(EngineStats.__dataclass_fields__)})

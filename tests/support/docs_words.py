@@ -210,6 +210,28 @@ SAMPLING = {
         outside=([[-1]], [[True]]),
         meaning="The same as token ids: the last of them is not drawn after the others.",
     ),
+    "extra_args": Words(
+        range="at most 16 names",
+        low={"a": 1, "b": 0.5, "c": True, "d": "text"},
+        high={"x" * 64: ["t" * 1024] * 256},
+        outside=(
+            {"a": None},
+            {"a": {}},
+            {"a": [[1]]},
+            {"a": float("nan")},
+            {"a": [float("inf")]},
+            {"a": 2**63},
+            {"a": "t" * 1025},
+            {"a": [1] * 257},
+            {"": 1},
+            {"x" * 65: 1},
+            {str(i): i for i in range(17)},
+            [("a", 1)],
+        ),
+        meaning="For logits processors of yours: a number, a bool, a text of at most 1024 "
+        "characters, or a list of at most 256 of these for each name. A name that no processor "
+        "knows is refused.",
+    ),
     "structured_outputs": Words(
         range="a `StructuredOutputs`",
         low=StructuredOutputs(choice=["a"]),

@@ -145,6 +145,7 @@ class ScriptedInfo:
     kv_bytes_per_token: int = 0
     is_builtin: bool = False
     generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
+    extra_args: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmc.compiler.cache import ProgramCache
 from llmc.config import EngineConfig
-from llmc.engine.core import EngineCore
+from llmc.engine.core import EngineCore, RowStates
 from llmc.engine.messages import AddRequest
 from llmc.engine.plan import Runner
 from llmc.engine.speculation import Speculation
@@ -44,6 +44,7 @@ class Running:
         eos_token_ids: Sequence[int] = (),
         runner: Runner | None = None,
         speculation: Speculation | None = None,
+        row_states: RowStates | None = None,
     ) -> EngineCore:
         """A fresh EngineCore around the same runner; what is in its cache is poison."""
         for cache in self.caches:
@@ -60,6 +61,7 @@ class Running:
             eos_token_ids=eos_token_ids,
             enable_prefix_caching=enable_prefix_caching and not info.state_bytes_per_request,
             speculation=speculation,
+            row_states=row_states,
         )
 
 
