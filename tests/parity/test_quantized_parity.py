@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny_engine
 import torch
+from shared_captures import shared_captures
 from tiny_models import (
     continue_greedily,
     load_reference,
@@ -63,7 +64,8 @@ def test_the_quantized_weights_are_computed_with_exactly(checkpoint: Path, forma
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_built_in_model_still_knows_its_manual(format: Format) -> None:
-    llm = LLM(quantization=format, max_model_len=512, opt_level=0)
+    with shared_captures():
+        llm = LLM(quantization=format, max_model_len=512, opt_level=0)
     (answer,) = llm.chat(
         [{"role": "user", "content": "what is llmc"}],
         SamplingParams(temperature=0.0, max_tokens=40),

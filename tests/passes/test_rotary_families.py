@@ -10,6 +10,7 @@ import tiny_engine
 import tiny_models
 import torch
 import transformers as tf
+from shared_captures import shared_captures
 
 from llmc.compiler.program import compile_program
 from llmc.kernels.rope_write import rope_write
@@ -40,13 +41,14 @@ def config_of(family: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_is_fused(family: str, dtype: torch.dtype) -> None:
     _, _, interleaved, width = FAMILIES[family]
-    program = compile_program(
-        config_of(family),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        options=PipelineOptions(block_size=16, max_positions=64, device_type="cpu"),
-        switches={},
-    )
+    with shared_captures():
+        program = compile_program(
+            config_of(family),
+            dtype=dtype,
+            device=torch.device("cpu"),
+            options=PipelineOptions(block_size=16, max_positions=64, device_type="cpu"),
+            switches={},
+        )
     fused = calls(program.graph.graph, rope_write.overload)
     assert len(fused) == 2
     assert {node.args[10] for node in fused} == {interleaved}

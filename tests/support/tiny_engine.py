@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from shared_captures import shared_captures
 from torch import Tensor
 
 from llmc.compiler.cache import ProgramCache
@@ -88,8 +89,11 @@ def start(path: Path, **options: Any) -> Running:
     }
     with (
         mock.patch.object(kv_cache, "allocate", poisoned),
-        mock.patch.object(ProgramCache, "load", return_value=None),  # capture for real
+        mock.patch.object(
+            ProgramCache, "load", return_value=None
+        ),  # what is on disk proves nothing
         mock.patch.object(ProgramCache, "save"),
+        shared_captures(),
     ):
         started = start_engine(EngineConfig(model=str(path), **{**defaults, **options}))
     if started.upgrade is not None:
