@@ -43,7 +43,7 @@ class RequestUpdate:
     model's own end token. A stop token that ends the text is the last of `new_token_ids`; with
     `is_whole` there was none: a structured output was complete with the token before it.
     `prompt_logprobs`, of each token of the prompt but the first, come with the first token.
-    `error` comes with finish_reason "error".
+    `error` comes with finish_reason "error"; `is_refused`: the request was wrong, and never began.
     """
 
     request_id: str
@@ -55,6 +55,7 @@ class RequestUpdate:
     num_cached_tokens: int = 0
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     error: str | None = None
+    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc.engine.messages import AbortRequest, AddRequest, RequestUpdate
-from llmc.errors import LlmcError
+from llmc.errors import InvalidRequestError, LlmcError
 from llmc.front.engine import Engine
 from llmc.front.link import EngineNews, Message, Processes, Publish
 
@@ -111,6 +111,11 @@ def add_or_refuse(engine: Engine, message: AddRequest) -> Sequence[RequestUpdate
     try:
         engine.add(message)
     except LlmcError as exc:
-        failed = RequestUpdate(request_id=message.request_id, finish_reason="error", error=str(exc))
+        failed = RequestUpdate(
+            request_id=message.request_id,
+            finish_reason="error",
+            error=str(exc),
+            is_refused=isinstance(exc, InvalidRequestError),
+        )
         return (failed,)
     return ()

@@ -37,6 +37,7 @@ class ActiveRequest:
     num_cached_tokens: int = 0
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     error: str | None = None
+    is_refused: bool = False  # by the engine, which knows more than the front
 
     @property
     def finished(self) -> bool:
@@ -145,7 +146,7 @@ class OutputProcessor:
             request.num_cached_tokens = max(request.num_cached_tokens, update.num_cached_tokens)
             completion.apply(update)
             if update.error is not None:
-                request.error = update.error
+                request.error, request.is_refused = update.error, update.is_refused
             if completion.finish_reason is not None:
                 del self._owners[update.request_id]
                 if update.finish_reason is None:

@@ -28,6 +28,11 @@ class Stream:
         """Why a request failed alone. The others go on."""
         return next((r.error for r in self.requests if r.error is not None), None)
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether that error is the caller's."""
+        return any(r.is_refused for r in self.requests)
+
     async def deltas(self) -> list[tuple[int, CompletionDelta]]:
         """Waits for news: pairs of a request's place in `requests` and what it gained.
 

@@ -179,6 +179,8 @@ def _event(value: dict[str, Any]) -> bytes:
 
 def _check(stream: Stream) -> None:
     if stream.error is not None:
+        if stream.is_refused:
+            raise ApiError(400, stream.error)
         raise ApiError(500, stream.error, code="engine_error")
 
 
