@@ -11,6 +11,7 @@ from llmc.model_files import ModelFiles, generation_defaults
 if TYPE_CHECKING:
     import torch
 
+_SENSES = ("vision", "image", "video", "audio", "speech")
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -71,6 +72,12 @@ def model_context(hf_config: Any) -> int:
             context = value
             break
     return min(context, dense_context(hf_config) or context)
+
+
+def unused_parts(hf_config: Any) -> tuple[str, ...]:
+    """What a model has besides its text part, by the names of their configs."""
+    names = [name.removesuffix("_config") for name in getattr(hf_config, "sub_configs", {})]
+    return tuple(n for n in names if n in _SENSES and getattr(hf_config, f"{n}_config", None))
 
 
 def dense_context(hf_config: Any) -> int | None:

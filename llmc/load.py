@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmc.choices import check_model_len, eos_token_ids, model_context, pick_dtype
+from llmc.choices import (
+    check_model_len,
+    eos_token_ids,
+    model_context,
+    pick_dtype,
+    unused_parts,
+)
 from llmc.config import EngineConfig
 from llmc.model_files import ModelFiles, load_config, resolve_model
 
@@ -15,6 +22,8 @@ if TYPE_CHECKING:
 
     from llmc.compiler.program import Program
     from llmc.passes.pipeline import PipelineOptions
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +85,9 @@ def find_model(config: EngineConfig, device: torch.device) -> ModelSource:
     hf_config = load_config(files, config)
     dtype = pick_dtype(config.dtype, hf_config, device)
     check_model_len(config, hf_config)
+    if parts := unused_parts(hf_config):
+        named = " and ".join(parts)
+        log.info("%s is served as a text model: its %s parts are not loaded", files.name, named)
     return ModelSource(config=config, files=files, hf_config=hf_config, device=device, dtype=dtype)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
+from llmc.rotary import choose_frequencies
 
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*"]
@@ -106,6 +107,7 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
         value = getattr(text, field, None)
         if value is not None and (not isinstance(value, int) or not 1 <= value <= 10**8):
             raise CheckpointError(f"config.json of {wanted!r}: {field} is {value!r}")
+    choose_frequencies(text, config.max_model_len)
     return loaded
 
 

@@ -18,6 +18,16 @@ from llmc.compiler.expert_loops import use_expert_loops
 from llmc.compiler.experts import use_sorted_experts
 from llmc.errors import CheckpointError
 
+# What a model's constructor may raise; ImportError: it needs a package that is not installed.
+_BUILD_ERRORS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    ZeroDivisionError,
+    RuntimeError,
+    ImportError,
+)
 # Side outputs, and the halving of layers every so often, which divides weights in place: float16
 # would overflow without it, other dtypes give the same.
 _SWITCHED_OFF = {
@@ -57,7 +67,7 @@ def build(config: Any, dtype: torch.dtype, attention: str = interface.NAME) -> B
             module = AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention, dtype=dtype
             )
-    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError) as e:
+    except _BUILD_ERRORS as e:
         raise CheckpointError(
             f"transformers can't build a causal language model from this config "
             f"({type(config).__name__}): {_first_line(e)}"
@@ -68,11 +78,31 @@ def build(config: Any, dtype: torch.dtype, attention: str = interface.NAME) -> B
     use_sorted_experts(module)
     use_expert_loops(module)
     buffers = _materialize_buffers(module)
+    _keep_frequencies(module)
     # Which modules attend is known only once their code has run; an unused buffer costs nothing.
     for child in module.modules():
         for cache in (interface.KEY_CACHE, interface.VALUE_CACHE):
             child.register_buffer(cache, torch.empty(0, device="meta"), persistent=False)
     return BuiltModel(module=module, config=config, dtype=dtype, buffers=buffers)
+
+
+def _keep_frequencies(module: nn.Module) -> None:
+    """Rotary embeddings that compute their frequencies anew as texts grow keep their first ones.
+
+    Those hold for every context that is served: llmc/rotary.py chose the long ones where they are
+    needed, and `dynamic` ones change only beyond the model's own context.
+    """
+    child: Any
+    for child in module.modules():
+        kinds = getattr(child, "rope_type", None)
+        if isinstance(kinds, str) and _grows(kinds):
+            child.rope_type = "default"
+        elif isinstance(kinds, dict):
+            child.rope_type = {k: "default" if _grows(v) else v for k, v in kinds.items()}
+
+
+def _grows(rope_type: str) -> bool:
+    return rope_type == "longrope" or "dynamic" in rope_type
 
 
 def _first_line(error: BaseException) -> str:

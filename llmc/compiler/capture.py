@@ -49,6 +49,14 @@ _MODEL_ERRORS = (
     AssertionError,
     ConstraintViolationError,
 )
+# What torch says of code that can't be captured, and what is said to users: tensors of data differ
+# from step to step.
+_REASONS = {
+    "Constraints violated": "its code is written out for one number of tokens (it loops over them, "
+    "or makes a list of them), so no one graph serves all",
+    "Data-dependent branching": "its code branches on a value that a tensor holds",
+    "data-dependent": "its code needs a number that a tensor holds",
+}
 _EXAMPLE_TOKENS = 19  # unlike any size in a model, so that nothing is equal to it by chance
 
 
@@ -179,8 +187,10 @@ def _explain(error: Exception, model: nn.Module) -> str:
         if "torch" not in frame.filename.split("/")[-3:] and "/torch/" not in frame.filename:
             where = f" at {frame.filename}:{frame.lineno} ({frame.line or frame.name})"
             break
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return f"{type(model).__name__} can't be captured in one graph{where}: {reason.strip()[:300]}"
+    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    known = (said for sign, said in _REASONS.items() if sign in str(error))
+    reason = next(known, first.strip()[:300])
+    return f"{type(model).__name__} can't be captured in one graph{where}: {reason}"
 
 
 def _roles(built: BuiltModel, gm: fx.GraphModule, examples: Sequence[Any]) -> list[Input]:

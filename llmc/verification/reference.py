@@ -6,6 +6,7 @@ hooks on the decoder layers.
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def run_reference(
     With `dummy_seed` the weights are made up, the same as the step's.
     """
     if dummy_seed is None:
-        module = _load(path, dtype, trust_remote_code)
+        module = _load(path, copy.deepcopy(hf_config), dtype, trust_remote_code)
     else:
         module = _make_up(hf_config, dtype, dummy_seed, trust_remote_code)
     module = module.to(device).eval()
@@ -75,7 +76,7 @@ def run_reference(
     return Reference(exact=exact, rounded=rounded)
 
 
-def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+def _load(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -84,6 +85,7 @@ def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     try:
         module: nn.Module = AutoModelForCausalLM.from_pretrained(
             path,
+            config=config,  # as it is served: with one choice of rotary frequencies
             dtype=dtype,
             attn_implementation="eager",
             trust_remote_code=trust_remote_code,

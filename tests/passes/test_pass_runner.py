@@ -21,6 +21,7 @@ REQUIRED = {
     "page_attention",
     "slot_state",
     "find_convolutions",
+    "find_shifts",
     "find_attention",
     "last_token_logits",
     "append_sampler",
