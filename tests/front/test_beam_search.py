@@ -24,13 +24,6 @@ def llm(scripted: Scripted) -> LLM:
     return LLM.from_started(scripted, scripted.config, scripted.tokenizer)
 
 
-def assert_idle(scripted: Scripted) -> None:
-    stats = scripted.engine.stats()
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert stats.num_free_blocks == stats.num_blocks
-    scripted.engine.check()
-
-
 def test_the_best_sequence_is_the_likeliest_text(llm: LLM, scripted: Scripted) -> None:
     [output] = llm.beam_search("hello", PARAMS)
     best = output.sequences[0]
@@ -40,7 +33,7 @@ def test_the_best_sequence_is_the_likeliest_text(llm: LLM, scripted: Scripted) -
     assert best.cum_logprob == pytest.approx(-0.5 * len(reply))
     assert (output.prompt, output.error, len(output.sequences)) == ("hello", None, 3)
     assert len({tuple(one.tokens) for one in output.sequences}) == 3
-    assert_idle(scripted)
+    scripted.assert_idle()
 
 
 def test_prompts_in_order_and_one_that_is_refused(llm: LLM, scripted: Scripted) -> None:
@@ -51,7 +44,7 @@ def test_prompts_in_order_and_one_that_is_refused(llm: LLM, scripted: Scripted) 
     assert "context" in (outputs[2].error or "") and outputs[2].sequences == []
     with pytest.raises(InvalidRequestError, match="beam_width 5"):
         llm.beam_search("x", BeamSearchParams(beam_width=5))
-    assert_idle(scripted)
+    scripted.assert_idle()
 
 
 def test_one_that_fails_ends_alone(llm: LLM, scripted: Scripted) -> None:
@@ -59,7 +52,7 @@ def test_one_that_fails_ends_alone(llm: LLM, scripted: Scripted) -> None:
     bad, good = llm.beam_search(["bad", "good"], PARAMS)
     assert "not finite" in (bad.error or "") and bad.sequences == []
     assert good.error is None and len(good.sequences) == 3
-    assert_idle(scripted)
+    scripted.assert_idle()
 
 
 def test_an_interrupt_leaves_the_engine_usable(llm: LLM, scripted: Scripted) -> None:
@@ -76,7 +69,7 @@ def test_an_interrupt_leaves_the_engine_usable(llm: LLM, scripted: Scripted) -> 
         llm.beam_search(["a", "b", "c"], PARAMS)
     again = llm.beam_search("count", PARAMS)
     assert again[0].sequences == golden[0].sequences
-    assert_idle(scripted)
+    scripted.assert_idle()
     llm.close()
     with pytest.raises(EngineDeadError, match="closed"):
         llm.beam_search("x", PARAMS)

@@ -33,13 +33,6 @@ def make_llm(scripted: Any) -> LLM:
     return LLM.from_started(scripted, scripted.config, scripted.tokenizer)
 
 
-def assert_idle(scripted: Scripted) -> None:
-    stats = scripted.engine.stats()
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert stats.num_free_blocks == stats.num_blocks
-    scripted.engine.check()
-
-
 def test_text_prompt(llm: LLM, scripted: Scripted) -> None:
     [output] = llm.generate("hello", LONG)
     [answer] = output.outputs
@@ -48,7 +41,7 @@ def test_text_prompt(llm: LLM, scripted: Scripted) -> None:
     assert output.prompt == "hello" and output.finished and output.error is None
     assert answer.token_ids[-1] == scripted.tokenizer.eos_token_id
     assert output.metrics is not None and output.metrics.end_to_end_s > 0
-    assert_idle(scripted)
+    scripted.assert_idle()
 
 
 def test_every_spelling_of_a_prompt_in_order(llm: LLM, scripted: Scripted) -> None:
@@ -75,7 +68,7 @@ def test_n_completions_are_independent_sequences(llm: LLM, scripted: Scripted) -
     [output] = llm.generate("count", SamplingParams(n=3, max_tokens=200))
     assert [c.index for c in output.outputs] == [0, 1, 2]
     assert all(c.text.endswith("nine ten") for c in output.outputs)
-    assert_idle(scripted)
+    scripted.assert_idle()
 
 
 def test_stop_string_ends_the_request_in_the_engine_too(llm: LLM, scripted: Scripted) -> None:
@@ -83,7 +76,7 @@ def test_stop_string_ends_the_request_in_the_engine_too(llm: LLM, scripted: Scri
     [answer] = output.outputs
     assert answer.text == "one two thre"
     assert (answer.finish_reason, answer.stop_reason) == ("stop", "e fo")
-    assert_idle(scripted)
+    scripted.assert_idle()
 
 
 def test_stop_token_is_no_part_of_the_text(llm: LLM, scripted: Scripted) -> None:
@@ -126,7 +119,7 @@ def test_one_bad_prompt_does_not_lose_the_others(llm: LLM, scripted: Scripted) -
     assert [o.error is None for o in outputs] == [True, False, False, False, True]
     assert "context" in (outputs[1].error or "") and "token 1 is -1" in (outputs[2].error or "")
     assert outputs[4].outputs[0].text == outputs[0].outputs[0].text
-    assert_idle(scripted)
+    scripted.assert_idle()
 
 
 def test_a_single_bad_prompt_raises(llm: LLM) -> None:
@@ -144,7 +137,7 @@ def test_request_with_bad_logits_fails_alone(llm: LLM, scripted: Scripted) -> No
     bad, good = llm.generate(["poison", "count"], LONG)
     assert bad.error and bad.outputs[0].finish_reason == "error"
     assert good.error is None and good.outputs[0].text.startswith("one two")
-    assert_idle(scripted)
+    scripted.assert_idle()
 
 
 def test_interrupt_leaves_the_engine_usable(llm: LLM, scripted: Scripted) -> None:
@@ -160,7 +153,7 @@ def test_interrupt_leaves_the_engine_usable(llm: LLM, scripted: Scripted) -> Non
         patch.setattr(scripted.engine, "step", step)
         llm.generate(["a", "b", "c", "d", "e", "f"], LONG)
     assert llm.generate("count", LONG)[0].outputs[0].text == golden
-    assert_idle(scripted)
+    scripted.assert_idle()
 
 
 def test_closed_llm_says_so(llm: LLM) -> None:

@@ -160,6 +160,13 @@ class Scripted:
     phases: list[Any] = field(default_factory=list)
     upgrade: Any = None
 
+    def assert_idle(self) -> None:
+        """Nothing of any request is left."""
+        stats = self.engine.stats()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert stats.num_free_blocks == stats.num_blocks
+        self.engine.check()
+
 
 def make_scripted(
     *,
