@@ -317,7 +317,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bia
   }
   llmc::LinearArgs a{rows.data, weight.data_ptr(), vector_or_null(bias, "bias", x, weight.size(0)),
                      nullptr, rows.size[2], x.size(-1), weight.size(0), rows.stride[2],
-                     weight.stride(0), num_threads()};
+                     weight.stride(0), weight.size(0), num_threads()};
   if (!llmc::takes_linear(a)) {
     // oneDNN's tiles multiply what lies past a row of odd length by zero: a NaN there would spread
     const int64_t past = (32 - a.depth % 32) % 32;

@@ -24,7 +24,8 @@ inline at::Tensor by_columns(const at::Tensor& x, const at::Tensor& weight,
   at::Tensor out = at::empty({x.size(0), weight.size(1)}, x.options());
   linear_columns({x.data_ptr(), weight.data_ptr(), bias ? bias->data_ptr() : nullptr,
                   out.data_ptr(), x.size(0), x.size(1), weight.size(1), x.stride(0),
-                  weight.stride(0), at::in_parallel_region() ? 1 : at::get_num_threads()});
+                  weight.stride(0), weight.size(1),
+                  at::in_parallel_region() ? 1 : at::get_num_threads()});
   return out;
 }
 

@@ -121,10 +121,10 @@ struct ProcessArgs {
   int threads;
 };
 
-struct LinearArgs {  // bf16; x and weight are rows with dense last dimensions
+struct LinearArgs {  // bf16; x, weight and out are rows with dense last dimensions
   const void *x, *weight, *bias;  // bias may be null
-  void* out;                      // [rows, channels] dense
-  int64_t rows, depth, channels, x_stride, weight_stride;
+  void* out;                      // [rows, channels]
+  int64_t rows, depth, channels, x_stride, weight_stride, out_stride;
   int threads;
 };
 

@@ -18,7 +18,7 @@ inline const bf16* x_row(const LinearArgs& a, int64_t m) {
 }
 
 inline bf16* out_row(const LinearArgs& a, int64_t m) {
-  return static_cast<bf16*>(a.out) + m * a.channels;
+  return static_cast<bf16*>(a.out) + m * a.out_stride;
 }
 
 inline float bias_of(const LinearArgs& a, int64_t n) {
@@ -29,5 +29,7 @@ inline float bias_of(const LinearArgs& a, int64_t n) {
 void dot_share(const LinearArgs&, int64_t row, int64_t rows, int64_t begin, int64_t end);
 
 void linear_amx(const LinearArgs&);  // only where amx_ready()
+bool has_pairs();                    // the CPU multiplies pairs of bf16
+void linear_pairs(const LinearArgs&);
 
 }  // namespace llmc

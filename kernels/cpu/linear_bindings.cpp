@@ -13,7 +13,8 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-constexpr int64_t kFewRows = 16;        // more are multiplied by tiles, where there are any
+constexpr int64_t kFewRows = 16;        // more are multiplied by tiles, where there are any,
+constexpr int64_t kFewPairRows = 4;     // and by pairs of bf16 where there are none
 constexpr int64_t kWidened = 1 << 20;   // bytes of bf16 weight at a time: the caches hold them
 
 llmc::Format format_of(const Tensor& weight) {
@@ -76,7 +77,7 @@ llmc::LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& 
   return a;
 }
 
-// Many rows: stretches of the weight, widened, by the library's product.
+// Many rows: stretches of the weight, widened, by a linear; the library's where it is the faster.
 void by_stretches(const llmc::LowBitArgs& a, const Tensor& x, const optional<Tensor>& bias,
                   Tensor out) {
   Tensor reordered = at::empty({a.rows, a.depth}, x.options());
@@ -88,7 +89,14 @@ void by_stretches(const llmc::LowBitArgs& a, const Tensor& x, const optional<Ten
     const int64_t count = std::min(step, a.channels - n);
     llmc::widen(a, n, n + count, reinterpret_cast<llmc::bf16*>(widened.data_ptr()));
     const optional<Tensor> part = a.bias ? optional(bias->narrow(0, n, count)) : std::nullopt;
-    out.narrow(1, n, count).copy_(at::linear(reordered, widened.narrow(0, 0, count), part));
+    Tensor to = out.narrow(1, n, count);
+    const llmc::LinearArgs product{reordered.data_ptr(), widened.data_ptr(),
+                                   part ? part->data_ptr() : nullptr, to.data_ptr(), a.rows,
+                                   a.depth, count, a.depth, a.depth, a.channels, a.threads};
+    if (llmc::takes_linear(product))
+      llmc::linear(product);
+    else
+      to.copy_(at::linear(reordered, widened.narrow(0, 0, count), part));
   }
 }
 
@@ -101,8 +109,11 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
   Tensor out = at::empty(sizes, x.options());
   if (out.numel() == 0) return out;
   a.out = out.data_ptr();
-  if (a.dtype == llmc::Dtype::bf16 && a.rows > kFewRows && llmc::widens_weights())
+  const bool is_bf16 = a.dtype == llmc::Dtype::bf16;
+  if (is_bf16 && a.rows > kFewRows && llmc::widens_weights())
     by_stretches(a, input, bias, out);
+  else if (is_bf16 && a.rows > kFewPairRows && llmc::has_pair_rows())
+    llmc::quantized_pair_rows(a);
   else
     llmc::quantized_linear(a);
   return out;

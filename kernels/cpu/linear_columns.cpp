@@ -46,7 +46,7 @@ void linear_columns(const LinearArgs& a) {
   parallel_rows(vectors, a.depth * kLanes * a.rows / 4, a.threads, [&](int64_t begin, int64_t end) {
     for (int64_t m = 0; m < a.rows; ++m) {
       const bf16* x = static_cast<const bf16*>(a.x) + m * a.x_stride;
-      bf16* out = static_cast<bf16*>(a.out) + m * a.channels;
+      bf16* out = static_cast<bf16*>(a.out) + m * a.out_stride;
       auto lanes = [&](int64_t last) { return std::min<int64_t>(kLanes, a.channels - last * kLanes); };
       int64_t v = begin;
       for (; v + kWide <= end; v += kWide)

@@ -37,17 +37,6 @@ struct Input {  // x in the reader's words
   }
 };
 
-void write(const LowBitArgs& a, int64_t row, int64_t block, v16f y) {
-  const int64_t n = block * kChannels, at = row * a.channels + n;
-  if (a.dtype == Dtype::f32) {
-    if (a.bias) y += load(static_cast<const float*>(a.bias) + n);
-    store(static_cast<float*>(a.out) + at, y);
-  } else {
-    if (a.bias) y += load(static_cast<const bf16*>(a.bias) + n);
-    store(static_cast<bf16*>(a.out) + at, y);
-  }
-}
-
 // One block by M rows. Few rows keep several sums each, or a product would wait for the last one.
 template <class Reader, int M>
 void multiply(const LowBitArgs& a, const Input<Reader>& x, int64_t row, int64_t block) {
@@ -88,7 +77,7 @@ void multiply(const LowBitArgs& a, const Input<Reader>& x, int64_t row, int64_t 
       total[m] += scale * (all * part.scale - zero * part.sum);
     }
   }
-  for (int m = 0; m < M; ++m) write(a, row + m, block, total[m]);
+  for (int m = 0; m < M; ++m) write_block(a, row + m, block, total[m]);
 }
 
 template <class Reader>

@@ -31,6 +31,8 @@ struct LowBitArgs {
 };
 
 void quantized_linear(const LowBitArgs&);  // by dot products, for few rows
+bool has_pair_rows();                      // whether this one serves bf16 here, for more
+void quantized_pair_rows(const LowBitArgs&);
 bool widens_weights();                     // whether these two serve here, for many rows
 // x in the order in which a line's values are unpacked, for the product with widened weights.
 void reorder_x(const LowBitArgs&, bf16* to);
@@ -57,6 +59,18 @@ LLMC_INLINE v16f zero_of(const LowBitArgs& a, int64_t block, int64_t group) {
   const uint8_t* from = a.zero + (block * a.groups() + group) * kChannels;
   for (int i = 0; i < kChannels; ++i) zero[i] = float(from[i]);
   return zero;
+}
+
+// One row of a block's channels, finished but for the bias.
+LLMC_INLINE void write_block(const LowBitArgs& a, int64_t row, int64_t block, v16f y) {
+  const int64_t n = block * kChannels, at = row * a.channels + n;
+  if (a.dtype == Dtype::f32) {
+    if (a.bias) y += load(static_cast<const float*>(a.bias) + n);
+    store(static_cast<float*>(a.out) + at, y);
+  } else {
+    if (a.bias) y += load(static_cast<const bf16*>(a.bias) + n);
+    store(static_cast<bf16*>(a.out) + at, y);
+  }
 }
 
 struct Packed {  // what a stretch of x became: its words times `scale`, which add up to `sum`
@@ -143,17 +157,61 @@ struct ByteReader {
 #endif
 
 #ifdef LLMC_AVX512_BF16
-struct Table {  // bf16 of value(i) for the lower four bits i of an index, whatever the fifth is
+struct Table {  // bf16 of value(i) for the lower five bits i of an index
   alignas(64) uint16_t bits[32];
   template <class Value>
   constexpr explicit Table(Value value) : bits{} {
     for (int i = 0; i < 32; ++i)
-      bits[i] = uint16_t(std::bit_cast<uint32_t>(float(value(i % 16))) >> 16);  // all are exact
+      bits[i] = uint16_t(std::bit_cast<uint32_t>(float(value(i))) >> 16);  // all are exact
   }
   __attribute__((always_inline)) __m512i load() const { return _mm512_load_si512(bits); }
 };
-inline constexpr Table kNibbles([](int i) { return i; });
+inline constexpr Table kNibbles([](int i) { return i % 16; });
+inline constexpr Table kSigned([](int i) { return i - 16; });
 inline constexpr Table kTiny([](int i) { return i % 8 / 512.0f; });
+
+#ifdef __AVX512VBMI__
+// The lower and the upper bytes of the bf16 of the codes 0 to 127: e4m3 less its sign, or integers.
+template <Format kFormat>
+struct ByteTables {
+  alignas(64) uint8_t low[128], high[128];
+  constexpr ByteTables() : low{}, high{} {
+    for (int code = 0; code < 128; ++code) {
+      uint32_t bits = std::bit_cast<uint32_t>(value_of(code)) >> 16;  // all are exact
+      if (kFormat == Format::fp8 && code == 127) bits = 0x7fc0;       // NaN
+      low[code] = uint8_t(bits), high[code] = uint8_t(bits >> 8);
+    }
+  }
+  static constexpr float value_of(int code) {
+    if (kFormat == Format::int8) return float(code);
+    const int exponent = code >> 3, mantissa = code & 7;
+    const float steps = exponent ? 8.0f + mantissa : 2.0f * mantissa;
+    return steps * std::bit_cast<float>(uint32_t(127 + exponent - 10) << 23);
+  }
+  __attribute__((always_inline)) static __m512i look_up(const uint8_t (&table)[128], __m512i codes) {
+    return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
+  }
+};
+template <Format kFormat>
+inline constexpr ByteTables<kFormat> kBytes;
+
+struct Bytes {
+  __m512i low, high;
+};
+
+// The bytes of the bf16 of 64 codes; of int8 plus 128, whose upper half needs no table.
+template <Format kFormat>
+LLMC_INLINE Bytes bytes_of(__m512i codes) {
+  const auto& t = kBytes<kFormat>;
+  const __m512i high = t.look_up(t.high, codes);
+  if (kFormat == Format::fp8)
+    return {t.look_up(t.low, codes),
+            _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-128), 0xf8)};  // the sign
+  const __mmask64 negative = _mm512_movepi8_mask(codes);
+  return {_mm512_mask_blend_epi8(negative, codes, t.look_up(t.low, codes)),
+          _mm512_mask_blend_epi8(negative, _mm512_set1_epi8(0x43), high)};
+}
+#endif
 
 // A word of x is two bf16, and so is each lane of what a step gives. All values are exact in bf16.
 template <Format kFormat>
@@ -177,6 +235,12 @@ struct PairReader {
     const __m512i line = (__m512i)words;
     if (kFormat == Format::int4)
       return _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4 * step), kNibbles.load());
+#ifdef __AVX512VBMI__
+    constexpr __mmask64 kOdd = 0xaaaaaaaaaaaaaaaaull;
+    const Bytes b = bytes_of<kFormat>(line);
+    return step ? _mm512_mask_blend_epi8(kOdd, _mm512_srli_epi16(b.low, 8), b.high)
+                : _mm512_mask_blend_epi8(kOdd, b.low, _mm512_slli_epi16(b.high, 8));
+#else
     if (kFormat == Format::int8) {
       const v16u even = words << (step ? 16 : 24), odd = words << (step ? 0 : 8);
       const v16f low = __builtin_convertvector((v16i)even >> 24, v16f);
@@ -191,13 +255,18 @@ struct PairReader {
     const __mmask32 tiny = _mm512_testn_epi16_mask(low, _mm512_set1_epi16(0x78));
     const __m512i value = _mm512_mask_permutexvar_epi16(normal, tiny, low, kTiny.load());
     return _mm512_ternarylogic_epi32(value, sign, _mm512_set1_epi16(-0x8000), 0xf8);
+#endif
   }
   LLMC_INLINE void add(Sum& sum, V w, const X& x) {
     const __m512bh both = (__m512bh)_mm512_set1_epi32(int(x));
     sum.value = (v16f)_mm512_dpbf16_ps((__m512)sum.value, (__m512bh)w, both);
   }
   LLMC_INLINE v16f total(const Sum& sum) { return sum.value; }
+#ifdef __AVX512VBMI__
+  static constexpr float kOffset = kFormat == Format::int8 ? 128 : 0;
+#else
   static constexpr float kOffset = 0;
+#endif
 };
 #endif
 

@@ -28,7 +28,8 @@ void widen_block(const LowBitArgs& a, int64_t block, bf16* to) {
   for (int64_t k = 0; k < a.depth; k += 32) {
     if (k % a.group == 0) {
       scale = scale_of(a, block, k / a.group);
-      if (kFormat == Format::int4) offset = zero_of(a, block, k / a.group) * scale;
+      offset = scale * (kFormat == Format::int4 ? zero_of(a, block, k / a.group)
+                                                : splat(Reader::kOffset));
     }
     __m512i tile[16];
 #pragma GCC unroll 8

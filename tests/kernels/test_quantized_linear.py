@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import op_cases
@@ -94,9 +95,9 @@ def run(x: Tensor, weight: Tensor, scale: Tensor, *rest: Tensor | None) -> Tenso
 
 
 def assert_near(got: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> None:
-    """One rounding of the exact result, and before it what inputs in 16 bits lose (few rows), or
-    weights rounded to bf16 (six deviations of a sum of errors up to 2^-9 of each product). Above
-    192 rows the library multiplies, which may round twice."""
+    """One rounding of the exact result, and before it what inputs in 16 bits lose (few rows), or,
+    with tiles, weights rounded to bf16 (six deviations of a sum of errors up to 2^-9 of each
+    product). There, above 192 rows, the library multiplies, which may round twice."""
     w, x = dequantize(weight, scale).double(), x.double()
     want = x @ w.T
     if len(x) <= 16:
@@ -109,7 +110,7 @@ def assert_near(got: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 16, 17, 40, 200])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 9, 12, 13, 17, 40, 200])
 def test_every_row_count(format: Format, rows: int, threads: int) -> None:
     for k, n in ((256, 80), (1056, 2080)):
         weight, scale = quantize(rand(n, k) * k**-0.5, held(format, n, k))
@@ -172,6 +173,20 @@ def test_a_bad_row_spoils_no_other(format: Format, rows: int) -> None:
     assert torch.equal(got[others], clean[others])
     x[rows // 2, 7] = float("inf")
     assert not bool(run(x, weight, scale)[rows // 2].isfinite().any())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_code_counts_as_what_it_is(format: Format) -> None:
+    """Checkpoints hold codes that `quantize` never gives, such as -128 and NaN."""
+    to = held(format, 16, 64)
+    shape = to.shape("weight", 16, 64)
+    weight = torch.arange(math.prod(shape)).to(torch.uint8).view(shape).view(to.dtype)
+    scale = torch.ones(to.shape("scale", 16, 64), dtype=to.scale_dtype)
+    for rows in (1, 7, 33):
+        x = rand(rows, 64).bfloat16()
+        got = run(x, weight, scale)
+        want = quantized_linear.reference(x, weight, scale, None, None)
+        torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-2, atol=1e-1)
 
 
 def test_strides_and_nothing_to_do() -> None:
