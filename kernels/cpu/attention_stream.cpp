@@ -2,7 +2,7 @@
 //
 // Tiles of 64 keys: scores by dot products, softmax along the keys, then weights times values. The
 // next tile is prefetched meanwhile, since block tables defeat the hardware's prefetcher.
-#include "stream_values.h"
+#include "stream_pairs.h"
 
 namespace llmc {
 namespace {
@@ -32,65 +32,89 @@ LLMC_INLINE v16f sum_each(const v16f acc[kLanes]) {
 #endif
 }
 
-// How a K row meets a query: `kStep` elements at a time.
-struct DotFloat {
-  using Query = float;
-  static constexpr int64_t kStep = 16;
-  template <class T>
-  LLMC_INLINE v16f dot(v16f acc, const T* key, const float* query, int64_t left) {
-    return acc + (left < kStep ? load_n(key, left) : load(key)) * load(query);
-  }
-};
-
-#ifdef LLMC_AVX512_BF16
-struct DotPairs {
-  using Query = bf16;
-  static constexpr int64_t kStep = 32;
-  LLMC_INLINE v16f dot(v16f acc, const bf16* key, const bf16* query, int64_t left) {
-    const __mmask32 mask = left < kStep ? (__mmask32)((1u << left) - 1) : ~0u;
-    const __m512i k = _mm512_maskz_loadu_epi16(mask, key), q = _mm512_loadu_si512(query);
-    return (v16f)_mm512_dpbf16_ps((__m512)acc, (__m512bh)k, (__m512bh)q);
-  }
-};
-#endif
-
+// How rows of a cache meet queries, `kStep` elements at a time, and weights.
 template <class T>
-struct DotOf {
-  using type = DotFloat;
+struct PlainRows {
+  using Element = T;
+  using Query = float;
+  using Tables = int;
+  static constexpr int64_t kStep = 16;
+  static Tables tables(Dtype) { return 0; }
+  LLMC_INLINE v16f dot(v16f acc, const T* key, const float* query, Tables) {
+    return acc + load(key) * load(query);
+  }
+  LLMC_INLINE v16f dot_rest(v16f acc, const T* key, const float* query, int64_t left) {
+    return acc + load_n(key, left) * load(query);
+  }
+  static void pack_query(const T* query, int64_t dim, float* to) {
+    for (int64_t i = 0; i < dim; ++i) to[i] = to_float(query[i]);
+  }
+  template <int G>
+  static void add(const Tile<T>& tile, int64_t v_dim, const float (*scores)[kTile], float* acc,
+                  int64_t padded, Tables) {
+    add_values<T, G>(tile.values, tile.next_values, 0, tile.end, v_dim, {scores[0], kTile, 1}, acc,
+                     padded);
+  }
+  static void order(float* acc, int64_t dim) {
+    if (sizeof(T) == 2) unpermute(acc, dim);
+  }
+  template <class Body>
+  static void walk(const AttentionArgs& a, const Item& item, const Body& body) {
+    walk_tiles<T>(a, item, item.first_key, body);
+  }
 };
+
 #ifdef LLMC_AVX512_BF16
-template <>
-struct DotOf<bf16> {
-  using type = DotPairs;
+template <class Rows>
+struct WholeRows : Rows {  // sizes are multiples of kStep
+  using typename Rows::Element;
+  template <int G>
+  static void add(const Tile<Element>& tile, int64_t v_dim, const float (*scores)[kTile],
+                  float* acc, int64_t, const typename Rows::Tables& tables) {
+    uint32_t weights[G][kTile / 2];
+    for (int g = 0; g < G; ++g) round_weights(scores[g], weights[g]);
+    add_pairs<Rows, G>(tile, v_dim, weights, acc, tables);
+  }
+  LLMC_INLINE v16f dot_rest(v16f acc, const Element*, const bf16*, int64_t) { return acc; }
+  static void order(float* acc, int64_t dim) { order_sums<Rows>(acc, dim); }
+  template <class Body>
+  static void walk(const AttentionArgs& a, const Item& item, const Body& body) {
+    walk_cached_tiles<Element>(a, item, item.first_key, body);
+  }
 };
+
+template <class Rows>
+bool are_whole(const AttentionArgs& a) {
+  return a.head_dim % Rows::kStep == 0 && a.v_dim % Rows::kStep == 0;
+}
 #endif
 
 // scores[g][key] for the keys of a tile (a multiple of 16 of them; spare rows repeat the last).
-template <class T, int G>
-void tile_scores(const T* const* keys, const T* const* next, int64_t dim, int64_t padded,
-                 const typename DotOf<T>::type::Query* query, float (*scores)[kTile]) {
-  using Dot = typename DotOf<T>::type;
+template <class Rows, int G>
+void tile_scores(const typename Rows::Element* const* keys,
+                 const typename Rows::Element* const* next, int64_t dim, int64_t padded,
+                 const typename Rows::Query* query, float (*scores)[kTile],
+                 const typename Rows::Tables& tables) {
   constexpr int kKeys = kLanes / G;
   for (int64_t k = 0; k < kTile; k += kKeys) {
     v16f acc[kLanes] = {};
     const int n = k + kKeys <= kTile ? kKeys : int(kTile - k);
-    const T* row[kKeys];
+    const typename Rows::Element* row[kKeys];
     for (int j = 0; j < kKeys; ++j) {
       row[j] = keys[k + (j < n ? j : n - 1)];
       if (next) prefetch_row(next[k + (j < n ? j : n - 1)], dim);
     }
     int64_t d = 0;
-    for (; d + Dot::kStep <= dim; d += Dot::kStep)
+    for (; d + Rows::kStep <= dim; d += Rows::kStep)
 #pragma GCC unroll 16
       for (int j = 0; j < kKeys; ++j)
 #pragma GCC unroll 8
         for (int g = 0; g < G; ++g)
-          acc[j * G + g] =
-              Dot::dot(acc[j * G + g], row[j] + d, query + g * padded + d, Dot::kStep);
+          acc[j * G + g] = Rows::dot(acc[j * G + g], row[j] + d, query + g * padded + d, tables);
     if (d < dim)
       for (int j = 0; j < kKeys; ++j)
         for (int g = 0; g < G; ++g)
-          acc[j * G + g] = Dot::dot(acc[j * G + g], row[j] + d, query + g * padded + d, dim - d);
+          acc[j * G + g] = Rows::dot_rest(acc[j * G + g], row[j] + d, query + g * padded + d, dim - d);
     float sums[kLanes];
     store(sums, sum_each(acc));
     for (int j = 0; j < n; ++j)
@@ -130,18 +154,9 @@ LLMC_INLINE float softmax(float* scores, float& m, float& l) {
   return factor;
 }
 
-template <class T>
-void pack_query(const T* query, int64_t dim, int64_t padded, float* to) {
-  for (int64_t i = 0; i < padded; ++i) to[i] = i < dim ? to_float(query[i]) : 0.0f;
-}
-
-void pack_query(const bf16* query, int64_t dim, int64_t padded, bf16* to) {
-  for (int64_t i = 0; i < padded; ++i) to[i] = i < dim ? query[i] : bf16{0};
-}
-
-template <class T, int G>
+template <class T, class Rows, int G>
 void stream(const Plan& plan, const Item& item) {
-  using Query = typename DotOf<T>::type::Query;
+  using Query = typename Rows::Query;
   const AttentionArgs& a = plan.a;
   const int64_t dim = (a.head_dim + 31) / 32 * 32, v_dim = (a.v_dim + 31) / 32 * 32;
   const int64_t rows = item.num_heads * G;
@@ -150,51 +165,63 @@ void stream(const Plan& plan, const Item& item) {
   Query* query = arena.take<Query>(rows * dim);
   float* acc = arena.take<float>(rows * v_dim);
   float *m = arena.take<float>(rows), *l = arena.take<float>(rows);
+  std::memset(query, 0, rows * dim * sizeof(Query));
   std::fill(acc, acc + rows * v_dim, 0.0f);
   std::fill(m, m + rows, -kInf);
   std::fill(l, l + rows, 0.0f);
   for (int64_t row = 0; row < rows; ++row)
-    pack_query(static_cast<const T*>(a.query) + item.token * a.query_stride[0] +
-                   (item.kv_head * G + row) * a.query_stride[1],
-               a.head_dim, dim, query + row * dim);
+    Rows::pack_query(static_cast<const T*>(a.query) + item.token * a.query_stride[0] +
+                         (item.kv_head * G + row) * a.query_stride[1],
+                     a.head_dim, query + row * dim);
+  const typename Rows::Tables tables = Rows::tables(a.cache);
   alignas(64) float scores[G][kTile];
-  walk_tiles<T>(a, item, item.first_key, [&](const Tile<T>& tile) __attribute__((noinline)) {
+  using Keys = Tile<typename Rows::Element>;
+  Rows::walk(a, item, [&](const Keys& tile) __attribute__((noinline)) {
     const int64_t row = tile.head * G;
     const float scale = a.scale * a.scales.key_of(item.kv_head + tile.head);
-    tile_scores<T, G>(tile.keys, tile.next_keys, a.head_dim, dim, query + row * dim, scores);
+    tile_scores<Rows, G>(tile.keys, tile.next_keys, a.head_dim, dim, query + row * dim, scores,
+                         tables);
     for (int g = 0; g < G; ++g) {
       const float slope = a.slopes ? a.slopes[item.kv_head * G + row + g] : 0.0f;
       finish_scores(scores[g], tile.first, tile.end, {scale, a.softcap, slope, item.position});
       const float factor = softmax(scores[g], m[row + g], l[row + g]);
       if (factor != 1) scale_row(acc + (row + g) * v_dim, v_dim, factor);
     }
-    add_values<T, G>(tile.values, tile.next_values, 0, tile.end, a.v_dim, {scores[0], kTile, 1},
-                     acc + row * v_dim, v_dim);
+    Rows::template add<G>(tile, a.v_dim, scores, acc + row * v_dim, v_dim, tables);
   });
   for (int64_t row = 0; row < rows; ++row) {
-    if (sizeof(T) == 2) unpermute(acc + row * v_dim, a.v_dim);
+    Rows::order(acc + row * v_dim, a.v_dim);
     finish_row<T>(plan, item, row, m[row], l[row], acc + row * v_dim);
   }
 }
 
-template <class T>
+template <class T, class Rows>
 void stream_group(const Plan& plan, const Item& item) {
   switch (plan.group) {
-    case 1: return stream<T, 1>(plan, item);
-    case 2: return stream<T, 2>(plan, item);
-    case 3: return stream<T, 3>(plan, item);
-    case 4: return stream<T, 4>(plan, item);
-    case 5: return stream<T, 5>(plan, item);
-    case 6: return stream<T, 6>(plan, item);
-    case 7: return stream<T, 7>(plan, item);
-    case 8: return stream<T, 8>(plan, item);
+    case 1: return stream<T, Rows, 1>(plan, item);
+    case 2: return stream<T, Rows, 2>(plan, item);
+    case 3: return stream<T, Rows, 3>(plan, item);
+    case 4: return stream<T, Rows, 4>(plan, item);
+    case 5: return stream<T, Rows, 5>(plan, item);
+    case 6: return stream<T, Rows, 6>(plan, item);
+    case 7: return stream<T, Rows, 7>(plan, item);
+    case 8: return stream<T, Rows, 8>(plan, item);
   }
 }
 
 }  // namespace
 
 void run_stream(const Plan& plan, const Item& item) {
-  plan.a.dtype == Dtype::f32 ? stream_group<float>(plan, item) : stream_group<bf16>(plan, item);
+  if (plan.a.dtype == Dtype::f32) return stream_group<float, PlainRows<float>>(plan, item);
+#ifdef LLMC_FP8_BYTES
+  if (is_fp8(plan.a.cache) && are_whole<CodeRows>(plan.a))
+    return stream_group<bf16, WholeRows<CodeRows>>(plan, item);
+#endif
+#ifdef LLMC_AVX512_BF16
+  if (!is_fp8(plan.a.cache) && are_whole<PairRows>(plan.a))
+    return stream_group<bf16, WholeRows<PairRows>>(plan, item);
+#endif
+  stream_group<bf16, PlainRows<bf16>>(plan, item);
 }
 
 }  // namespace llmc

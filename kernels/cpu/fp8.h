@@ -98,6 +98,34 @@ LLMC_INLINE void put(float* to, uint16_t bits) {
   *to = to_float(bf16{bits});
 }
 
+#if defined(LLMC_AVX512) && defined(__AVX512VBMI__)
+#define LLMC_FP8_BYTES 1
+// The table cut in lower and upper bytes, so that one look-up serves 64 codes.
+struct Fp8Bytes {
+  __m512i low[2], high[2];
+
+  explicit Fp8Bytes(const Fp8Table& table) {
+    alignas(64) uint8_t bytes[2][128];
+    for (int code = 0; code < 128; ++code) {
+      bytes[0][code] = uint8_t(table.bits[code]);
+      bytes[1][code] = uint8_t(table.bits[code] >> 8);
+    }
+    for (int i = 0; i < 2; ++i) {
+      low[i] = _mm512_load_si512(bytes[0] + 64 * i);
+      high[i] = _mm512_load_si512(bytes[1] + 64 * i);
+    }
+  }
+  struct Parts {
+    __m512i low, high;
+  };
+  __attribute__((always_inline)) Parts parts(__m512i codes) const {
+    const __m512i upper = _mm512_permutex2var_epi8(high[0], codes, high[1]);
+    return {_mm512_permutex2var_epi8(low[0], codes, low[1]),
+            _mm512_ternarylogic_epi32(upper, codes, _mm512_set1_epi8(-128), 0xf8)};  // the sign
+  }
+};
+#endif
+
 #ifdef LLMC_AVX512
 LLMC_INLINE void put_line(bf16* to, __m512i words) {
   _mm512_storeu_si512(to, words);

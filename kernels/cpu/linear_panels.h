@@ -95,12 +95,12 @@ void channel_block(const LinearArgs& a, const Packed& x, int64_t n) {
   const uint32_t* words = x.words;
   for (int64_t p = 0; p < x.panels; p += Engine::kPanels) {
     const int64_t count = std::min<int64_t>(Engine::kPanels, x.panels - p);
+    const int64_t row = x.row + p * kTile, end = std::min(a.rows, row + count * kTile);
+    for (int64_t m = row; m < end; ++m) __builtin_prefetch(out_row(a, m) + n, 1, 3);
     Engine::template product<R>(a, n, words, x.panel_words, count, p == 0, sums);
     words += count * x.panel_words;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t row = x.row + (p + i) * kTile;
-      write_rows<R>(a, sums + i * 2 * kTileWords, n, row, std::min(kTile, a.rows - row));
-    }
+    for (int64_t i = 0, m = row; i < count; ++i, m += kTile)
+      write_rows<R>(a, sums + i * 2 * kTileWords, n, m, std::min(kTile, end - m));
   }
   if constexpr (Engine::kHalves)
     if (x.halves) {
