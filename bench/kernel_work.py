@@ -47,12 +47,10 @@ class Work:
 
 def fast(name: str, case: Case) -> Callable[[], Any]:
     """A call of the op's fast version for these arguments; the reference is never timed."""
-    prefer = ("triton", "cpu", "torch")
-    impls = sorted(OPS[name].impls, key=lambda i: prefer.index(i.name))
-    for impl in impls:
-        if impl.available() and impl.supports(*case):
-            return partial(impl.op(), *case)
-    raise RuntimeError(f"no fast version of {name} is there for these arguments")
+    impl = OPS[name].best(case)
+    if impl is None:
+        raise RuntimeError(f"no fast version of {name} is there for these arguments")
+    return partial(impl.op(), *case)
 
 
 def attention_case(

@@ -3,17 +3,18 @@
 An op `llmc::x` is defined by its reference: plain PyTorch, obviously right, slow. It is the
 meaning, the fallback and the oracle of the tests. A fast version is an op of its own with the
 same arguments (`llmc_cpu::x` from C++, `llmc_triton::x`), so that a printed graph names what will
-run; `passes/lower_kernels.py` picks the first available one that supports the arguments.
+run; `Op.best` picks among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+PREFER = ("triton", "cpu", "torch")  # the fast versions that may serve, best first
 Fn = Callable[..., Any]
 Case = tuple[Any, ...]
 
@@ -22,7 +23,7 @@ Case = tuple[Any, ...]
 class Impl:
     """A fast version of an op. `supports(*args)` sees fake or real tensors and must be cheap."""
 
-    name: str  # "cpu" or "triton"
+    name: str  # one of PREFER
     op: Callable[[], Any]  # the OpOverload; a call, since C++ ops exist only once built
     available: Callable[[], bool]
     supports: Fn = lambda *args: True
@@ -48,15 +49,32 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         return self.overload(*args)
 
+    def best(
+        self,
+        args: Sequence[Any],
+        *,
+        prefer: Sequence[str] = PREFER,
+        present: Container[str] | None = None,
+    ) -> Impl | None:
+        """The first version, in the order of `prefer`, that is there and takes `args`.
+
+        `present` names what is to count as there, instead of what is.
+        """
+        for name in prefer:
+            for impl in self.impls:
+                if impl.name == name:
+                    is_there = impl.available() if present is None else name in present
+                    if is_there and impl.supports(*args):
+                        return impl
+        return None
+
     def run(self, *args: Any) -> Any:
-        """Call the first version that is there and takes `args`, the reference failing that.
+        """Call the best version, the reference failing that.
 
         For calls outside a graph; inside one, `lower_kernels` chooses once.
         """
-        for impl in self.impls:
-            if impl.available() and impl.supports(*args):
-                return (impl.run or impl.op())(*args)
-        return self.reference(*args)
+        impl = self.best(args)
+        return self.reference(*args) if impl is None else (impl.run or impl.op())(*args)
 
     def impl(self, impl: Impl) -> Impl:
         self.impls.append(impl)

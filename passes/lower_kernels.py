@@ -7,18 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from llmc.kernels.registry import OPS
+from llmc.kernels.registry import OPS, PREFER
 from llmc.passes.base import Notes, graph_pass
 
 # Ops of torch that an op of ours can stand in for, with the same arguments.
 _SAME_AS = {torch.ops.aten.linear.default: "linear"}
 
 
-PREFER = ("triton", "cpu", "torch")  # the implementations that may serve, best first
-
-
 @graph_pass(required=True)
-def lower_kernels(gm: fx.GraphModule, *, prefer: Sequence[str]) -> Notes:
+def lower_kernels(gm: fx.GraphModule, *, prefer: Sequence[str] = PREFER) -> Notes:
     """Name the implementation of every llmc op in the graph.
 
     Before:
@@ -37,10 +34,7 @@ def lower_kernels(gm: fx.GraphModule, *, prefer: Sequence[str]) -> Notes:
         if node.target in _SAME_AS:
             node.args = (*node.args, None)[:3]  # linear's bias may be left out
         args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
-        ranked = sorted(
-            (i for i in op.impls if i.name in prefer), key=lambda i: prefer.index(i.name)
-        )
-        impl = next((i for i in ranked if i.available() and i.supports(*args)), None)
+        impl = op.best(args, prefer=prefer)
         if impl is None and node.target in _SAME_AS:
             continue  # torch's own op is no slow reference
         if impl is None:

@@ -23,7 +23,7 @@ from llmc.errors import CompileError
 from llmc.passes.base import OUTLINE, Pass, PassReport, check_names, run_passes
 from llmc.passes.inputs import CacheInput, ConstantInput, StateInput, WeightInput, input_of
 from llmc.passes.logits_processors import LogitsProcessor
-from llmc.passes.lower_kernels import PREFER, lower_kernels
+from llmc.passes.lower_kernels import lower_kernels
 from llmc.passes.page_attention import CacheSpec
 from llmc.passes.pipeline import PipelineOptions, pipeline
 from llmc.passes.slot_state import StateSpec
@@ -131,9 +131,9 @@ def compile_program(
     )
 
 
-def lowered(program: Program, prefer: Sequence[str] = PREFER) -> fx.GraphModule:
+def lowered(program: Program) -> fx.GraphModule:
     """The graph with every op replaced by its fastest version that is there now."""
-    graph, reports = run_passes(program.graph, (lower_kernels(prefer=prefer),))
+    graph, reports = run_passes(program.graph, (lower_kernels(),))
     log.info("%s", reports[0])
     return graph
 

@@ -17,9 +17,8 @@ from torch import fx
 
 from llmc.inspection.stages import Stage
 from llmc.kernels.cpu.compile import find_toolchain
-from llmc.kernels.registry import OPS, Impl
+from llmc.kernels.registry import OPS
 from llmc.passes.base import op_name
-from llmc.passes.lower_kernels import PREFER
 
 _LANGUAGES = {"cpu": "C++", "triton": "Triton", "torch": "torch"}
 _PLAIN = {torch.ops.aten.linear.default: "linear"}  # torch's own op, which one of ours may replace
@@ -56,16 +55,11 @@ def choose_kernels(
         args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
         if node.target in _PLAIN:
             args = (*args, None)[:3]
-        ranked = [i for wanted in PREFER for i in op.impls if i.name == wanted] if op else []
-        impl = next((i for i in ranked if _fits(i, args, present)), None)
+        impl = op.best(args, present=present) if op else None
         fallback = "torch" if node.target in _PLAIN else "reference"
         counts[name, _LANGUAGES[impl.name] if impl else fallback] += copies(stage.layers.of[node])
     found = [KernelChoice(op=op, count=n, runs=runs) for (op, runs), n in sorted(counts.items())]
     return (*found, KernelChoice(op="everything else", count=rest, runs="torch"))
-
-
-def _fits(impl: Impl, args: tuple[object, ...], present: set[str]) -> bool:
-    return impl.name in present and bool(impl.supports(*args))
 
 
 def _present(device: torch.device) -> set[str]:

@@ -19,7 +19,7 @@ from llmc.compiler.weights import WeightSource
 from llmc.kernels.registry import OPS
 from llmc.passes.base import Pass, PassReport, run_passes
 from llmc.passes.canonicalize import canonicalize
-from llmc.passes.lower_kernels import PREFER, lower_kernels
+from llmc.passes.lower_kernels import lower_kernels
 from llmc.passes.pipeline import PipelineOptions, pipeline
 from llmc.verification.reference import Run
 from llmc.verification.step import Geometry, bind, run_steps, sampling_tables
@@ -121,7 +121,7 @@ class Subject:
         """Fast versions of these ops only; the others stay on their references."""
         if kernels is not None and not kernels:
             return graph
-        lowered, _ = run_passes(graph, (lower_kernels(prefer=PREFER),))
+        lowered, _ = run_passes(graph, (lower_kernels(),))
         if kernels is None:
             return lowered
         wanted = {OPS[name].overload for name in kernels}
