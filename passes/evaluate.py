@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from llmc.passes.edit import aten
-from llmc.passes.inputs import ConstantInput, StepInput, input_of
+from llmc.passes.inputs import ConstantInput, StepInput, WeightInput, input_of
 
 _CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def _input(node: fx.Node, tokens: int, seed: int) -> Any:
         return torch.randint(0, 7, (tokens,), generator=torch.Generator().manual_seed(seed))
     if isinstance(role, ConstantInput):
         return role.tensor.to(_CPU)
-    raise Unknown(f"it reads {node.name}")
+    raise Unknown(f"it reads {role.parts[0] if isinstance(role, WeightInput) else node.name}")
 
 
 def _on_cpu(arg: Any) -> Any:
