@@ -1,25 +1,28 @@
 """Speculative decoding against plain decoding: one engine's runner, in turn, medians of the ratios.
 
-    python -m bench.speculation [--model builtin|dummy|both] [--rounds 5] [--rows 1,4]
-                                [--threads N] [--config bench/configs/qwen3-0.6b.json]
-                                [--output-json FILE]
+    python -m bench.speculation [--model builtin|dummy|both] [--method ngram|draft_model|both]
+                                [--rounds 5] [--rows 1,4] [--threads N] [--draft-layers 4]
+                                [--config bench/configs/qwen3-0.6b.json] [--output-json FILE]
 
 `copy`: the prompt goes round and the answer goes on with it. No model is trusted to copy: of eight
 tokens, banned pairs leave one way through, which the prompt has taken several times. `random`: a
 random prompt, answered at temperature 1, which nobody can guess. Both ways get the same requests
 with the same seeds, and their tokens are compared; with bfloat16 a step of several tokens may
 round otherwise than one of a single token, so random answers may part, and that is counted.
+
+A draft model has the config's shape with fewer layers and random weights of its own, or is the
+built-in model again in int8. It is told of banned pairs too, so that `copy` is guessed rightly.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +34,8 @@ from llmc.benchmark.report import context, write_json
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
-from llmc.engine.speculation import Speculation
 from llmc.sampling_params import SamplingParams
-from llmc.speculative_config import SpeculativeConfig
+from llmc.speculative_config import METHODS
 from llmc.start import Started, start_engine
 
 NUM_OUTPUT = 128
@@ -53,14 +55,19 @@ def main() -> None:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     rows = [int(word) for word in args.rows.split(",")]
+    methods = METHODS if args.method == "both" else (args.method,)
     results: dict[str, Any] = {}
-    if args.model in ("builtin", "both"):
-        results["builtin"] = measure("builtin", EngineConfig(**_limits()), rows, args.rounds)
-    if args.model in ("dummy", "both"):
-        with tempfile.TemporaryDirectory() as folder:
-            shutil.copy(args.config, Path(folder) / "config.json")
-            config = EngineConfig(model=folder, load_format="dummy", **_limits())
-            results[args.config.stem] = measure(args.config.stem, config, rows, args.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.model in ("builtin", "both"):
+            draft = {"model": "llmc-guide", "quantization": "int8"}
+            results["builtin"] = measure_all("builtin", {}, methods, draft, rows, args.rounds)
+        if args.model in ("dummy", "both"):
+            target, small = (Path(folder) / name for name in ("target", "draft"))
+            _save_config(args.config, target)
+            _save_config(args.config, small, num_hidden_layers=args.draft_layers)
+            options = {"model": str(target), "load_format": "dummy"}
+            name, draft = args.config.stem, {"model": str(small)}
+            results[name] = measure_all(name, options, methods, draft, rows, args.rounds)
     if args.output_json:
         facts = {**context(), "versions": package_versions(), "machine": describe_machine()}
         facts["threads"] = torch.get_num_threads()
@@ -70,6 +77,8 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", choices=("builtin", "dummy", "both"), default="both")
+    parser.add_argument("--method", choices=(*METHODS, "both"), default="both")
+    parser.add_argument("--draft-layers", type=int, default=4)
     parser.add_argument("--config", type=Path, default=Path("bench/configs/qwen3-0.6b.json"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", default="1,4")
@@ -79,7 +88,37 @@ def _arguments() -> argparse.Namespace:
 
 
 def _limits() -> dict[str, Any]:
-    return {"max_model_len": MAX_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 512}
+    return {
+        "max_model_len": MAX_LEN,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "enable_prefix_caching": False,
+    }
+
+
+def _save_config(config: Path, folder: Path, **changes: int) -> None:
+    """A directory with the config alone; their kinds need not be listed."""
+    fields = json.loads(config.read_text())
+    if changes:
+        fields.pop("layer_types", None)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**fields, **changes}))
+
+
+def measure_all(
+    name: str,
+    options: Mapping[str, Any],
+    methods: Sequence[str],
+    draft: Mapping[str, str],
+    rows: Sequence[int],
+    rounds: int,
+) -> dict[str, Any]:
+    results = {}
+    for method in methods:
+        drafting = {"method": method, **(draft if method == "draft_model" else {})}
+        config = EngineConfig(**_limits(), **options, speculative_config=drafting)
+        results[method] = measure(f"{name}, {method}", config, rows, rounds)
+    return results
 
 
 def measure(name: str, config: EngineConfig, rows: Sequence[int], rounds: int) -> dict[str, Any]:
@@ -87,14 +126,14 @@ def measure(name: str, config: EngineConfig, rows: Sequence[int], rounds: int) -
     started = start_engine(config)
     if started.upgrade is not None:
         started.upgrade.wait(None)
-    plain, guessing = _engine(started, None), _engine(started, Speculation(SpeculativeConfig()))
+    plain, guessing = _plain_engine(started), started.engine
     results: dict[str, Any] = {}
     for count in rows:
         for load in ("copy", "random"):
             found = _compare(plain, guessing, load, count, rounds, started.info.vocab_size)
             results[f"{load}, {count} rows"] = found
             print(
-                f"{name:12} {load:6} {count:3} rows   plain {found['plain_s']:.3f} s, "
+                f"{name:22} {load:6} {count:3} rows   plain {found['plain_s']:.3f} s, "
                 f"guessing {found['guessing_s']:.3f} s, {found['ratio']:.2f} times as fast; "
                 f"{found['num_accepted']} of {found['num_drafted']} guesses right, "
                 f"{found['num_parted']} of {count * rounds} answers parted"
@@ -102,8 +141,9 @@ def measure(name: str, config: EngineConfig, rows: Sequence[int], rounds: int) -
     return results
 
 
-def _engine(started: Started, speculation: Speculation | None) -> EngineCore:
-    """Both are on the same runner and never run at once; cached prefixes would be overwritten."""
+def _plain_engine(started: Started) -> EngineCore:
+    """On the runner of the other, never at the same time; neither keeps prefixes, which the other
+    would overwrite."""
     info = started.info
     return EngineCore(
         started.runner,
@@ -115,7 +155,6 @@ def _engine(started: Started, speculation: Speculation | None) -> EngineCore:
         vocab_size=info.vocab_size,
         eos_token_ids=(),
         enable_prefix_caching=False,
-        speculation=speculation,
     )
 
 
@@ -138,6 +177,7 @@ def _compare(
         "guessing_s": statistics.median(other.seconds for _, other in pairs),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
+        "num_drafts": after.num_drafts - before.num_drafts,
         "num_drafted": after.num_draft_tokens - before.num_draft_tokens,
         "num_accepted": after.num_accepted_tokens - before.num_accepted_tokens,
         "num_parted": sum(

@@ -247,8 +247,9 @@ ENGINE_OPTIONS = (
         read=SpeculativeConfig.parse,
         help="Guess tokens ahead and check several in one step: "
         '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":4,"prompt_lookup_min":2} '
-        "guesses what followed the last 4 to 2 tokens where they stood before. The answers stay "
-        "the same; text that repeats itself or its prompt comes faster.",
+        "guesses what followed the last 4 to 2 tokens where they stood before; "
+        '{"method":"draft_model","model":"DIR"} what a smaller model of the same vocabulary says. '
+        "The answers stay the same.",
     ),
     EngineOption(
         field="opt_level",

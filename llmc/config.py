@@ -98,6 +98,9 @@ class EngineConfig:
                 'speculative_config must be a mapping such as {"method": "ngram"}, '
                 f"got {self.speculative_config!r}"
             )
+        drafting = self.speculative_config
+        if drafting is not None and drafting.quantization is not None:
+            _one_of("quantization in speculative_config", drafting.quantization, QUANTIZATIONS)
         for size in self.cuda_graph_buckets or ():
             _positive("cuda_graph_buckets", size)
         if self.opt_level not in (None, 0, 1, 2, 3):

@@ -13,7 +13,7 @@ from typing import Literal
 
 from llmc.errors import ConfigError
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft_model")
 MAX_DRAFT = 32
 MAX_NGRAM = 32
 
@@ -24,12 +24,18 @@ class SpeculativeConfig:
 
     The last `prompt_lookup_max` tokens are looked up first, then fewer, down to
     `prompt_lookup_min`. Where one of the two is not given it is 4 or 2, or what the other needs.
+
+    `draft_model`: what `model`, a smaller one of the same vocabulary, draws. `revision` and
+    `quantization` are its own, all other options those of the model that is served.
     """
 
-    method: Literal["ngram"] = "ngram"
+    method: Literal["ngram", "draft_model"] = "ngram"
     num_speculative_tokens: int = 4  # guessed at most, per request and step
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
+    model: str | None = None  # a directory or a hub id
+    revision: str | None = None
+    quantization: Literal["int8", "int4", "fp8"] | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -38,6 +44,7 @@ class SpeculativeConfig:
                 f"the methods are {', '.join(METHODS)}"
             )
         _check("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFT)
+        self._check_keys()
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), MAX_NGRAM)
@@ -53,6 +60,22 @@ class SpeculativeConfig:
             )
         object.__setattr__(self, "prompt_lookup_min", shortest)
         object.__setattr__(self, "prompt_lookup_max", longest)
+
+    def _check_keys(self) -> None:
+        """A key of another method would be without effect."""
+        if self.method == "draft_model" and not self.model:
+            raise ConfigError(
+                "speculative_config: method draft_model needs a model: a directory or a hub id"
+            )
+        lookup_keys = ("prompt_lookup_max", "prompt_lookup_min")
+        model_keys = ("model", "revision", "quantization")
+        for name in model_keys if self.method == "ngram" else lookup_keys:
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"speculative_config: {name} means nothing to method {self.method}"
+                )
+        if self.model is not None and not isinstance(self.model, str):
+            raise ConfigError(f"speculative_config: model must be a name, got {self.model!r}")
 
     @property
     def lengths(self) -> tuple[int, int]:

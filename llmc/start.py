@@ -15,6 +15,7 @@ from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.speculation import Speculation
 from llmc.load import LoadedModel, compile_model, find_model, load_model
+from llmc.start_draft import draft_in_flight, find_draft, load_draft, speculate
 from llmc.structured.begin import GrammarStarter
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
     with clock.phase("read config") as detail:
         device = pick_device(config.device)
         source = find_model(config, device)
+        draft_source = find_draft(source)
         dtype = str(source.dtype).removeprefix("torch.")
         detail += [source.files.name, dtype, str(device)]
     from llmc.kernels.cpu.build import cache_dir
@@ -135,9 +137,16 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
             "speculative decoding is off: this model's recurrent layers keep one state a "
             "request, which can't go back to before a wrong guess"
         )
+    draft = None
+    if drafting is not None and draft_source is not None:
+        with clock.phase("draft model") as detail:
+            draft = load_draft(draft_source)
+            detail += [draft.source.files.name, f"{draft.weight_bytes / 2**20:.0f} MiB"]
     with clock.phase("size cache") as detail:
         built = kernels_are_built(build)
         profiled = [_profile(model, built, level, in_flight)]
+        if drafting is not None and draft is not None:
+            profiled.append(_profile(draft, built, level, draft_in_flight(drafting, device)))
         pool = size_pools(config, device, profiled)
         bound = [
             one.bind(pool.num_blocks, min(pool.max_model_len, one.model_len)) for one in profiled
@@ -156,7 +165,11 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
             )
         if not built:
             detail.append("C++ kernels are still being built: slow until then")
-    speculation = None if drafting is None else Speculation(drafting)
+    speculation = None
+    if drafting is not None:
+        speculation = Speculation(drafting)
+        if draft is not None:
+            speculation = speculate(drafting, draft, bound[1].runner, model, pool)
     eos = source.eos_token_ids
     engine = EngineCore(
         bound[0].runner,

@@ -53,6 +53,7 @@ THIRD_PARTY = {  # name -> the only modules that may import it
         "llmc.compiler",
         "llmc.runner",
         "llmc.load",
+        "llmc.start_draft",
         "llmc.choices",
         "llmc.guide",
         "llmc.benchmark",

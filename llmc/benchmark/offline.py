@@ -196,6 +196,7 @@ def bandwidth_result(
 def speculation_result(before: EngineStats, after: EngineStats) -> dict[str, int]:
     """The part of a JSON result that tells of tokens guessed ahead, between two readings."""
     return {
+        "num_drafts": after.num_drafts - before.num_drafts,
         "num_draft_tokens": after.num_draft_tokens - before.num_draft_tokens,
         "num_accepted_tokens": after.num_accepted_tokens - before.num_accepted_tokens,
     }

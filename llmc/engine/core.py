@@ -258,6 +258,7 @@ class EngineCore:
             num_runtime_compiles=self._runner.num_runtime_compiles,
             prefix_cache_queries=pool.num_queries,
             prefix_cache_hits=pool.num_hits,
+            num_drafts=speculation.num_drafts if speculation else 0,
             num_draft_tokens=speculation.num_draft_tokens if speculation else 0,
             num_accepted_tokens=speculation.num_accepted_tokens if speculation else 0,
         )

@@ -77,11 +77,11 @@ class StepDraft:
         assert request.row is not None and request.mask is not None
         self.row_masks.append(RowMask(row=request.row, words=request.mask))
 
-    def _lead(self, request: Request) -> int | None:
+    def _lead(self, request: Request) -> Sequence[int]:
         """What the engine says of a draw: its mask, or that another token was chosen."""
         if request.matcher is not None:
             self._mask(request)
-        return request.token_ids[-1] if request.beam is not None else None
+        return request.token_ids[-1:] if request.beam is not None else ()
 
     def put_next(self, request: Request, new_blocks: Sequence[int] = ()) -> None:
         """`put` for the one token of a decode, which is most of what a step does."""
@@ -97,7 +97,7 @@ class StepDraft:
             row=request.row, start=start, num_tokens=1, sample=True, new_blocks=new_blocks
         )
         if request.is_led:
-            work.token_id = self._lead(request)
+            work.entered_token_ids = self._lead(request)
         self.work.append(work)
 
     def put_guessed(

@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 LEAST_GAIN = 1.02  # drafting less than this much better is not worth it
-_MEMORY = 0.75  # of what was accepted, per step with guesses
-_WEIGHT = 3.0  # tokens that a first estimate counts for
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 16, 256  # tokens between two tries that nobody believes in
 _MOST_COST = 8.0
 _NUM_TIMES = 9  # measurements that are kept
@@ -24,6 +22,11 @@ _EXPIRES = 256  # plain steps after which a measured cost is forgotten: it may h
 
 def best_length(chance: float, cost: float, most: int) -> int:
     """How many guesses give the most tokens for the time; 0 where none pays."""
+    return best_gain(chance, cost, most)[0]
+
+
+def best_gain(chance: float, cost: float, most: int) -> tuple[int, float]:
+    """`best_length`, and how many times as fast it makes a request; 0 and 1 where none pays."""
     best, best_gain = 0, LEAST_GAIN
     tokens, right = 1.0, 1.0
     for length in range(1, most + 1):
@@ -33,14 +36,18 @@ def best_length(chance: float, cost: float, most: int) -> int:
         if gain <= best_gain:
             break
         best, best_gain = length, gain
-    return best
+    return (best, best_gain) if best else (0, 1.0)
 
 
 class Acceptance:
-    """Of one request: how likely a guess is right, and when to try again where it is not."""
+    """Of one request: how likely a guess is right, and when to try again where it is not.
 
-    def __init__(self, chance: float) -> None:
-        self._right, self._tested = chance * _WEIGHT, _WEIGHT
+    The first estimate, `chance`, counts for `weight` tokens; `memory` is how much of what was
+    seen counts after the next step with guesses.
+    """
+
+    def __init__(self, chance: float, *, weight: float = 3.0, memory: float = 0.75) -> None:
+        self._right, self._tested, self._memory = chance * weight, weight, memory
         self._pause = _SHORTEST_PAUSE
         self._next_try: int | None = None  # a number of tokens
 
@@ -60,28 +67,51 @@ class Acceptance:
             return 1
         return length
 
-    def saw(self, num_drafted: int, num_accepted: int) -> None:
-        num_tested = min(num_accepted + 1, num_drafted)  # beyond the first wrong one says nothing
-        self._right = self._right * _MEMORY + num_accepted
-        self._tested = self._tested * _MEMORY + num_tested
-        if num_accepted:
+    def saw(self, num_tested: int, num_right: int) -> None:
+        self._right = self._right * self._memory + num_right
+        self._tested = self._tested * self._memory + num_tested
+        if num_right:
             self._pause = _SHORTEST_PAUSE
         elif self._next_try is not None:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._next_try = None
 
 
+def num_tested(num_drafted: int, num_accepted: int) -> int:
+    """How many of a step's guesses say something: those after the first wrong one do not."""
+    return min(num_accepted + 1, num_drafted)
+
+
+class StepTimes:
+    """The last few steps, by the binary order of their number of rows: one of another size says
+    nothing."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, deque[float]] = {}
+        self._usual: dict[int, float] = {}
+
+    def add(self, num_rows: int, seconds: float) -> None:
+        order = num_rows.bit_length()
+        times = self._times.setdefault(order, deque(maxlen=_NUM_TIMES))
+        times.append(seconds)
+        if len(times) >= _LEAST_TIMES:
+            self._usual[order] = _usual(times)
+
+    def usual(self, num_rows: int) -> float | None:
+        """Seconds; None while too few are known."""
+        return self._usual.get(num_rows.bit_length())
+
+
 class DraftCosts:
     """Measured while serving, from the times between the results of decode steps.
 
-    Plain steps are kept by the binary order of their number of rows: a step of another size says
-    nothing. Until a few of a size are known nothing is guessed there.
+    Until a few plain steps of a size are known nothing is guessed there.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._last: float | None = None
-        self._plain: dict[int, deque[float]] = {}
+        self.plain = StepTimes()
         self._costs: deque[float] = deque(maxlen=_NUM_TIMES)
         self._num_plain = 0  # since the last cost was measured or forgotten
 
@@ -89,18 +119,23 @@ class DraftCosts:
         """Nothing runs: the time to the next result is not that of a step."""
         self._last = None
 
+    def exclude(self, seconds: float) -> None:
+        """These have passed since the last result, and are not the next step's."""
+        if self._last is not None:
+            self._last += seconds
+
     def saw_step(self, num_rows: int, num_drafted: int, is_decode: bool) -> None:
         """The result of a step came. Only decode steps are measured."""
         now, last = self._clock(), self._last
         self._last = now
         if last is None or not is_decode:
             return
-        plain = self._plain.setdefault(num_rows.bit_length(), deque(maxlen=_NUM_TIMES))
+        plain = self.plain.usual(num_rows)
         self._num_plain += 1
         if not num_drafted:
-            plain.append(now - last)
-        elif len(plain) >= _LEAST_TIMES:
-            cost = ((now - last) / max(_usual(plain), 1e-9) - 1.0) * num_rows / num_drafted
+            self.plain.add(num_rows, now - last)
+        elif plain is not None:
+            cost = ((now - last) / max(plain, 1e-9) - 1.0) * num_rows / num_drafted
             self._costs.append(min(max(cost, 0.0), _MOST_COST))
             self._num_plain = 0
         if self._num_plain >= _EXPIRES and self._costs:
@@ -109,8 +144,7 @@ class DraftCosts:
 
     def cost(self, num_rows: int) -> float | None:
         """Of a guessed token, as a share of a plain step; None while that can't be measured."""
-        plain = self._plain.get(num_rows.bit_length())
-        if plain is None or len(plain) < _LEAST_TIMES:
+        if self.plain.usual(num_rows) is None:
             return None
         return _usual(self._costs) if len(self._costs) >= _LEAST_TIMES else _FIRST_COST
 

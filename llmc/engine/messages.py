@@ -77,5 +77,6 @@ class EngineStats:
     num_runtime_compiles: int  # that a step had to wait for
     prefix_cache_queries: int  # tokens looked up
     prefix_cache_hits: int  # tokens found
+    num_drafts: int = 0  # steps of a request in which tokens were guessed ahead
     num_draft_tokens: int = 0  # guessed ahead of the model, and computed
     num_accepted_tokens: int = 0  # of those: the model drew just so

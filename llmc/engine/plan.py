@@ -44,7 +44,8 @@ class RowWork:
     are entered after the row's own, and a token is drawn after each of them too. So the row
     draws 1 + len(draft_token_ids) tokens; whoever guessed says how many of them stand.
 
-    `token_id` is the first of the tokens where the engine chose another than was drawn.
+    The last len(entered_token_ids) of the tokens are known, but not to the runner, which drew
+    others there or none: they take their places, and are computed as if they had been there.
 
     With `is_scored` (a prompt whose log-probabilities are wanted) each token whose next one is
     known is scored: all of them inside the prompt, all but the last at its end.
@@ -56,7 +57,7 @@ class RowWork:
     sample: bool
     new_blocks: Sequence[int] = ()  # physical block ids appended to the row's block table
     draft_token_ids: Sequence[int] = ()
-    token_id: int | None = None
+    entered_token_ids: Sequence[int] = ()  # never together with guesses
     is_scored: bool = False
 
     @property

@@ -39,6 +39,9 @@ class PromptLookup:
                 return place
         return None
 
+    def is_ready(self) -> bool:
+        return self.find() is not None
+
     def guess(self, most: int) -> list[int]:
         """Up to `most` tokens that may come next. What runs into the end goes round."""
         place = self.find()

@@ -130,6 +130,8 @@ class Scheduler:
         if self.quarantine:
             self._plan_suspects(draft)
         else:
+            if self.speculation is not None:
+                self.speculation.begin(self.running, is_idle=not self._in_flight)
             self._plan_all(draft)
             while not draft.work and self._break_circle():
                 self._plan_all(draft)
@@ -440,6 +442,8 @@ class Scheduler:
         del self.requests[request.request_id]
         self.num_finished += 1
         forks.leave(request)
+        if self.speculation is not None:
+            self.speculation.leave(request)
         if self.quarantine:
             self.quarantine.drop(request)
         self._seats.finish(request)
@@ -460,6 +464,8 @@ class Scheduler:
             ),
         }
         broken += [rule for rule, holds in rules.items() if not holds]
+        if self.speculation is not None:
+            self.speculation.check(self.requests)
         if broken:
             raise AssertionError("scheduler: not true that " + "; nor that ".join(broken))
 

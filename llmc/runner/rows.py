@@ -231,12 +231,11 @@ class RowTables:
             out.add(self._places["mask"].at(mask.row), words)
 
     def enter_tokens(self, work: RowWork, out: Segments) -> None:
-        """Put a chosen token in place of the drawn one, and guesses behind the row's own."""
-        if work.token_id is not None:
-            out.add(self._places["history"].at(work.row, work.start), (work.token_id,))
-        if work.draft_token_ids:
-            first = work.start + work.num_tokens - len(work.draft_token_ids)
-            out.add(self._places["history"].at(work.row, first), work.draft_token_ids)
+        """Put tokens that come with the work at the end of the row's own."""
+        tokens = work.draft_token_ids or work.entered_token_ids
+        if tokens:
+            first = work.start + work.num_tokens - len(tokens)
+            out.add(self._places["history"].at(work.row, first), tokens)
 
     def append_blocks(self, work: RowWork, out: Segments) -> None:
         """Add the row's new blocks at the end of its block table."""

@@ -148,6 +148,7 @@ class _EngineCollector:
         yield self._counter("runtime_compiles", stats.num_runtime_compiles)
         yield self._counter("prefix_cache_queries", stats.prefix_cache_queries)
         yield self._counter("prefix_cache_hits", stats.prefix_cache_hits)
+        yield self._counter("spec_decode_num_drafts", stats.num_drafts)
         yield self._counter("spec_decode_num_draft_tokens", stats.num_draft_tokens)
         yield self._counter("spec_decode_num_accepted_tokens", stats.num_accepted_tokens)
         yield self._gauge("engine_up", self._llm.is_alive)

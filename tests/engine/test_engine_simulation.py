@@ -9,11 +9,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+from fake_draft import UnsureRunner, speculate
 from fake_runner import EOS, VOCAB, DigitGrammars, FakeRunner, Outcome, run_alone
 from oracle import Oracle
 
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
+from llmc.engine.model_speculation import ModelSpeculation
 from llmc.engine.swap import SwapCost, SwapRoom
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
@@ -62,6 +64,7 @@ class Trace:
     depth: int
     faults: str
     aborts: bool = True
+    draft: UnsureRunner | None = None  # of a draft model
     messages: dict[str, AddRequest] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
@@ -102,11 +105,29 @@ class Trace:
         if self.seed % 5 < 2:
             oracle = Oracle(random.Random(self.seed), nan=self.runner.nan)
             self.core._scheduler.speculation = oracle
+        elif self.seed % 5 == 2:
+            self.speculate(rng, budget, rows)
         if self.faults == "poison":
             culprits = rng.sample(range(8), 2)
             self.runner.poison = {f"r{i}": rng.randrange(self.context) for i in culprits}
         self.play(rng)
         return self.core
+
+    def speculate(self, rng: random.Random, budget: int, rows: int) -> None:
+        """With a draft model, whose cache may be small and whose steps may fail."""
+        speculation, self.draft = speculate(
+            random.Random(self.seed),
+            num_blocks=rng.choice([self.num_blocks, 4]),
+            block_size=self.block_size,
+            max_tokens=budget,
+            max_rows=rows,
+            max_model_len=self.context,
+            caching=self.caching,
+            is_eager=True,
+        )
+        self.draft.nan = self.runner.nan
+        self.draft.fault_rate = 0.02 if self.faults == "random" else 0.0
+        self.core._scheduler.speculation = speculation
 
     @staticmethod
     def swap_room(rng: random.Random) -> SwapRoom:
@@ -210,6 +231,11 @@ class Trace:
         assert stats.num_free_blocks == stats.num_blocks, "a block leaked"
         assert stats.num_finished == len(self.messages)
         assert stats.num_running == stats.num_waiting == 0
+        if self.draft is not None:
+            speculation = self.core._scheduler.speculation
+            assert isinstance(speculation, ModelSpeculation)
+            speculation.check(())
+            assert speculation._num_failures == min(self.draft.faults, 3)
         told = set(self.core._scheduler.rows.pop_released())
         assert set(self.runner.rows) <= told, "a row leaked in the runner"
 
@@ -220,7 +246,7 @@ class Trace:
 def test_every_request_ends_as_it_does_alone(
     batch: int, depth: int, faults: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.CRITICAL, "llmc.engine.core")
+    caplog.set_level(logging.CRITICAL, "llmc.engine")
     totals: Counter[str] = Counter()
     for index in range(NUM_TRACES):
         # not hash(): that of a string differs from run to run
@@ -243,6 +269,9 @@ def test_every_request_ends_as_it_does_alone(
         totals["scored"] += trace.runner.num_scored
         totals["guessed wrong"] += trace.runner.num_guessed - trace.runner.num_accepted
         totals["guessed right"] += stats.num_accepted_tokens
+        if trace.draft is not None:
+            totals["right by a draft model"] += stats.num_accepted_tokens
+            totals["draft faults"] += trace.draft.faults
         assert stats.num_failed_steps == trace.runner.faults
         for outcome in trace.outcomes.values():
             totals[outcome.finish_reason or "none"] += 1
@@ -264,6 +293,7 @@ def test_every_request_ends_as_it_does_alone(
         "whole",
         "guessed right",
         "guessed wrong",
+        "right by a draft model",
     ):
         assert totals[event] > NUM_TRACES // 50, f"{event}: {totals}"
     assert (totals["faults"] > 0) == (faults != "none")

@@ -282,7 +282,7 @@ def test_a_chosen_token_takes_the_place_of_the_drawn_one() -> None:
     rows = tables()
     fill(rows, dataclasses.replace(new_row(2, [9, 8, 7]), num_candidates=40))
     rows.tables["history"][2, 3] = 5  # drawn
-    work = RowWork(row=2, start=3, num_tokens=1, sample=True, token_id=6)
+    work = RowWork(row=2, start=3, num_tokens=1, sample=True, entered_token_ids=(6,))
     plan = StepPlan(step=1, work=[work])
     assert encode(rows, plan).wanted == (40,)
     apply(rows, plan)

@@ -155,6 +155,8 @@ class FakeStep:
 class FakeRunner:
     """`poison` maps a request to the position whose computation raises, always."""
 
+    knows_all_tokens = True  # which it is told at the start, or has drawn
+
     def __init__(
         self,
         *,
@@ -347,19 +349,19 @@ class FakeRunner:
 
     def _compute(self, row: Row, work: RowWork, tokens: list[int | None]) -> None:
         assert not row.broken, "used a row that was in a failed step"
-        if work.token_id is not None:
-            assert work.num_tokens == 1, "chose a token of many"
-            row.prints[-1] = fingerprint(row.prints[-2], work.token_id)
         size = self.block_size
         row.blocks.extend(work.new_blocks)
         self.holders.update(work.new_blocks)
         if row.num_computed is None:
             row.num_computed = work.start
         end = work.start + work.num_tokens
+        if work.entered_token_ids:
+            self._enter(row, work)
         assert end < row.num_prompt + (row.sampling.max_tokens or end), "work that no one needs"
         assert work.start == row.num_computed, "positions are not contiguous"
         assert end <= len(row.prints) and end <= len(row.blocks) * size
-        assert work.sample == (end == len(row.prints))
+        if work.sample or self.knows_all_tokens:
+            assert work.sample == (end == len(row.prints))
         for position in range(work.start, end):
             block = row.blocks[position // size]
             assert self.holders[block] == 1, "wrote to a block that another row holds"
@@ -381,6 +383,17 @@ class FakeRunner:
             )
             tokens.append(token)
             row.prints.append(fingerprint(row.prints[-1], -1 if token is None else token))
+
+    def _enter(self, row: Row, work: RowWork) -> None:
+        """The last tokens of the work come with it; what stood there and behind is gone."""
+        assert row.num_computed is not None and not work.draft_token_ids
+        first = work.start + work.num_tokens - len(work.entered_token_ids)
+        assert first <= len(row.prints) and work.start <= row.num_computed
+        if not self.knows_all_tokens:
+            row.num_computed = work.start
+        del row.prints[first:]
+        for token in work.entered_token_ids:
+            row.prints.append(fingerprint(row.prints[-1], token))
 
 
 def allowed_by(mask: bytes) -> list[int]:

@@ -68,14 +68,12 @@ class Running:
 
 def start(path: Path, **options: Any) -> Running:
     """start_engine at -O0, with every cache tensor that it allocates kept and poisoned."""
-    made: list[Tensor] = []
+    made: list[list[Tensor]] = []
     allocate = kv_cache.allocate
 
     def poisoned(*args: Any, **kwargs: Any) -> Any:
-        made.clear()  # the profile step's caches come first; the last ones stay
         layers = allocate(*args, **kwargs)
-        for layer in layers:
-            made.extend(cache.fill_(float("nan")) for cache in layer)
+        made.append([cache.fill_(float("nan")) for layer in layers for cache in layer])
         return layers
 
     defaults = {
@@ -99,7 +97,8 @@ def start(path: Path, **options: Any) -> Running:
     if started.upgrade is not None:
         # waited for, else the step would be exchanged in the middle of a test
         assert started.upgrade.wait(300), started.upgrade.error
-    return Running(started=started, caches=made)
+    stay = made[len(made) // 2 :]  # before them the caches of the profile steps were made
+    return Running(started=started, caches=[cache for caches in stay for cache in caches])
 
 
 @dataclass(slots=True, kw_only=True)
