@@ -34,14 +34,28 @@ def indexable(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype in FP8 else cache
 
 
-def scales_fit(key_cache: Tensor, value_cache: Tensor, *scales: Tensor | None) -> bool:
-    """Whether fast versions take these scales: dense float32 of 1 or Hkv, beside an 8-bit cache."""
+def caches_fit(
+    x: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> bool:
+    """Whether fast versions take these caches beside x: of its dtype, or of 8 bits with scales that
+    are dense float32 of 1 or Hkv."""
     heads = key_cache.shape[1]
-    return key_cache.dtype == value_cache.dtype and all(
-        s.dtype == torch.float32
-        and s.is_contiguous()
-        and s.shape in ((1,), (heads,))
-        and key_cache.dtype in FP8
-        for s in scales
-        if s is not None
+    return (
+        key_cache.dtype == value_cache.dtype
+        and all(
+            c.device == x.device and c.dtype in (x.dtype, *FP8) and c.stride(-1) == 1
+            for c in (key_cache, value_cache)
+        )
+        and all(
+            s.dtype == torch.float32
+            and s.is_contiguous()
+            and s.shape in ((1,), (heads,))
+            and key_cache.dtype in FP8
+            for s in (k_scale, v_scale)
+            if s is not None
+        )
     )

@@ -15,7 +15,7 @@ from llmc.kernels.cpu.build import is_loaded
 from llmc.kernels.decayed_softmax import decayed_softmax
 from llmc.kernels.delta_rule import delta_rule
 from llmc.kernels.expert_linear import expert_linear
-from llmc.kernels.fp8 import FP8, scales_fit
+from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.fused_linear import fused_linear
 from llmc.kernels.linear import linear
 from llmc.kernels.linear_recurrence import linear_recurrence
@@ -62,20 +62,6 @@ def _act_mul(gate_up: Tensor, act: str) -> bool:
     return _takes(gate_up)
 
 
-def _takes_caches(
-    x: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> bool:
-    """Of x's dtype or of 8 bits, dense in their last dimension."""
-    caches = (key_cache, value_cache)
-    return scales_fit(*caches, k_scale, v_scale) and all(
-        c.dtype in (x.dtype, *FP8) and c.device.type == "cpu" and c.stride(-1) == 1 for c in caches
-    )
-
-
 def _write_kv(
     key: Tensor,
     value: Tensor,
@@ -84,7 +70,7 @@ def _write_kv(
     slots: Tensor,
     *scales: Tensor | None,
 ) -> bool:
-    return _takes(key, value) and _takes_caches(key, key_cache, value_cache, *scales)
+    return _takes(key, value) and caches_fit(key, key_cache, value_cache, *scales)
 
 
 def _rope_write(*args: Any) -> bool:
@@ -92,7 +78,7 @@ def _rope_write(*args: Any) -> bool:
     key_cache, value_cache, _, *scales = caches
     return (
         _takes(query, key, value, query_norm, key_norm)
-        and _takes_caches(query, key_cache, value_cache, *scales)
+        and caches_fit(query, key_cache, value_cache, *scales)
         and cos.dtype == sin.dtype == torch.float32
         and cos.stride(-1) == sin.stride(-1) == 1
     )
@@ -100,7 +86,7 @@ def _rope_write(*args: Any) -> bool:
 
 def _paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any) -> bool:
     fits = query.shape[2] <= _MAX_HEAD_DIM and value_cache.shape[3] <= _MAX_HEAD_DIM
-    return fits and _takes(query) and _takes_caches(query, key_cache, value_cache, *args[9:])
+    return fits and _takes(query) and caches_fit(query, key_cache, value_cache, *args[9:])
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

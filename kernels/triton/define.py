@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from llmc.kernels.fp8 import FP8, scales_fit
 from llmc.kernels.registry import Fn, Impl, Op
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,20 +32,6 @@ def takes(*tensors: Tensor | None) -> bool:
         t.device.type == kind and t.dtype in DTYPES and (t.shape[-1] == 1 or t.stride(-1) == 1)
         for t in tensors
         if t is not None
-    )
-
-
-def takes_caches(
-    x: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> bool:
-    """Caches beside a supported x: of its dtype or float8, with fitting scales."""
-    return scales_fit(key_cache, value_cache, k_scale, v_scale) and all(
-        c.device == x.device and c.dtype in (x.dtype, *FP8) and c.stride(-1) == 1
-        for c in (key_cache, value_cache)
     )
 
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.triton.attention_combine import combine_kernel
 from llmc.kernels.triton.attention_kernel import attention_kernel
 from llmc.kernels.triton.configs import attention_config, rows_capacity
-from llmc.kernels.triton.define import define, needs_upcast, takes, takes_caches
+from llmc.kernels.triton.define import define, needs_upcast, takes
 from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides
@@ -132,7 +133,7 @@ def _supports(
     rows = context_len.shape[0]
     return (
         takes(query)
-        and takes_caches(query, key_cache, value_cache, *args[7:])
+        and caches_fit(query, key_cache, value_cache, *args[7:])
         and max(query.shape[2], value_cache.shape[3]) <= _MAX_HEAD_DIM
         and (not isinstance(rows, int) or rows <= _MAX_REQUESTS)
     )

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.triton.configs import WRITE_ELEMENTS
-from llmc.kernels.triton.define import define, takes, takes_caches
+from llmc.kernels.triton.define import define, takes
 from llmc.kernels.triton.fp8 import as_bytes, format_constants, scales_of, store_cached
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.write_kv import write_kv
@@ -111,7 +112,7 @@ def _supports(
 ) -> bool:
     return (
         takes(key, value)
-        and takes_caches(key, key_cache, value_cache, *scales)
+        and caches_fit(key, key_cache, value_cache, *scales)
         and slot_mapping.is_contiguous()
     )
 
