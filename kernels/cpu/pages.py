@@ -33,12 +33,17 @@ def _madvise() -> Any:
     return getattr(ctypes.CDLL(None), "madvise", None)
 
 
+def _whole_pages(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first and past the last page that lies wholly in the tensor's memory."""
+    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    return -(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE
+
+
 def advise_huge_pages(tensor: Tensor) -> Tensor:
     """Ask for huge pages under a CPU tensor's memory, before it is first written; returns it."""
-    size = tensor.numel() * tensor.element_size()
-    if tensor.device.type == "cpu" and size >= _LEAST_BYTES and (madvise := _madvise()):
-        start = -(-tensor.data_ptr() // _PAGE) * _PAGE
-        end = (tensor.data_ptr() + size) // _PAGE * _PAGE
+    is_large = tensor.device.type == "cpu" and tensor.nbytes >= _LEAST_BYTES
+    if is_large and (madvise := _madvise()):
+        start, end = _whole_pages(tensor)
         # A refusal (no such pages on this system) changes nothing.
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
     return tensor
@@ -81,10 +86,9 @@ def _touch(tensors: Sequence[Tensor], limit_bytes: int) -> None:
     share = limit_bytes // len(tensors)
     for offset in range(0, share, _HUGE_PAGE):  # the first blocks of all tensors come first
         for tensor in tensors:
-            start = -(-tensor.data_ptr() // _PAGE) * _PAGE + offset
-            end = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
-            size = min(_HUGE_PAGE, share - offset, end - start)
+            start, end = _whole_pages(tensor)
+            size = min(_HUGE_PAGE, share - offset, end - start - offset) // _PAGE * _PAGE
             if size > 0 and madvise(
-                ctypes.c_void_p(start), ctypes.c_size_t(size // _PAGE * _PAGE), _MADV_POPULATE_WRITE
+                ctypes.c_void_p(start + offset), ctypes.c_size_t(size), _MADV_POPULATE_WRITE
             ):
                 return  # an older kernel: pages come as they are written
