@@ -91,10 +91,19 @@ def decode_work(
     dim: int,
     device: torch.device = CPU,
     label: str = "",
+    cache: torch.dtype | None = None,
 ) -> Work:
-    """`contexts` of the requests; where all are equal torch's SDPA stands beside it."""
+    """`contexts` of the requests; where all are equal torch's SDPA stands beside it.
+
+    `cache` is of 8 bits; None: of the query's dtype.
+    """
     dtype = DTYPES[name]
     case = attention_case([(1, c) for c in contexts], heads, kv, dim, dtype, device)
+    if cache is not None:
+        scale = torch.ones(1, device=device)
+        query, *caches = case[:3]
+        case = (query, *(c.to(cache) for c in caches), *case[3:], scale, scale)
+    cache = cache or dtype
     count, longest = len(contexts), max(contexts)
     peers = {}
     if set(contexts) == {longest}:
@@ -103,10 +112,11 @@ def decode_work(
         peers["sdpa"] = lambda: F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
     return Work(
         op="paged_attention",
-        case=f"decode {label or f'{count} x {longest}'}, {heads}/{kv} x {dim}, {name}",
+        case=f"decode {label or f'{count} x {longest}'}, {heads}/{kv} x {dim}, {name}"
+        + f", cache {str(cache)[6:]}" * (cache != dtype),
         run=fast("paged_attention", case),
         peers=peers,
-        num_bytes=2.0 * sum(contexts) * kv * dim * dtype.itemsize,
+        num_bytes=2.0 * sum(contexts) * kv * dim * cache.itemsize,
         device=device,
     )
 

@@ -79,6 +79,7 @@ def cpu_work() -> Iterator[Maker]:
                 yield partial(prefill_work, name, tokens, 16, 8, dim)
         for rows in (1, 512):
             yield partial(row_work, name, rows, 1024)
+    yield partial(decode_work, "bf16", [4096] * 8, 16, 8, 128, cache=torch.float8_e4m3fn)
     for kind in ("greedy", "plain", "top_k", "top_p", "top_k+top_p"):
         yield partial(sample_work, 8, 151_936, kind)
     yield partial(process_work, 8, 151_936)

@@ -23,7 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import llmc.kernels.cpu  # noqa: F401
-from llmc.benchmark.machine import measure_read_bandwidth
+from llmc.benchmark.machine import (
+    describe_machine,
+    measure_read_bandwidth,
+    package_versions,
+)
 from llmc.benchmark.report import context, write_json
 from llmc.kernels.cpu.build import load
 
@@ -63,8 +67,9 @@ def main() -> None:
         rows = [int(n) for n in args.rows.split(",")]
         results += measure_shape(depth, channels, rows, args.seconds, clock)
     if args.output_json:
+        facts = {**context(), "versions": package_versions(), "machine": describe_machine()}
         fields = {"threads": args.threads, "read_bandwidth": bandwidth}
-        write_json(args.output_json, {**context(), **fields, "results": [*map(asdict, results)]})
+        write_json(args.output_json, {**facts, **fields, "results": [*map(asdict, results)]})
 
 
 def _arguments() -> argparse.Namespace:

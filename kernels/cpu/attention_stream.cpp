@@ -113,8 +113,10 @@ void tile_scores(const typename Rows::Element* const* keys,
           acc[j * G + g] = Rows::dot(acc[j * G + g], row[j] + d, query + g * padded + d, tables);
     if (d < dim)
       for (int j = 0; j < kKeys; ++j)
-        for (int g = 0; g < G; ++g)
-          acc[j * G + g] = Rows::dot_rest(acc[j * G + g], row[j] + d, query + g * padded + d, dim - d);
+        for (int g = 0; g < G; ++g) {
+          v16f& sum = acc[j * G + g];
+          sum = Rows::dot_rest(sum, row[j] + d, query + g * padded + d, dim - d);
+        }
     float sums[kLanes];
     store(sums, sum_each(acc));
     for (int j = 0; j < n; ++j)

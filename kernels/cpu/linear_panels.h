@@ -1,6 +1,6 @@
-// linear by panels: sixteen rows of x side by side in the lanes of a vector, pairs of inputs one after
-// the other. The weight is read as it is stored. An engine (AMX tiles, or pairs of bf16 in vectors)
-// multiplies a block of channels by a few panels at a time.
+// linear by panels: sixteen rows of x side by side in the lanes of a vector, pairs of inputs one
+// after the other. The weight is read as it is stored. An engine (AMX tiles, or pairs of bf16 in
+// vectors) multiplies a block of channels by a few panels at a time.
 //
 // An engine has: kPanels (multiplied together), kHalves (whether it takes a panel of eight rows:
 // each row has two lanes there), enter, leave, product and half_product.

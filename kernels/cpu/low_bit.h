@@ -98,7 +98,8 @@ struct FloatReader {  // any CPU
       return __builtin_convertvector((v16i)(line << (24 - 8 * step)) >> 24, v16f);
     const v16u bits = line >> (8 * step), small = bits & 0x78u;
     const v16f normal = (v16f)(((bits & 0x7fu) << 20) + (120u << 23));
-    const v16f value = select((v16i)(small == 0), 2 * normal - 0.015625f, normal);
+    v16f value = select((v16i)(small == 0), 2 * normal - 0.015625f, normal);
+    value = select((v16i)((bits & 0x7fu) == 0x7fu), splat(NAN), value);
     return (v16f)((v16u)value | (bits << 24 & 0x80000000u));
   }
   LLMC_INLINE void add(Sum& sum, V w, const X& x) { sum.value += w * x; }
@@ -188,7 +189,7 @@ struct ByteTables {
     const float steps = exponent ? 8.0f + mantissa : 2.0f * mantissa;
     return steps * std::bit_cast<float>(uint32_t(127 + exponent - 10) << 23);
   }
-  __attribute__((always_inline)) static __m512i look_up(const uint8_t (&table)[128], __m512i codes) {
+  LLMC_INLINE __m512i look_up(const uint8_t (&table)[128], __m512i codes) {
     return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
   }
 };
@@ -253,7 +254,10 @@ struct PairReader {
     const __m512i size = _mm512_and_si512(shifted, _mm512_set1_epi16(0x7f0));
     const __m512i normal = _mm512_add_epi16(size, _mm512_set1_epi16(120 << 7));
     const __mmask32 tiny = _mm512_testn_epi16_mask(low, _mm512_set1_epi16(0x78));
-    const __m512i value = _mm512_mask_permutexvar_epi16(normal, tiny, low, kTiny.load());
+    const __m512i finite = _mm512_mask_permutexvar_epi16(normal, tiny, low, kTiny.load());
+    const __m512i nan = _mm512_set1_epi16(0x7f0);
+    const __mmask32 bad = _mm512_cmpeq_epi16_mask(size, nan);
+    const __m512i value = _mm512_mask_mov_epi16(finite, bad, _mm512_set1_epi16(0x7fc0));
     return _mm512_ternarylogic_epi32(value, sign, _mm512_set1_epi16(-0x8000), 0xf8);
 #endif
   }

@@ -1,6 +1,6 @@
-// quantized_linear for several rows on CPUs that multiply pairs of bf16 and have no tiles. A piece of
-// a block of channels meets up to sixteen rows of x as it is widened; what was widened stays in the
-// L1 cache for the other rows. Widened values are exact in bf16; scales meet the sums of a piece.
+// quantized_linear for several rows on CPUs that multiply pairs of bf16 and have no tiles. A piece
+// of a block of channels meets up to sixteen rows of x as it is widened; what was widened stays in
+// the L1 cache for the other rows. Widened values are exact in bf16; scales meet the sums of a piece.
 #include "attention.h"
 #include "low_bit.h"
 #include "parallel.h"
