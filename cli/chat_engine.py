@@ -20,7 +20,7 @@ class EngineBackend:
     def __init__(self, llm: AsyncLLM) -> None:
         self.model = llm.info.name
         info = llm.info
-        self.context_limit: int | None = min(info.max_model_len, info.num_blocks * info.block_size)
+        self.context_limit: int | None = min(info.max_model_len, info.pool_tokens)
         self._llm = llm
 
     @property

@@ -119,14 +119,14 @@ def banner(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> Non
 
 def model_rows(info: ModelInfo) -> list[tuple[str, str]]:
     """What a user wants to know of a loaded model."""
-    tokens = info.num_blocks * info.block_size
+    concurrency = info.num_blocks / info.blocks_per_request
     return [
         ("model", f"{info.name} ({info.weight_bytes / 2**20:,.0f} MiB, {info.dtype})"),
         ("device", info.device),
         ("context", f"{info.max_model_len:,} tokens"),
-        ("KV cache size", f"{tokens:,} tokens"),
+        ("KV cache size", f"{concurrency * info.max_model_len:,.0f} tokens"),
         (
             "maximum concurrency",
-            f"{tokens / info.max_model_len:.2f}x for {info.max_model_len:,} tokens per request",
+            f"{concurrency:.2f}x for {info.max_model_len:,} tokens per request",
         ),
     ]

@@ -28,6 +28,12 @@ def visible(query_pos: Tensor, key_pos: Tensor, window: int, chunk: int) -> Tens
     return mask
 
 
+def first_visible(position: int, window: int, chunk: int) -> int:
+    """The first key that queries from `position` on see."""
+    first = max(position - window + 1, 0) if window > 0 else 0
+    return max(first, position // chunk * chunk) if chunk > 0 else first
+
+
 def attend(
     query: Tensor,  # [Q, H, D]
     key: Tensor,  # [K, Hkv, D]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmc.kernels.attention import attend
+from llmc.kernels.attention import attend, first_visible
 from llmc.kernels.fp8 import FP8, from_cache, indexable, to_cache
 from llmc.kernels.registry import Case, op
 
@@ -43,13 +43,15 @@ def paged_attention(
     window, chunk (0: off): see `attention.visible`. softcap (0: off): cap * tanh(score / cap).
     sinks [H]: a logit per head with no value. slopes [H]: ALiBi, slope * (key pos - query pos).
     Caches may be float8, with k_scale and v_scale as in `fp8.py`.
+    Blocks before the first that a query of the request sees are never read, and may hold anything.
     A request with context_len 0, or with no queries, is padding: its outputs are zero, as are
     those of queries past query_start[R].
     """
 
     def gather(cache: Tensor, scale: Tensor | None) -> Tensor:
         picked = indexable(cache)[blocks].view(cache.dtype)
-        return from_cache(picked.transpose(1, 2).flatten(0, 1)[:length], scale)  # [K, Hkv, D]
+        keys = picked.transpose(1, 2).flatten(0, 1)[seen % block_size :][: length - seen]
+        return from_cache(keys, scale)  # [K, Hkv, D]
 
     out = query.new_zeros(query.shape[0], query.shape[1], value_cache.shape[3])
     block_size = key_cache.shape[2]
@@ -58,13 +60,15 @@ def paged_attention(
         first, last = starts[r], starts[r + 1]
         if length == 0 or first == last:
             continue
-        blocks = block_table[r, : (length + block_size - 1) // block_size].long()
-        key_pos = torch.arange(length, device=query.device)
+        first_query = length - (last - first)
+        seen = first_visible(first_query, window, chunk)
+        blocks = block_table[r, seen // block_size : -(-length // block_size)].long()
+        key_pos = torch.arange(seen, length, device=query.device)
         out[first:last] = attend(
             query[first:last],
             gather(key_cache, k_scale),
             gather(value_cache, v_scale),
-            key_pos[length - (last - first) :],
+            key_pos[first_query - seen :],
             key_pos,
             scale,
             window,
@@ -94,7 +98,7 @@ def make_case(
     cache: torch.dtype | None = None,  # None: dtype
     seed: int = 0,
 ) -> Case:
-    """Random inputs with shuffled blocks; blocks that nobody owns hold NaN.
+    """Random inputs with shuffled blocks; blocks that nobody owns, or sees any more, hold NaN.
 
     A float8 cache comes with a scale for all keys, and one a head for values.
     """
@@ -106,7 +110,8 @@ def make_case(
     owned: list[int] = []
     for r, count in enumerate(need):
         blocks = [order.pop() for _ in range(count)]
-        owned += blocks
+        new, context = lengths[r]
+        owned += blocks[first_visible(context - new, window, chunk) // block_size :]
         table[r, :count] = torch.tensor(blocks, dtype=torch.int32)
     k_scale, v_scale = (torch.rand(n, generator=gen) + 0.1 for n in (1, kv_heads))
     cached = cache or dtype

@@ -72,27 +72,30 @@ def prepare_step(
     where they begin among the packed ones; its context after the step (0: padding); its first
     sample's index and how many samples it has, at its last tokens; how many of them, the first
     ones, are only scored. Lines are in packed order.
-    history [N, L] int32 and block_table [N, B] int32 are indexed by row.
+    history [N, L] int32 and block_table [N, B * G] int32 are indexed by row: a block of tokens has
+    one physical block in each of G groups of layers, side by side.
 
-    Written: token_ids, positions, slot_mapping [T] int64 (slot -1 for padding); query_start
-    [R + 1], context_len [R] int32; packed_table [R, B] int32, of which only the blocks of each
-    context; request_row [R] int64; logits_index, row [S] int64 and length [S] int32, for each
-    sample its token among the packed ones, its row, and its tokens up to there (0 for padding,
-    and where it is only scored: nothing that is drawn there counts).
+    Written: token_ids, positions [T] int64; slot_mapping [G, T] int64 (-1 for padding);
+    query_start [R + 1], context_len [R] int32; packed_table [G, R, B] int32, of which only the
+    blocks of each context; request_row [R] int64; logits_index, row [S] int64 and length [S]
+    int32, for each sample its token among the packed ones, its row, and its tokens up to there (0
+    for padding, and where it is only scored: nothing that is drawn there counts).
     """
+    groups = slot_mapping.shape[0]
     starts = [0]
     for r, line in enumerate(work.tolist()):
         at, start, count, first, context, sample, samples, scored = line
+        table = block_table[at].view(-1, groups).T
         place = torch.arange(start, start + count, device=work.device)
         token_ids[first : first + count] = history[at, place].long()
         positions[first : first + count] = place
         if context > 0:
-            block = block_table[at, place // block_size].long()
-            slot_mapping[first : first + count] = block * block_size + place % block_size
+            block = table[:, place // block_size].long()
+            slot_mapping[:, first : first + count] = block * block_size + place % block_size
         else:
-            slot_mapping[first : first + count] = -1
+            slot_mapping[:, first : first + count] = -1
         blocks = (context + block_size - 1) // block_size
-        packed_table[r, :blocks] = block_table[at, :blocks]
+        packed_table[:, r, :blocks] = table[:, :blocks]
         context_len[r], request_row[r] = context, at
         starts.append(first + count)
         for i in range(samples):
@@ -121,19 +124,21 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
     rows, context, block_size = 6, 48, 4
     history = torch.randint(0, 1000, (rows, context + 1), generator=gen).int()
-    table = torch.randperm(rows * context // block_size, generator=gen).int().view(rows, -1)
-    for requests, padding in (
-        ([(3, 0, 1, 1, 0)], 0),
-        ([(0, 7, 1, 1, 0), (4, 47, 1, 1, 0), (2, 0, 1, 1, 0)], 2),
-        ([(1, 0, 48, 1, 0), (2, 5, 9, 0, 0), (0, 30, 4, 4, 0), (4, 3, 1, 1, 0)], 0),
-        ([(1, 8, 3, 0, 0)], 1),
-        ([(0, 0, 5, 5, 5), (2, 6, 7, 7, 6)], 0),
+    blocks = context // block_size
+    for groups, requests, padding in (
+        (1, [(3, 0, 1, 1, 0)], 0),
+        (2, [(0, 7, 1, 1, 0), (4, 47, 1, 1, 0), (2, 0, 1, 1, 0)], 2),
+        (1, [(1, 0, 48, 1, 0), (2, 5, 9, 0, 0), (0, 30, 4, 4, 0), (4, 3, 1, 1, 0)], 0),
+        (3, [(1, 0, 48, 1, 0), (2, 5, 9, 0, 0), (0, 30, 4, 4, 0), (4, 3, 1, 1, 0)], 1),
+        (1, [(1, 8, 3, 0, 0)], 1),
+        (2, [(0, 0, 5, 5, 5), (2, 6, 7, 7, 6)], 0),
     ):
+        table = torch.randperm(rows * blocks * groups, generator=gen).int().view(rows, -1)
         work = work_lines(requests, padding, rows - 1)
         num = len(work)
         tokens = int(work[:, 2].sum())
         samples = int(work[:, 6].sum())
-        longs = [torch.zeros(n, dtype=torch.int64) for n in (tokens, tokens, tokens, num)]
+        longs = [torch.zeros(n, dtype=torch.int64) for n in (tokens, tokens, num)]
         yield (
             work.to(device),
             history.to(device),
@@ -141,11 +146,11 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             block_size,
             longs[0].to(device),
             longs[1].to(device),
-            longs[2].to(device),
+            torch.zeros(groups, tokens, dtype=torch.int64, device=device),
             torch.zeros(num + 1, dtype=torch.int32, device=device),
             torch.zeros(num, dtype=torch.int32, device=device),
-            torch.zeros(num, table.shape[1], dtype=torch.int32, device=device),
-            longs[3].to(device),
+            torch.zeros(groups, num, blocks, dtype=torch.int32, device=device),
+            longs[2].to(device),
             torch.zeros(samples, dtype=torch.int64, device=device),
             torch.zeros(samples, dtype=torch.int64, device=device),
             torch.zeros(samples, dtype=torch.int32, device=device),

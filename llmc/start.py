@@ -49,6 +49,8 @@ class ModelInfo:
     device: str
     num_blocks: int
     block_size: int
+    pool_tokens: int  # of the longest sequence that the blocks hold, alone
+    blocks_per_request: int  # that one of max_model_len tokens holds at most
     weight_bytes: int
     kv_bytes_per_token: int
     state_bytes_per_request: int  # of recurrent layers; 0 for a model that only attends
@@ -112,7 +114,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
     with clock.phase("compile") as detail:
         program = compile_model(source)
         matched = sum(1 for r in program.reports if r.added or r.removed)
-        detail.append(f"{len(program.caches)} layers")
+        detail.append(f"{program.num_layers} layers")
         if program.capture_note:
             detail.append(program.capture_note)
         detail += [f"{matched} passes matched", f"-O{level}"]
@@ -187,6 +189,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         max_num_queued=config.max_num_queued,
         scheduling_policy=config.scheduling_policy,
         speculation=speculation,
+        reaches=profiled[0].layout.reaches,
         grammars=GrammarStarter(
             source.tokenizer_path, vocab_size=program.vocab_size, eos_token_ids=eos
         ),
@@ -203,8 +206,10 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         device=str(device),
         num_blocks=pool.num_blocks,
         block_size=config.block_size,
+        pool_tokens=pool.pool_tokens,
+        blocks_per_request=profiled[0].layout.blocks_for(pool.max_model_len),
         weight_bytes=model.weight_bytes,
-        kv_bytes_per_token=kv_cache.bytes_per_token(program.caches),
+        kv_bytes_per_token=program.kv_bytes_per_token,
         state_bytes_per_request=state_bytes,
         is_builtin=source.files.is_builtin,
         opt_level=level,

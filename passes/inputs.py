@@ -107,6 +107,20 @@ def step_input(graph: fx.Graph, name: str, val: Tensor) -> fx.Node:
     return add_input(graph, name, StepInput(name=name), val)
 
 
+# Step inputs that every group of layers with blocks of its own has one of: see `group_caches`.
+GROUPED = ("slot_mapping", "block_table")
+
+
+def of_group(name: str, group: int) -> str:
+    """The name of a grouped step input: the first group's has no number."""
+    return f"{name}_{group}" if group else name
+
+
+def base_name(name: str) -> str:
+    """The step input that a name of `of_group` stands for."""
+    return next((base for base in GROUPED if name.startswith(f"{base}_")), name)
+
+
 def fake_like(node: fx.Node, *shape: Any, dtype: torch.dtype) -> Tensor:
     """An empty fake tensor in the same fake mode as `node`'s value."""
     return node.meta["val"].new_empty(shape, dtype=dtype)  # type: ignore[no-any-return]

@@ -19,15 +19,17 @@ from llmc.passes.inputs import CacheInput, add_input, fake_like, input_of, step_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """The shape of one layer's paged cache and what its attention can see."""
+    """The shape of a paged cache, which one layer of each group has for its own (group_caches)."""
 
     layer: int
     kv_heads: int
     head_dim: int
     v_head_dim: int
-    window: int
-    chunk: int
     dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
 
 
 @graph_pass(required=True)

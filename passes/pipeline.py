@@ -17,6 +17,7 @@ from llmc.passes.fuse_act_mul import fuse_act_mul
 from llmc.passes.fuse_linears import fuse_linears
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.passes.fuse_rope_write import fuse_rope_write
+from llmc.passes.group_caches import group_caches
 from llmc.passes.last_token_logits import last_token_logits
 from llmc.passes.logits_processors import LogitsProcessor, processor_passes
 from llmc.passes.merge_linears import merge_linears
@@ -67,6 +68,7 @@ def pipeline(
         fuse_rms_norm(),
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output
         fuse_rope_write(),  # after share_rotary and fuse_rms_norm: reads the table, takes the norm
+        group_caches(max_positions=options.max_positions),  # after all that tell layers by caches
         quantize_linears(format=options.quantization),  # after merge_linears: whole merged weights
         fuse_linears(  # after the norms and activations that it takes in
             unwanted=None if options.device_type == "cuda" else "fusing serves GPUs"

@@ -43,13 +43,20 @@ void prepare_step(const Tensor& work, const Tensor& history, const Tensor& block
   a.block_table = dense<int32_t>(block_table, "block_table", 2, 1);
   a.table_stride = block_table.stride(0);
   a.block_size = block_size;
+  a.groups = slot_mapping.size(0);
+  TORCH_CHECK(slot_mapping.dim() == 2 && packed_table.dim() == 3 && slot_mapping.size(1) >= tokens &&
+                  packed_table.size(0) == a.groups && packed_table.size(1) >= requests,
+              "slot_mapping ", slot_mapping.sizes(), " and packed_table ", packed_table.sizes(),
+              " do not fit ", tokens, " tokens of ", requests, " requests");
   a.token_ids = dense<int64_t>(token_ids, "token_ids", 1, 0);
   a.positions = dense<int64_t>(positions, "positions", 1, tokens);
-  a.slot_mapping = dense<int64_t>(slot_mapping, "slot_mapping", 1, tokens);
+  a.slot_mapping = dense<int64_t>(slot_mapping, "slot_mapping", 2, 0);
+  a.slot_group = slot_mapping.stride(0);
   a.query_start = dense<int32_t>(query_start, "query_start", 1, requests + 1);
   a.context_len = dense<int32_t>(context_len, "context_len", 1, requests);
-  a.packed_table = dense<int32_t>(packed_table, "packed_table", 2, requests);
-  a.packed_stride = packed_table.stride(0);
+  a.packed_table = dense<int32_t>(packed_table, "packed_table", 3, 0);
+  a.packed_group = packed_table.stride(0);
+  a.packed_stride = packed_table.stride(1);
   a.request_row = dense<int64_t>(request_row, "request_row", 1, requests);
   a.logits_index = dense<int64_t>(logits_index, "logits_index", 1, samples);
   a.row = dense<int64_t>(row, "row", 1, samples);

@@ -26,11 +26,23 @@ void write_tokens(const PrepareArgs& a, const Line& line) {
     const int64_t position = line.start + i, out = line.first + i;
     a.token_ids[out] = history[position];
     a.positions[out] = position;
-    a.slot_mapping[out] =
-        line.context > 0
-            ? table[position / a.block_size] * a.block_size + position % a.block_size
-            : -1;
+    const int32_t* blocks = table + position / a.block_size * a.groups;
+    for (int64_t g = 0; g < a.groups; ++g)
+      a.slot_mapping[g * a.slot_group + out] =
+          line.context > 0 ? blocks[g] * a.block_size + position % a.block_size : -1;
   }
+}
+
+void write_table(const PrepareArgs& a, const Line& line, int64_t request) {
+  const int32_t* table = a.block_table + line.row * a.table_stride;
+  const int64_t blocks = (line.context + a.block_size - 1) / a.block_size;
+  int32_t* out = a.packed_table + request * a.packed_stride;
+  if (a.groups == 1) {
+    std::memcpy(out, table, blocks * sizeof(int32_t));
+    return;
+  }
+  for (int64_t g = 0; g < a.groups; ++g, out += a.packed_group)
+    for (int64_t i = 0; i < blocks; ++i) out[i] = table[i * a.groups + g];
 }
 
 void write_samples(const PrepareArgs& a, const Line& line) {
@@ -51,9 +63,7 @@ void prepare_step(const PrepareArgs& a) {
     std::memcpy(&line, a.work + r * 8, sizeof(line));
     write_tokens(a, line);
     write_samples(a, line);
-    const int64_t blocks = (line.context + a.block_size - 1) / a.block_size;
-    std::memcpy(a.packed_table + r * a.packed_stride, a.block_table + line.row * a.table_stride,
-                blocks * sizeof(int32_t));
+    write_table(a, line, r);
     a.context_len[r] = line.context;
     a.request_row[r] = line.row;
     a.query_start[r + 1] = line.first + line.count;

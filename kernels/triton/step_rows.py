@@ -39,9 +39,10 @@ def write_segments_kernel(memory, delta, BLOCK: tl.constexpr):
 
 @triton.jit
 def prepare_step_kernel(
-    work, history, history_row, table, table_row, token_ids, positions, slots, query_start,
-    context_len, packed, packed_row, request_row, logits_index, row, length,
-    BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    work, history, history_row, table, table_row, token_ids, positions, slots, slots_group,
+    query_start, context_len, packed, packed_group, packed_row, request_row, logits_index, row,
+    length,
+    BLOCK_SIZE: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a request; what it writes is told by its line of `work`."""
     r = tl.program_id(0)
@@ -63,17 +64,20 @@ def prepare_step_kernel(
         position = start + begin + i
         live = inside & (context > 0)
         token = tl.load(history + position, mask=inside)
-        block = tl.load(table + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-        slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
         out = first + begin + i
+        for g in tl.static_range(GROUPS):
+            block = tl.load(table + position // BLOCK_SIZE * GROUPS + g, mask=live, other=0)
+            slot = tl.where(live, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+            tl.store(slots + g * slots_group + out, slot, mask=inside)
         tl.store(token_ids + out, token.to(tl.int64), mask=inside)
         tl.store(positions + out, position.to(tl.int64), mask=inside)
-        tl.store(slots + out, slot, mask=inside)
     packed += r.to(tl.int64) * packed_row
     blocks = (context + BLOCK_SIZE - 1) // BLOCK_SIZE
     for begin in range(0, blocks, BLOCK):
         inside = begin + i < blocks
-        tl.store(packed + begin + i, tl.load(table + begin + i, mask=inside), mask=inside)
+        for g in tl.static_range(GROUPS):
+            block = tl.load(table + (begin + i) * GROUPS + g, mask=inside)
+            tl.store(packed + g * packed_group + begin + i, block, mask=inside)
     for begin in range(0, samples, BLOCK):
         inside = begin + i < samples
         token = count - samples + begin + i
@@ -152,12 +156,17 @@ def plan_prepare(
             "work": work, "history": history, "history_row": history.stride(0),
             "table": block_table, "table_row": block_table.stride(0),
             "token_ids": token_ids, "positions": positions, "slots": slot_mapping,
+            "slots_group": slot_mapping.stride(0),
             "query_start": query_start, "context_len": context_len,
-            "packed": packed_table, "packed_row": packed_table.stride(0),
+            "packed": packed_table, "packed_group": packed_table.stride(0),
+            "packed_row": packed_table.stride(1),
             "request_row": request_row, "logits_index": logits_index, "row": row,
             "length": length,
         },
-        constants={"BLOCK_SIZE": block_size, "WORDS": WORK_WORDS, "BLOCK": _TOKENS},
+        constants={
+            "BLOCK_SIZE": block_size, "GROUPS": slot_mapping.shape[0], "WORDS": WORK_WORDS,
+            "BLOCK": _TOKENS,
+        },
     )  # fmt: skip
     return Plan(out=None, launches=(launch,))
 

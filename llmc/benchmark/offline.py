@@ -158,7 +158,7 @@ def _drive(
 
 def check_fits(requests: Sequence[BenchRequest], info: ModelInfo) -> None:
     """Refuse a workload that the model's context or cache can't hold, before anything runs."""
-    capacity = info.num_blocks * info.block_size
+    capacity = info.pool_tokens
     limit = min(info.max_model_len, capacity)
     for request in requests:
         num_in = len(request.token_ids or ())

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from llmc.compiler.lower import StepFunction
 from llmc.passes.base import copy_graph
-from llmc.passes.inputs import StepInput, input_of
+from llmc.passes.inputs import StepInput, base_name, input_of
 
 MIN_SIZE = 2
 
@@ -91,7 +91,7 @@ def _fake_step_input(
 ) -> Tensor:
     if name in tables:
         return mode.from_tensor(tables[name], static_shapes=True)
-    example = torch.empty(_SHAPES[name], dtype=val.dtype, device=val.device)
+    example = torch.empty(_SHAPES[base_name(name)], dtype=val.dtype, device=val.device)
     context: SymbolicContext = StatelessSymbolicContext(
         dynamic_sizes=[DimDynamic.DUCK] * example.dim()
     )

@@ -21,6 +21,7 @@ from llmc.compiler.parameters import Parameters, describe_parameters
 from llmc.compiler.weights import CheckpointWeights, DirectWeights, WeightSource, make_weights
 from llmc.errors import CompileError
 from llmc.passes.base import OUTLINE, Pass, PassReport, check_names, run_passes
+from llmc.passes.group_caches import CacheGroup, cache_groups
 from llmc.passes.inputs import CacheInput, ConstantInput, StateInput, WeightInput, input_of
 from llmc.passes.logits_processors import LogitsProcessor
 from llmc.passes.lower_kernels import lower_kernels
@@ -47,6 +48,7 @@ class Program:
     dtype: torch.dtype
     device: torch.device
     caches: tuple[CacheSpec, ...]
+    groups: tuple[CacheGroup, ...]  # layers that share a block table
     states: tuple[StateSpec, ...]
     reports: tuple[PassReport, ...]
     from_cache: bool
@@ -57,6 +59,17 @@ class Program:
     def module(self) -> nn.Module:
         """The module on meta; building it imports the model's code, so warm starts go without."""
         return self.make_module()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that keep keys and values."""
+        return sum(group.num_layers for group in self.groups)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """In all layers. Where there are several groups, all caches have one shape."""
+        total = sum(cache.bytes_per_token for cache in self.caches)
+        return total * self.num_layers // max(1, len(self.caches))
 
     def weight_inputs(self) -> Iterator[tuple[fx.Node, WeightInput]]:
         for node in self.graph.graph.nodes:
@@ -123,6 +136,7 @@ def compile_program(
         dtype=dtype,
         device=device,
         caches=caches,
+        groups=cache_groups(graph.graph),
         states=states,
         reports=entry.reports,
         from_cache=found,
@@ -139,38 +153,25 @@ def lowered(program: Program) -> fx.GraphModule:
 
 
 def _caches(graph: fx.GraphModule) -> tuple[CacheSpec, ...]:
-    """Cache shapes from the placeholders; windows are in the attention calls' arguments."""
+    """Cache shapes from the placeholders."""
     parts: dict[int, dict[str, tuple[int, int]]] = {}
     dtypes: dict[int, torch.dtype] = {}
-    limits: dict[int, tuple[int, int]] = {}
     for node in graph.graph.nodes:
         role = input_of(node)
         if isinstance(role, CacheInput):
             _, heads, _, dim = node.meta["val"].shape
             parts.setdefault(role.layer, {})[role.part] = (int(heads), int(dim))
             dtypes[role.layer] = node.meta["val"].dtype
-        if node.op == "call_function" and "paged_attention" in str(node.target):
-            owner = input_of(node.args[1])
-            assert isinstance(owner, CacheInput)
-            seen = limits.get(owner.layer, (int(node.args[7]), int(node.args[8])))
-            # of layers that share a cache, the one that sees most: 0 is no limit
-            limits[owner.layer] = (_wider(seen[0], node.args[7]), _wider(seen[1], node.args[8]))
     return tuple(
         CacheSpec(
             layer=layer,
             kv_heads=part["key"][0],
             head_dim=part["key"][1],
             v_head_dim=part["value"][1],
-            window=limits[layer][0],
-            chunk=limits[layer][1],
             dtype=dtypes[layer],
         )
         for layer, part in sorted(parts.items())
     )
-
-
-def _wider(a: int, b: Any) -> int:
-    return max(a, int(b)) if a and b else 0
 
 
 def _states(graph: fx.GraphModule) -> tuple[StateSpec, ...]:

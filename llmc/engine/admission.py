@@ -21,17 +21,15 @@ MAX_CACHE_SALT = 256  # characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the model and the pool can hold. `vocab_size` is the width of the logits."""
+    """What the model and the pool can hold. `vocab_size` is the width of the logits, `pool_tokens`
+    the length of the longest sequence that the pool holds, alone."""
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
     block_size: int
+    pool_tokens: int
     eos_token_ids: frozenset[int]
-
-    @property
-    def pool_tokens(self) -> int:
-        return self.num_blocks * self.block_size
 
 
 def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:

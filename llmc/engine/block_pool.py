@@ -44,9 +44,6 @@ class BlockPool:
         """Blocks that can be taken now: blank ones, and cached ones that would be evicted."""
         return len(self._blank) + len(self._cached)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     # Prefix cache
 
     def root_digest(self, salt: bytes = b"") -> bytes:
@@ -67,6 +64,10 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def find(self, digest: bytes) -> int:
+        """The cached block of this name, or -1."""
+        return self._block_of.get(digest, -1)
 
     def publish(self, block: int, digest: bytes) -> None:
         """Let others find this full, computed block. A second copy of a content stays private."""

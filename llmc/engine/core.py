@@ -26,6 +26,7 @@ from llmc.engine import forks
 from llmc.engine.admission import Limits, admit, derive_seed
 from llmc.engine.beams import BeamSearch
 from llmc.engine.grammar import Antechamber, Arrival, Grammars, Matcher, start_matching
+from llmc.engine.layout import WHOLE, Reach
 from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
 from llmc.engine.outcome import aborted, failed
 from llmc.engine.plan import PendingStep, Runner, StepPlan
@@ -58,7 +59,8 @@ class EngineCore:
     requests may wait in host memory instead of being computed again; not for such models either.
     Without `grammars` requests for structured outputs are refused. `speculation` guesses tokens
     ahead; not for models whose state of a sequence can't go back. `row_states` say what
-    `extra_args` mean to users' logits processors.
+    `extra_args` mean to users' logits processors. `reaches`: how far the groups of layers that
+    have blocks of their own see (layout.py).
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class EngineCore:
         grammars: Grammars | None = None,
         speculation: Speculation | None = None,
         row_states: RowStates | None = None,
+        reaches: Sequence[Reach] = (WHOLE,),
     ) -> None:
         self._runner = runner
         self._grammars = grammars
@@ -90,15 +93,6 @@ class EngineCore:
         self._share_prompts = share_prompts
         self._max_in_flight = runner.max_in_flight if async_scheduling else 1
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
-        self._limits = Limits(
-            vocab_size=vocab_size,
-            max_model_len=max_model_len,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            # A checkpoint may name an end token beyond its logits; it can't be drawn, and must
-            # not become an index in the runner.
-            eos_token_ids=frozenset(token for token in eos_token_ids if 0 <= token < vocab_size),
-        )
         self._scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -108,6 +102,17 @@ class EngineCore:
             use_priority=scheduling_policy == "priority",
             swap_room=swap_room,
             speculation=speculation,
+            reaches=reaches,
+        )
+        self._limits = Limits(
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            pool_tokens=self._scheduler.layout.longest(num_blocks),
+            # A checkpoint may name an end token beyond its logits; it can't be drawn, and must
+            # not become an index in the runner.
+            eos_token_ids=frozenset(token for token in eos_token_ids if 0 <= token < vocab_size),
         )
         self._seed = seed
         self._max_num_seqs = max_num_seqs

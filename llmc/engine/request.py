@@ -52,7 +52,8 @@ class Request:
 
     state: RequestState = RequestState.WAITING
     row: int | None = None
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)  # see RowTable
+    num_dropped: list[int] = field(default_factory=list)  # first blocks of each group, given back
     num_tokens: int = field(init=False)
     num_computed: int = 0
     num_in_flight: int = 0  # planned steps whose result has not come

@@ -2,6 +2,9 @@
 
 The scheduler says who comes and goes; the table finds shared blocks, takes and returns blocks and
 rows, and remembers which rows and copies the runner has yet to be told of.
+
+`Request.blocks` is flat: a physical block of each group of layers for the first block of tokens,
+then for the next. NO_BLOCK stands where a windowed group has none any more.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from collections.abc import Iterable
 
 from llmc.engine.block_pool import BlockPool
 from llmc.engine.forks import NO_SOURCE, Source
+from llmc.engine.layout import CacheLayout
 from llmc.engine.plan import BlockCopy, NewRow
+from llmc.engine.prefix import NO_BLOCK, find_prefix, group_digest, live
 from llmc.engine.request import Request
 from llmc.engine.swap import Swapper, SwapRoom
 
@@ -19,8 +24,17 @@ from llmc.engine.swap import Swapper, SwapRoom
 class RowTable:
     """`num_rows` rows, smallest free one first, over one BlockPool."""
 
-    def __init__(self, num_rows: int, pool: BlockPool, swap_room: SwapRoom | None = None) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        pool: BlockPool,
+        layout: CacheLayout,
+        swap_room: SwapRoom | None = None,
+    ) -> None:
         self.pool = pool
+        self.layout = layout
+        self.num_groups = layout.num_groups
+        self.is_whole = layout.is_whole
         self.swap = Swapper(swap_room, pool.block_size)
         self.owners: list[Request | None] = [None] * num_rows
         self._free = list(range(num_rows))  # a heap
@@ -33,34 +47,45 @@ class RowTable:
         return len(self._free)
 
     def seat(self, request: Request, num_spare: int, source: Source = NO_SOURCE) -> bool:
-        """Give a request a row and blocks for all its tokens, if `num_spare` blocks stay free.
+        """Give a request a row and blocks, if then `num_spare` blocks stay free in each group.
 
+        They hold all its tokens; where layers see a window only, those of its first step, and
+        there must be room for as many as it will ever hold at a time.
         Sets `num_computed` to what the prefix cache holds, or the `source`, or host memory: never
         all, one token must be computed.
         """
-        pool = self.pool
+        pool, size, groups = self.pool, self.pool.block_size, self.num_groups
         attempt = (request.arrival, pool.num_free, num_spare, source.num_tokens)
         if attempt == self._refused:  # nothing has changed since; don't look it all up again
             return False
         shared = self._find_prefix(request)
-        num_computed = len(shared) * pool.block_size
-        num_published = len(shared)
+        num_published = len(shared) // groups
+        num_computed = num_published * size
         giver = source.request if num_computed < source.num_tokens else None
-        if giver is not None:
+        forked = None if giver is None else self._fork(giver, source.num_tokens)
+        if giver is not None and forked is not None:
             num_computed = source.num_tokens
-            shared = giver.blocks[: num_computed // pool.block_size]
-            num_published = min(giver.num_published, len(shared))
-        num_new = pool.blocks_for(request.num_tokens) - len(shared)
-        if num_new + pool.num_idle(shared) + num_spare > pool.num_free:
+            shared = forked
+            num_published = min(giver.num_published, num_computed // size)
+        num_last = request.num_tokens
+        if not self.is_whole:
+            num_last = min(num_last, num_computed + self.layout.step_tokens)
+        num_new = -(-num_last // size) * groups - len(shared)
+        held = live(shared)
+        num_to_come = self.layout.blocks_for(request.num_tokens) - len(held)
+        wanted = max(num_new, num_to_come) + num_spare * groups
+        if wanted + pool.num_idle(held) > pool.num_free:
             self._refused = attempt
             return False
-        pool.share(shared)
+        pool.share(held)
         request.blocks = shared + [pool.take() for _ in range(num_new)]
-        if giver is not None and num_computed % pool.block_size:
+        first_needed = self.layout.first_needed
+        request.num_dropped = [first_needed(group, num_computed) for group in range(groups)]
+        if giver is not None and forked is not None and num_computed % size:
             first = len(shared)
-            copy = BlockCopy(source=giver.blocks[first], target=request.blocks[first])
-            self._copies.append(copy)
-        request.capacity = len(request.blocks) * pool.block_size
+            pairs = zip(giver.blocks[first:], request.blocks[first : first + groups], strict=False)
+            self._copies += [BlockCopy(source=a, target=b) for a, b in pairs]
+        request.capacity = len(request.blocks) // groups * size
         request.num_published = num_published
         request.num_computed = num_computed
         if request.host_slots:
@@ -70,17 +95,43 @@ class RowTable:
         self._refused = None
         return True
 
-    def grow(self, request: Request) -> int:
-        """One more block; the pool must have one free."""
-        block = self.pool.take()
-        request.blocks.append(block)
+    def _fork(self, giver: Request, num_tokens: int) -> list[int] | None:
+        """Its full blocks that a token behind the first `num_tokens` sees. None: it has moved on,
+        and has given back some of them.
+        """
+        groups, num_full = self.num_groups, num_tokens // self.pool.block_size
+        shared = giver.blocks[: num_full * groups]
+        for group in range(groups):
+            first = self.layout.first_needed(group, num_tokens)
+            if first < giver.num_dropped[group]:
+                return None
+            for block in range(min(first, num_full)):
+                shared[block * groups + group] = NO_BLOCK
+        return shared
+
+    def grow(self, request: Request) -> list[int]:
+        """One more block in each group; the pool must have them free."""
+        blocks = [self.pool.take() for _ in range(self.num_groups)]
+        request.blocks += blocks
         request.capacity += self.pool.block_size
-        return block
+        return blocks
+
+    def drop_unseen(self, request: Request, position: int) -> None:
+        """Give back the blocks that no token from `position` on sees; none before is in flight."""
+        blocks, groups = request.blocks, self.num_groups
+        for group in range(groups):
+            first = self.layout.first_needed(group, position)
+            places = range(request.num_dropped[group] * groups + group, first * groups, groups)
+            if places:
+                self.pool.give_back(live(blocks[place] for place in places))
+                for place in places:
+                    blocks[place] = NO_BLOCK
+                request.num_dropped[group] = first
 
     def unseat(self, request: Request) -> None:
         """Take row and blocks back. No step in flight may use them."""
         assert request.row is not None and request.num_in_flight == 0
-        self.pool.give_back(request.blocks)
+        self.pool.give_back(live(request.blocks))
         request.blocks = []
         self.owners[request.row] = None
         self._released.add(request.row)
@@ -111,7 +162,11 @@ class RowTable:
         if self.pool.enable_prefix_caching:
             self._extend_digests(request, num_full)
             for index in range(request.num_published, num_full):
-                self.pool.publish(request.blocks[index], request.digests[index])
+                digest, first = request.digests[index], index * self.num_groups
+                for group in range(self.num_groups):
+                    block = request.blocks[first + group]
+                    if block != NO_BLOCK:
+                        self.pool.publish(block, group_digest(digest, group))
         request.num_published = num_full
 
     def _find_prefix(self, request: Request) -> list[int]:
@@ -119,7 +174,7 @@ class RowTable:
             return []
         num_full = (request.num_tokens - 1) // self.pool.block_size
         self._extend_digests(request, num_full)
-        return self.pool.find_prefix(request.digests[:num_full])
+        return find_prefix(self.pool, self.layout, request.digests[:num_full])
 
     def _extend_digests(self, request: Request, num_full: int) -> None:
         size, digests = self.pool.block_size, request.digests
@@ -134,7 +189,7 @@ class RowTable:
     def check(self) -> None:
         """Raise AssertionError unless rows and blocks agree. Costs O(num_blocks)."""
         owners = [request for request in self.owners if request is not None]
-        self.pool.check(request.blocks for request in owners)
+        self.pool.check(live(request.blocks) for request in owners)
         free = [row for row, request in enumerate(self.owners) if request is None]
         if sorted(self._free) != free:
             raise AssertionError(f"free rows {sorted(self._free)}, but nobody owns {free}")
@@ -143,7 +198,7 @@ class RowTable:
         for request in owners:
             if request.row is None or self.owners[request.row] is not request:
                 raise AssertionError(f"{request.request_id!r} does not know its row {request.row}")
-            if request.capacity != len(request.blocks) * self.pool.block_size:
+            if request.capacity * self.num_groups != len(request.blocks) * self.pool.block_size:
                 raise AssertionError(f"{request.request_id!r} miscounts its blocks")
 
 

@@ -22,9 +22,11 @@ from llmc.engine import forks
 from llmc.engine.beams import Beam
 from llmc.engine.block_pool import BlockPool
 from llmc.engine.draft import StepDraft
+from llmc.engine.layout import WHOLE, CacheLayout, Reach
 from llmc.engine.messages import RequestUpdate
 from llmc.engine.outcome import aborted, failed, not_drawn, take_token
 from llmc.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
+from llmc.engine.prefix import live
 from llmc.engine.quarantine import Quarantine
 from llmc.engine.request import Request, RequestState
 from llmc.engine.row_table import RowTable, new_row
@@ -41,7 +43,8 @@ class Scheduler:
     """Continuous batching over `max_num_seqs` rows and one BlockPool.
 
     With `use_priority` a request of lower `priority` goes before all of higher ones, and takes
-    the place of running ones if need be.
+    the place of running ones if need be. `reaches` are those of the groups of layers that have
+    blocks of their own (layout.py); where one sees a window only, nothing is swapped.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Scheduler:
         use_priority: bool = False,
         swap_room: SwapRoom | None = None,
         speculation: Speculation | None = None,
+        reaches: Sequence[Reach] = (WHOLE,),
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise ValueError(
@@ -62,7 +66,11 @@ class Scheduler:
                 f"got {max_num_seqs} and {max_num_batched_tokens}"
             )
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
-        self.rows = RowTable(max_num_seqs, self.pool, swap_room)
+        self.layout = CacheLayout(
+            block_size=block_size, step_tokens=max_num_batched_tokens, reaches=tuple(reaches)
+        )
+        room = swap_room if self.layout.reaches == (WHOLE,) else None
+        self.rows = RowTable(max_num_seqs, self.pool, self.layout, room)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.use_priority = use_priority
         self.requests: dict[str, Request] = {}  # all that are not finished
@@ -86,7 +94,7 @@ class Scheduler:
         """Queue a request; with a `sibling` of the same prompt it shares the prompt's blocks."""
         if request.request_id in self.requests:
             raise ValueError(f"request {request.request_id!r} is already here")
-        if self.pool.blocks_for(request.max_total_tokens) > self.pool.num_blocks:
+        if self.layout.blocks_for(request.max_total_tokens) > self.pool.num_blocks:
             raise ValueError(
                 f"request {request.request_id!r} can grow to {request.max_total_tokens} tokens; "
                 f"the pool holds {self.pool.num_blocks} blocks of {self.pool.block_size}"
@@ -195,7 +203,7 @@ class Scheduler:
             elif num_tokens <= request.capacity:
                 draft.put_next(request)
             elif self._seats.make_room(request):
-                draft.put_next(request, (self.rows.grow(request),))
+                draft.put_next(request, self.rows.grow(request))
         return prefills
 
     def _plan_guessed(self, request: Request, draft: StepDraft, num_after: int) -> bool:
@@ -212,7 +220,7 @@ class Scheduler:
         if request.num_in_flight:
             return speculation.is_hopeful(request, num_rows)
         num_tokens, block_size = request.num_tokens, self.pool.block_size
-        num_spare = max(self.pool.num_free - num_after, 0)
+        num_spare = max(self.pool.num_free // self.layout.num_groups - num_after, 0)
         most = min(
             request.max_total_tokens - num_tokens - 1,
             draft.budget - num_after - 1,
@@ -221,18 +229,31 @@ class Scheduler:
         guesses = speculation.guess(request, most, num_rows) if most > 0 else ()
         if not guesses:
             return False
-        blocks = []
+        blocks: list[int] = []
         while request.capacity < num_tokens + len(guesses):
-            blocks.append(self.rows.grow(request))
+            blocks += self.rows.grow(request)
         draft.put_guessed(request, guesses, blocks)
         return True
 
-    @staticmethod
-    def _plan_prefills(draft: StepDraft, prefills: list[Request]) -> None:
+    def _plan_prefills(self, draft: StepDraft, prefills: list[Request]) -> None:
         """What is left of the prompts of running requests."""
         for request in prefills:
             if draft.has_room(request) and request.state is RUNNING:  # not preempted by a decode
-                draft.put(request, request.num_tokens - request.num_computed)
+                self._put_more(draft, request, request.num_tokens - request.num_computed)
+
+    def _put_more(self, draft: StepDraft, request: Request, num_wanted: int) -> None:
+        """Compute more of a running request, as far as its blocks reach. It has them all, unless
+        layers that see a window only take theirs as they go.
+        """
+        num_wanted = min(num_wanted, draft.budget)
+        blocks: list[int] = []
+        while request.capacity < request.num_computed + num_wanted:
+            if not self._seats.make_room(request):
+                num_wanted = request.capacity - request.num_computed
+                break
+            blocks += self.rows.grow(request)
+        if request.state is RUNNING and num_wanted > 0:
+            draft.put(request, num_wanted, blocks)
 
     def _plan_waiting(self, draft: StepDraft) -> None:
         """Let in who comes next. Only those that wait for their prompt's blocks are passed by,
@@ -276,7 +297,7 @@ class Scheduler:
             if not draft.has_room(request):
                 return
             if request.state is RUNNING:
-                draft.put(request, suspect.num_wanted)
+                self._put_more(draft, request, suspect.num_wanted)
             elif self._seats.seat_at_any_cost(request, protected):
                 self._enter(draft, request, suspect.num_wanted)
 
@@ -288,7 +309,9 @@ class Scheduler:
         if not request.was_scheduled:
             self._count_first(request, source)
         draft.new_rows.append(new_row(request))
-        draft.put(request, num_wanted, request.blocks[:])
+        num_wanted = min(num_wanted, request.capacity - request.num_computed)
+        # nothing reads the entries of blocks that a window has left, so that any number does there
+        draft.put(request, num_wanted, [max(block, 0) for block in request.blocks])
 
     def _count_first(self, request: Request, source: Request | None) -> None:
         request.was_scheduled = True
@@ -337,7 +360,7 @@ class Scheduler:
             else:
                 num_computed = work.start + work.num_tokens
                 if num_computed // block_size > request.num_published:
-                    self.rows.publish(request, num_computed)
+                    self._filled(request, num_computed)
                 if quarantine:
                     quarantine.pass_by(request, num_computed)
                 if token is not None and request.beam is not None:
@@ -353,6 +376,12 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.saw_step(draft.work, is_last=not self.requests)
         return updates
+
+    def _filled(self, request: Request, num_computed: int) -> None:
+        """Another block is computed to its end."""
+        self.rows.publish(request, num_computed)
+        if not self.layout.is_whole:
+            self.rows.drop_unseen(request, num_computed)
 
     def _take_candidates(self, beam: Beam, logprob: TokenLogprobs | None) -> None:
         """A beam tells what may follow it; the last of them to do so lets all go on."""
@@ -389,7 +418,7 @@ class Scheduler:
         request.num_computed += len(updates) - 1
         request.num_tokens += len(updates) - 1
         if request.num_computed // self.pool.block_size > request.num_published:
-            self.rows.publish(request, request.num_computed)
+            self._filled(request, request.num_computed)
         if self.speculation is not None:
             self.speculation.saw(request, len(guesses), num_accepted)
         if updates[-1].finish_reason is not None:
@@ -423,7 +452,7 @@ class Scheduler:
         return self._in_flight[0]
 
     def _fail_request(self, request: Request, error: str) -> RequestUpdate:
-        self.pool.forget(request.blocks)  # nobody else should read what led to this
+        self.pool.forget(live(request.blocks))  # nobody else should read what led to this
         if request.beam is not None:
             request.beam.search.error = error
         self._finish(request)

@@ -37,15 +37,17 @@ class Seats:
         request.state = RUNNING
 
     def make_room(self, request: Request) -> bool:
-        """See that a block is free, preempting if need be. False: not in this step.
+        """See that a block a group is free, preempting if need be. False: not in this step.
 
         A victim goes back to the queue, and needs at least what it just gave up; this step lets
         it in again only if others hold by now what it needs.
         """
-        while self.rows.pool.num_free == 0:
+        while self.rows.pool.num_free < self.rows.num_groups:
             if self._num_leaving:  # blocks come back with the step in flight; wait for them
                 return False
             victim = self.running[-1]
+            if victim is request and request.num_in_flight:  # its own may come back too
+                return False
             self.preempt(victim)
             if victim is request:
                 return False

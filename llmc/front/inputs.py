@@ -39,6 +39,8 @@ class ModelLimits(Protocol):
     @property
     def block_size(self) -> int: ...
     @property
+    def pool_tokens(self) -> int: ...
+    @property
     def generation_defaults(self) -> Mapping[str, float | int]: ...
     @property
     def extra_args(self) -> Sequence[str]: ...
@@ -70,6 +72,7 @@ class InputProcessor:
             max_model_len=model.max_model_len,
             num_blocks=model.num_blocks,
             block_size=model.block_size,
+            pool_tokens=model.pool_tokens,
             eos_token_ids=frozenset(i for i in model.eos_token_ids if 0 <= i < model.vocab_size),
         )
 

@@ -75,16 +75,15 @@ def _facts(stages: Sequence[Stage], layer: int) -> LayerFacts:
     # attention that a model spells out is found by a pass
     attended = next(filter(None, (_attentions(stage, layer) for stage in stages)), ())
     experts = next((_experts(n) for n in early if n.target is expert_linear.overload), None)
-    kv = state = 0
+    kv = sum(_written_bytes(n) for n in late)
+    state = 0
     stateful: list[str] = []
     weights = read = chosen = 0
     for node in late:
         if node.op != "placeholder":
             continue
         role = input_of(node)
-        if isinstance(role, CacheInput):
-            kv += num_bytes(node, skip=(0, 2))  # [blocks, heads, block_size, head_dim]
-        elif isinstance(role, WeightInput):
+        if isinstance(role, WeightInput):
             size = num_bytes(node)
             weights += size
             targets = {str(u.target) for u in node.users}
@@ -113,6 +112,14 @@ def _nodes(stage: Stage, layer: int) -> list[fx.Node]:
 
 def _attentions(stage: Stage, layer: int) -> tuple[AttentionFacts, ...]:
     return tuple(_attention(n) for n in _nodes(stage, layer) if n.target is attention.overload)
+
+
+def _written_bytes(node: fx.Node) -> int:
+    """Cache bytes a token, where this call writes its keys and values."""
+    if node.op != "call_function" or "paged_attention" in str(node.target):
+        return 0
+    caches = [n for n in node.all_input_nodes if isinstance(input_of(n), CacheInput)]
+    return sum(num_bytes(n, skip=(0, 2)) for n in caches)  # [blocks, heads, block_size, dim]
 
 
 def _attention(node: fx.Node) -> AttentionFacts:

@@ -5,36 +5,81 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmc.engine.layout import WHOLE, CacheLayout, Reach
+from llmc.passes.group_caches import group_size
+
 BATCHES = (1, 8, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheKind:
+    """Layers that see the same span: their bytes for a token, and those that a token's place takes,
+    which are more where a group of layers (`group_caches`) is not full."""
+
+    reach: Reach
+    bytes_per_token: int
+    taken_per_token: int
+
+
+def cache_kinds(layers: Sequence[tuple[Reach, int]]) -> tuple[CacheKind, ...]:
+    """Of (reach, bytes a token) by layer. Caches of several shapes share one block table, so that
+    all of them keep what the one that sees most does."""
+    kinds: dict[Reach, list[int]] = {}
+    for reach, num in sorted(layers, key=lambda layer: -layer[0].most):
+        kinds.setdefault(reach, []).append(num)
+    if len({num for _, num in layers}) > 1:
+        kinds = {WHOLE if len(kinds) > 1 else next(iter(kinds)): [num for _, num in layers]}
+    if not kinds:
+        return ()
+    size = group_size([len(each) for each in kinds.values()])
+    return tuple(
+        CacheKind(
+            reach=reach,
+            bytes_per_token=sum(each),
+            taken_per_token=sum(each) * (-(-len(each) // size) * size) // len(each),
+        )
+        for reach, each in kinds.items()
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Bytes. `activation_bytes` is an estimate for a full step."""
+    """Bytes. `activation_bytes` is an estimate for a full step of `step_tokens`."""
 
     weight_bytes: int
     read_bytes: int  # weights that every step reads
     expert_bytes: int  # weights of all routed experts
     num_experts: int
     num_chosen: int
-    kv_bytes_per_token: int
+    caches: tuple[CacheKind, ...]
     state_bytes: int  # for each request
     activation_bytes: int
     block_size: int
+    step_tokens: int
     max_model_len: int
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """In all layers, as long as a token is seen by all of them."""
+        return sum(kind.bytes_per_token for kind in self.caches)
+
     def request_bytes(self, context: int) -> int:
-        """Cache and state of one request of so many tokens, in whole blocks."""
-        blocks = -(-context // self.block_size)
-        return blocks * self.block_size * self.kv_bytes_per_token + self.state_bytes
+        """The most that one request of so many tokens holds, in whole blocks, and its state."""
+        total = self.state_bytes
+        for kind in self.caches:
+            layout = CacheLayout(
+                block_size=self.block_size, step_tokens=self.step_tokens, reaches=(kind.reach,)
+            )
+            total += layout.blocks_for(context) * self.block_size * kind.taken_per_token
+        return total
 
     def step_bytes(self, batch: int, context: int) -> float:
         """Read from memory by one decode step of `batch` requests."""
         touched = 0.0
         if self.num_experts:  # the share of experts that at least one of the tokens chose
             touched = 1 - (1 - self.num_chosen / self.num_experts) ** batch
-        cache = batch * (context * self.kv_bytes_per_token + self.state_bytes)
-        return self.read_bytes + touched * self.expert_bytes + cache
+        seen = sum(min(context, kind.reach.most) * kind.bytes_per_token for kind in self.caches)
+        return self.read_bytes + touched * self.expert_bytes + batch * (seen + self.state_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,11 @@ from llmc.choices import check_model_len, model_context, pick_device, pick_dtype
 from llmc.compiler.build import BuiltModel
 from llmc.compiler.forms import build_any, build_plain, capture_any
 from llmc.config import EngineConfig
+from llmc.engine.layout import Reach
 from llmc.errors import CompileError
 from llmc.inspection.choose import KernelChoice, choose_kernels
 from llmc.inspection.facts import LayerFacts, layer_facts, num_bytes, size_hint, total
-from llmc.inspection.fit import Sizes
+from llmc.inspection.fit import Sizes, cache_kinds
 from llmc.inspection.shorten import Shortened, shorten
 from llmc.inspection.stages import Stage, change, run_stages
 from llmc.load import pipeline_options
@@ -199,12 +200,29 @@ def _sizes(
         expert_bytes=total(facts, "expert_bytes"),
         num_experts=experts.num_experts if experts else 0,
         num_chosen=experts.num_chosen if experts else 0,
-        kv_bytes_per_token=total(facts, "kv_bytes_per_token"),
+        caches=cache_kinds(
+            [_cache_of(f, config, model_len) for f in facts.values() if f.kv_bytes_per_token]
+        ),
         state_bytes=total(facts, "state_bytes"),
         activation_bytes=_activations(config, last, model_len, vocab_size),
         block_size=config.block_size,
+        step_tokens=min(config.max_num_batched_tokens, model_len),
         max_model_len=model_len,
     )
+
+
+def _cache_of(facts: LayerFacts, config: EngineConfig, model_len: int) -> tuple[Reach, int]:
+    """How far back a layer must keep what it writes, and the bytes of a token."""
+    is_on = config.passes.get("group_caches", True)
+
+    def limit(limits: Sequence[int]) -> int:
+        return max(limits) if is_on and all(0 < n < model_len for n in limits) else 0
+
+    reach = Reach(
+        window=limit([a.window for a in facts.attention]),
+        chunk=limit([a.chunk for a in facts.attention]),
+    )
+    return reach, facts.kv_bytes_per_token
 
 
 def _activations(config: EngineConfig, last: Stage, model_len: int, vocab_size: int) -> int:

@@ -52,6 +52,7 @@ def size_pools(
     beside = sum(model.bytes_beside for model in models)
     return size_pool(
         config,
+        models[0].layout,
         bytes_per_token=sum(model.bytes_per_token for model in models),
         model_len=models[0].model_len,
         available=free_bytes(device, config) - beside,

@@ -14,8 +14,8 @@ from llmc.passes.slot_state import StateSpec
 
 
 def bytes_per_token(specs: Sequence[CacheSpec]) -> int:
-    """Cache bytes that one token takes over all layers."""
-    return sum(s.kv_heads * (s.head_dim + s.v_head_dim) * s.dtype.itemsize for s in specs)
+    """Cache bytes that one token takes in all layers of one group."""
+    return sum(spec.bytes_per_token for spec in specs)
 
 
 def allocate(
@@ -25,7 +25,7 @@ def allocate(
     block_size: int,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Per layer (key [num_blocks, Hkv, block_size, D], value [..., Dv]), by layer number.
+    """(key [num_blocks, Hkv, block_size, D], value [..., Dv]) by cache number.
 
     Not cleared: memory is taken as blocks are first written, and nothing unwritten is read.
     """

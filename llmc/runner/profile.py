@@ -15,6 +15,7 @@ from torch import Tensor
 from llmc.compiler.lower import lower
 from llmc.compiler.program import Program, bind, lowered
 from llmc.config import EngineConfig
+from llmc.engine.layout import CacheLayout, Reach
 from llmc.engine.plan import NewRow, RowWork, StepPlan
 from llmc.engine.swap import SwapCost, SwapRoom
 from llmc.errors import ConfigError
@@ -47,7 +48,8 @@ class BoundRunner:
 
 
 class ProfiledModel:
-    """Sizes in bytes. `bytes_beside` is what it takes next to weights and cache."""
+    """Sizes in bytes. `bytes_beside` is what it takes next to weights and cache, `bytes_per_token`
+    what a token takes in one group of layers."""
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class ProfiledModel:
         self._max_in_flight = max_in_flight
         self._graph = lowered(program)
         self.model_len = model_len
+        self.layout = cache_layout(config, program, model_len)
         self.bytes_per_token = kv_cache.bytes_per_token(program.caches)
         self._prefill_seconds_per_token = 0.0
         states = kv_cache.state_bytes(program.states) * (config.max_num_seqs + 1)
@@ -106,6 +109,7 @@ class ProfiledModel:
             vocab_size=program.vocab_size,
             device=device,
             extra=RowStates(program.processors, program.vocab_size).tables,
+            num_groups=self.layout.num_groups,
         )
         bound = bind(program, self._weights, caches, states)
         flat = [half for layer in caches for half in layer]
@@ -128,11 +132,13 @@ class ProfiledModel:
         tokens = min(config.max_num_batched_tokens, self.model_len)
         short = _PROFILE_TOKENS_CPU if self._kernels_built else _PROFILE_TOKENS_REFERENCE
         probed = min(tokens, short) if device.type == "cpu" else tokens
-        blocks = max(-(-probed // config.block_size), sum(LENGTHS))
-        probe, _ = self._make(blocks, max(probed, *LENGTHS), can_swap=False)
+        groups, blocks = self.layout.num_groups, -(-probed // config.block_size)
+        plan = _profile_plan(probed, blocks * groups)
+        num_blocks = max(blocks, sum(LENGTHS)) * groups
+        probe, _ = self._make(num_blocks, max(probed, *LENGTHS), can_swap=False)
         peak = PeakMemory(device)
         peak.start()
-        probe.execute(_profile_plan(probed, config.block_size))
+        probe.execute(plan)
         activations = peak.grown_by() * tokens // probed
         if self._kernels_built:
             peak.start()
@@ -141,12 +147,27 @@ class ProfiledModel:
         activations += graphs_to_come(probe)
         if config.swap_space:
             start = time.perf_counter()
-            probe.execute(_profile_plan(probed, config.block_size))
+            probe.execute(plan)
             self._prefill_seconds_per_token = (time.perf_counter() - start) / probed
         if not self._program.from_cache:
             verify_packing(probe, self._program.dtype)
             self._program.keep()
         return activations
+
+
+def cache_layout(config: EngineConfig, program: Program, model_len: int) -> CacheLayout:
+    """A window as long as the context, or one whose pass is off, lets nothing go."""
+    is_on = config.passes.get("group_caches", True)
+
+    def limit(tokens: int) -> int:
+        return tokens if is_on and tokens < model_len else 0
+
+    reaches = tuple(Reach(window=limit(g.window), chunk=limit(g.chunk)) for g in program.groups)
+    return CacheLayout(
+        block_size=config.block_size,
+        step_tokens=config.max_num_batched_tokens,
+        reaches=reaches or (Reach(),),
+    )
 
 
 def _swap_space(
@@ -190,9 +211,8 @@ def graphs_to_come(probe: ModelRunner) -> int:
     return first + (sizes - 1) * (probe.graph_bytes - first)
 
 
-def _profile_plan(tokens: int, block_size: int) -> StepPlan:
-    """One request that fills a whole prefill step."""
-    blocks = range(-(-tokens // block_size))
+def _profile_plan(tokens: int, num_blocks: int) -> StepPlan:
+    """One request that fills a whole prefill step, in the first of these blocks."""
     new = NewRow(
         row=0,
         request_id="profile",
@@ -202,5 +222,5 @@ def _profile_plan(tokens: int, block_size: int) -> StepPlan:
         seed=0,
         stop_token_ids=(),
     )
-    work = RowWork(row=0, start=0, num_tokens=tokens, sample=True, new_blocks=tuple(blocks))
+    work = RowWork(row=0, start=0, num_tokens=tokens, sample=True, new_blocks=range(num_blocks))
     return StepPlan(step=0, new_rows=(new,), work=(work,))

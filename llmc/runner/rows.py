@@ -57,9 +57,9 @@ class _Place:
 
 
 class RowTables:
-    """`tables` holds the step inputs of the same names; `block_table` [rows, max_blocks] int32.
-
-    `extra` are the tables of users' logits processors.
+    """`tables` holds the step inputs of the same names; `block_table` is int32 [rows, max_blocks *
+    num_groups]: a block of each group of layers (`CacheLayout`), then the next of each. `extra`
+    are the tables of users' logits processors.
     """
 
     def __init__(
@@ -71,14 +71,17 @@ class RowTables:
         vocab_size: int,
         device: torch.device,
         extra: Mapping[str, RowTable] = MappingProxyType({}),
+        num_groups: int = 1,
     ) -> None:
         self.padding_row = num_rows
+        self.num_groups = num_groups
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.device = device
         rows = num_rows + 1
-        max_blocks = max(2, -(-max_model_len // block_size))  # compiled steps take no width of 1
+        # compiled steps take no width of 1
+        self.max_blocks = max(2, -(-max_model_len // block_size))
         columns = {
             "history": max_model_len + 1,  # the last draw of a full context is written too
             "bias_token": MAX_BIAS,
@@ -92,7 +95,7 @@ class RowTables:
         dtypes |= {name: table.dtype for name, table in extra.items()}
         neutral = NEUTRAL | {name: table.neutral for name, table in extra.items()}
         dtypes["block_table"] = torch.int32
-        columns["block_table"] = max_blocks
+        columns["block_table"] = self.max_blocks * num_groups
         self._places: dict[str, _Place] = {}
         size = 0
         for name, dtype in dtypes.items():
@@ -108,7 +111,7 @@ class RowTables:
             self.tables[name] = table if name in columns else table[:, 0]
             self.tables[name].fill_(neutral.get(name, 0))
         self.block_table = self.tables.pop("block_table")
-        self.num_blocks = [0] * rows
+        self.num_blocks = [0] * rows  # of all groups together
         self.logprobs: list[int | None] = [None] * rows
         self.prompt_logprobs: list[int | None] = [None] * rows
         self._has_bias = [False] * rows
@@ -125,10 +128,6 @@ class RowTables:
         place = self._places[name]
         words = self.memory[place.first : place.first + rows * place.row_words]
         return words.view(dtype).view(rows, -1)
-
-    @property
-    def max_blocks(self) -> int:
-        return self.block_table.shape[1]
 
     def _check_row(self, row: int, num_tokens: int) -> None:
         """Kernels take places on trust: one outside the tables would be somebody else's memory."""
@@ -242,10 +241,11 @@ class RowTables:
         self._check_row(work.row, work.start + work.num_tokens)
         if work.new_blocks:
             count = self.num_blocks[work.row]
-            if count + len(work.new_blocks) > self.max_blocks:
+            most = self.max_blocks * self.num_groups
+            if count + len(work.new_blocks) > most:
                 raise ValueError(
                     f"row {work.row} has {count} blocks and gets {len(work.new_blocks)}; "
-                    f"{self.max_blocks} is the most"
+                    f"{most} is the most"
                 )
             out.add(self._places["block_table"].at(work.row, count), work.new_blocks)
             self.num_blocks[work.row] = count + len(work.new_blocks)

@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from llmc.config import EngineConfig
+from llmc.engine.layout import CacheLayout
 from llmc.errors import ConfigError
 
 # Of what is free on a machine that also runs other programs.
@@ -23,6 +24,7 @@ class PoolSize:
 
     num_blocks: int
     max_model_len: int
+    pool_tokens: int  # of the longest sequence that fits, alone
     cache_bytes: int
 
 
@@ -71,29 +73,38 @@ def free_bytes(device: torch.device, config: EngineConfig) -> int:
 
 
 def size_pool(
-    config: EngineConfig, *, bytes_per_token: int, model_len: int, available: int
+    config: EngineConfig,
+    layout: CacheLayout,
+    *,
+    bytes_per_token: int,
+    model_len: int,
+    available: int,
 ) -> PoolSize:
     """`model_len` is the model's own limit. ConfigError when one request does not fit.
+
+    `bytes_per_token` are those of a token in one of the layout's groups of layers.
 
     An explicit max_model_len must fit; one that was left open is cut to what fits. A model that
     keeps no keys and values (recurrent throughout) has blocks for every row: they cost nothing.
     """
     block_bytes = bytes_per_token * config.block_size
     wanted_len = config.max_model_len or model_len
-    per_request = -(-wanted_len // config.block_size)
+    per_request = layout.blocks_for(wanted_len)
     budget = config.kv_cache_memory if config.kv_cache_memory is not None else max(available, 0)
     num_blocks = budget // block_bytes if block_bytes else per_request * config.max_num_seqs
     if config.kv_cache_memory is None:
         num_blocks = min(num_blocks, per_request * config.max_num_seqs)
-    if num_blocks < 1 or (config.max_model_len is not None and num_blocks < per_request):
-        need = per_request if config.max_model_len is not None else 1
+    need = per_request if config.max_model_len is not None else layout.num_groups
+    if num_blocks < need:
         raise ConfigError(
-            f"{budget / 2**20:.1f} MiB of KV cache hold {num_blocks * config.block_size} tokens, "
+            f"{budget / 2**20:.1f} MiB of KV cache hold {layout.longest(num_blocks)} tokens, "
             f"but one request of max_model_len {wanted_len} needs "
             f"{need * block_bytes / 2**20:.1f} MiB; lower max_model_len or raise kv_cache_memory"
         )
+    pool_tokens = layout.longest(num_blocks)
     return PoolSize(
         num_blocks=num_blocks,
-        max_model_len=min(wanted_len, num_blocks * config.block_size),
+        max_model_len=min(wanted_len, pool_tokens),
+        pool_tokens=pool_tokens,
         cache_bytes=num_blocks * block_bytes,
     )

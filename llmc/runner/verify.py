@@ -30,9 +30,9 @@ def verify_packing(runner: ModelRunner, dtype: torch.dtype) -> None:
 
     `runner` needs two rows and blocks for both requests; its rows are free again afterwards.
     """
-    vocab, size = runner.rows.vocab_size, runner.rows.block_size
+    vocab, size, groups = runner.rows.vocab_size, runner.rows.block_size, runner.rows.num_groups
     prompts = [[(7 * i + 3 * j + 1) % vocab for j in range(n)] for i, n in enumerate(LENGTHS)]
-    blocks = [-(-len(p) // size) for p in prompts]
+    blocks = [-(-len(p) // size) * groups for p in prompts]
     tables = [list(range(blocks[0])), list(range(blocks[0], sum(blocks)))]
     tolerance = _TOLERANCE.get(dtype, _TOLERANCE_LOW_PRECISION)
     together = _logits(runner, prompts, tables, (0, 1))

@@ -21,6 +21,7 @@ from llmc.passes.inputs import (
     StepInput,
     WeightInput,
     input_of,
+    of_group,
 )
 from llmc.runner.rows import RowTables
 from llmc.verification.tokens import Chunk, TokenSequence
@@ -30,27 +31,33 @@ _BLOCK_SIZE = 16  # of the runner's own block table, which nothing reads here
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Blocks of the caches: as many for each sequence, in a scattered order."""
+    """Blocks of the caches: as many for each sequence and group of layers, in a scattered order."""
 
     block_size: int
     blocks_each: int
     num_sequences: int
+    num_groups: int
 
     @staticmethod
-    def of(sequences: Sequence[TokenSequence], block_size: int) -> Geometry:
+    def of(sequences: Sequence[TokenSequence], block_size: int, num_groups: int = 1) -> Geometry:
         longest = max(len(s.token_ids) for s in sequences)
         # compiled steps take no block table of width 1
         blocks = max(2, -(-longest // block_size))
-        return Geometry(block_size=block_size, blocks_each=blocks, num_sequences=len(sequences))
+        return Geometry(
+            block_size=block_size,
+            blocks_each=blocks,
+            num_sequences=len(sequences),
+            num_groups=num_groups,
+        )
 
     @property
     def num_blocks(self) -> int:
-        return self.blocks_each * self.num_sequences
+        return self.blocks_each * self.num_sequences * self.num_groups
 
-    def block_table(self) -> Tensor:
-        """[sequences, blocks]: a sequence's blocks lie far apart and backwards."""
+    def block_tables(self) -> Tensor:
+        """[groups, sequences, blocks]: a sequence's blocks lie far apart and backwards."""
         order = torch.arange(self.num_blocks - 1, -1, -1, dtype=torch.int32)
-        return order.view(self.blocks_each, self.num_sequences).T.contiguous()
+        return order.view(self.blocks_each, self.num_sequences, -1).permute(2, 1, 0).contiguous()
 
 
 def bind(
@@ -129,7 +136,7 @@ def _packed(
     device: torch.device,
 ) -> dict[str, Tensor]:
     """The inputs that change every step; every token's logits are asked for."""
-    table = geometry.block_table()
+    tables = geometry.block_tables()
     ids: list[int] = []
     positions: list[int] = []
     rows: list[int] = []
@@ -141,19 +148,21 @@ def _packed(
         rows += [chunk.sequence] * chunk.count
         starts.append(starts[-1] + chunk.count)
     position, row = torch.tensor(positions), torch.tensor(rows)
-    block = table[row, position // geometry.block_size].long()
+    offset = position % geometry.block_size
     packed = {
         "token_ids": torch.tensor(ids),
         "positions": position,
-        "slot_mapping": block * geometry.block_size + position % geometry.block_size,
         "query_start": torch.tensor(starts, dtype=torch.int32),
         "context_len": torch.tensor([c.start + c.count for c in chunks], dtype=torch.int32),
-        "block_table": table[[c.sequence for c in chunks]],
         "logits_index": torch.arange(len(ids)),
         "row": row,
         "request_row": torch.tensor([c.sequence for c in chunks]),
         "length": (position + 1).int(),
     }
+    for group, table in enumerate(tables):
+        block = table[row, position // geometry.block_size].long()
+        packed[of_group("slot_mapping", group)] = block * geometry.block_size + offset
+        packed[of_group("block_table", group)] = table[[c.sequence for c in chunks]]
     return {name: tensor.to(device) for name, tensor in packed.items()}
 
 

@@ -19,6 +19,7 @@ from llmc.compiler.weights import WeightSource
 from llmc.kernels.registry import OPS
 from llmc.passes.base import Pass, PassReport, run_passes
 from llmc.passes.canonicalize import canonicalize
+from llmc.passes.group_caches import cache_groups
 from llmc.passes.lower_kernels import lower_kernels
 from llmc.passes.pipeline import PipelineOptions, pipeline
 from llmc.verification.reference import Run
@@ -55,9 +56,9 @@ class Subject:
     def passes(self) -> tuple[Pass, ...]:
         return pipeline(self.options, self.extra)
 
-    @property
-    def geometry(self) -> Geometry:
-        return Geometry.of(self.sequences, self.options.block_size)
+    def geometry(self, graph: fx.GraphModule) -> Geometry:
+        num_groups = max(1, len(cache_groups(graph.graph)))
+        return Geometry.of(self.sequences, self.options.block_size, num_groups)
 
     def matches(self, p: Pass) -> bool:
         """Whether a pass changes anything in this model."""
@@ -72,9 +73,10 @@ class Subject:
     def run(self, variant: Variant) -> list[Tensor]:
         """Logits [T, V] of every sequence."""
         graph, _ = self.rewrite(variant)
-        bound = bind(graph, self._weights(graph), self.geometry, self.device)
+        geometry = self.geometry(graph)
+        bound = bind(graph, self._weights(graph), geometry, self.device)
         step = self._step(graph, bound, variant.level)
-        args = (self.sequences, self.steps, self.geometry, self.captured.vocab_size, self.device)
+        args = (self.sequences, self.steps, geometry, self.captured.vocab_size, self.device)
         return run_steps(step, *args)[0]
 
     def run_tapped(self, variant: Variant) -> Run:
@@ -86,15 +88,16 @@ class Subject:
         passes = pipeline(self.options, (*self.extra, tap_layers(buffers=buffers)))
         graph, _ = run_passes(self.captured.graph, passes, variant.switches)
         graph = self._with_kernels(graph, variant.kernels)
-        bound = bind(graph, self._weights(graph), self.geometry, self.device)
-        args = (self.sequences, self.steps, self.geometry, self.captured.vocab_size, self.device)
+        geometry = self.geometry(graph)
+        bound = bind(graph, self._weights(graph), geometry, self.device)
+        args = (self.sequences, self.steps, geometry, self.captured.vocab_size, self.device)
         logits, hidden = run_steps(lower(graph, bound), *args, taps=buffers)
         return Run(logits=logits, hidden=hidden)
 
     def run_captured(self, passes: Sequence[Pass] = ()) -> list[Tensor]:
         """The captured graph itself, one sequence at a time: no paging, no fusion, no kernel."""
         graph, _ = run_passes(self.captured.graph, (canonicalize(), *passes))
-        bound = bind(graph, self._weights(graph), self.geometry, self.device)
+        bound = bind(graph, self._weights(graph), self.geometry(graph), self.device)
         call = lower(graph, bound).call
         logits = []
         for sequence in self.sequences:

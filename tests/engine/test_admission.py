@@ -17,10 +17,16 @@ LIMITS = Limits(
     max_model_len=32,
     num_blocks=16,
     block_size=4,
+    pool_tokens=64,
     eos_token_ids=frozenset({0, 1}),
 )
 SMALL_POOL = Limits(
-    vocab_size=100, max_model_len=32, num_blocks=5, block_size=4, eos_token_ids=frozenset()
+    vocab_size=100,
+    max_model_len=32,
+    num_blocks=5,
+    block_size=4,
+    pool_tokens=20,
+    eos_token_ids=frozenset(),
 )
 
 

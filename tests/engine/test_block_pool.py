@@ -26,11 +26,6 @@ def test_blocks_leave_in_order_and_come_back() -> None:
     pool.check()
 
 
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_blocks_for(tokens: int, blocks: int) -> None:
-    assert BlockPool(3, 4).blocks_for(tokens) == blocks
-
-
 def test_a_shared_block_is_free_only_when_all_have_left() -> None:
     pool = BlockPool(2, 2)
     digest = cached(pool, [1, 2])

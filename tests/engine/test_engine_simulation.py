@@ -14,6 +14,7 @@ from fake_runner import EOS, VOCAB, DigitGrammars, FakeRunner, Outcome, run_alon
 from oracle import Oracle
 
 from llmc.engine.core import EngineCore
+from llmc.engine.layout import WHOLE, CacheLayout, Reach
 from llmc.engine.messages import AddRequest
 from llmc.engine.model_speculation import ModelSpeculation
 from llmc.engine.swap import SwapCost, SwapRoom
@@ -52,6 +53,14 @@ def random_grammar(rng: random.Random) -> StructuredOutputs:
     return StructuredOutputs(regex=f"{rng.randint(1, 12)}{ending}")
 
 
+def random_reaches(rng: random.Random) -> tuple[Reach, ...]:
+    """Most engines have layers that see all; the others windows, chunks, or several groups."""
+    if rng.random() < 0.7:
+        return (WHOLE,)
+    limited = [Reach(window=rng.randint(1, 9)), Reach(chunk=rng.randint(1, 9))]
+    return tuple(rng.choice([WHOLE, *limited]) for _ in range(rng.randint(1, 3)))
+
+
 @dataclass
 class Trace:
     """One random engine, its requests and what came of them.
@@ -71,6 +80,8 @@ class Trace:
     def run(self) -> EngineCore:
         rng = self.rng = random.Random(self.seed)
         self.block_size, self.num_blocks = rng.choice([1, 2, 2, 3, 4, 8]), rng.randint(2, 14)
+        reaches = random_reaches(rng)
+        self.num_blocks *= len(reaches)
         self.context = rng.randint(4, 24)
         budget = rng.choice([1, 2, 3, 5, 8, 32])
         rows = rng.randint(1, 6)
@@ -79,6 +90,8 @@ class Trace:
         self.family_rate = rng.choice([0.0, 0.0, 0.5])
         self.is_shared = self.caching or self.family_rate > 0
         self.priorities = rng.random() < 0.3
+        layout = CacheLayout(block_size=self.block_size, step_tokens=budget, reaches=reaches)
+        self.room = min(self.context, layout.longest(self.num_blocks))
         self.runner = FakeRunner(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -86,6 +99,7 @@ class Trace:
             max_rows=rows,
             max_in_flight=self.depth,
             rng=rng,
+            layout=layout,
         )
         self.core = EngineCore(
             self.runner,
@@ -100,6 +114,7 @@ class Trace:
             scheduling_policy="priority" if self.priorities else "fcfs",
             swap_room=self.swap_room(rng) if rng.random() < 0.7 else None,
             grammars=DigitGrammars(),
+            reaches=reaches,
         )
         self.runner.nan = rng.random() < 0.3
         if self.seed % 5 < 2:
@@ -163,7 +178,7 @@ class Trace:
 
     def add(self, message: AddRequest) -> None:
         total = len(message.prompt_token_ids) + (message.sampling.max_tokens or 1)
-        fits = total <= min(self.context, self.num_blocks * self.block_size)
+        fits = total <= self.room
         try:
             self.core.add(message)
         except InvalidRequestError:
@@ -206,8 +221,7 @@ class Trace:
 
     def verify_request(self, request_id: str) -> None:
         message, got = self.messages[request_id], self.outcomes[request_id]
-        room = min(self.context, self.num_blocks * self.block_size)
-        alone = run_alone(message, message.sampling.seed or 0, room, self.runner.nan)
+        alone = run_alone(message, message.sampling.seed or 0, self.room, self.runner.nan)
         if got.error is not None and not ("finite" in got.error or "it broke" in got.error):
             assert got.error == "the step failed: InjectedFault: midway" or self.faults == "random"
             assert got.tokens == alone.tokens[: len(got.tokens)]
@@ -263,6 +277,7 @@ def test_every_request_ends_as_it_does_alone(
         totals["swaps"] += stats.num_swaps
         totals["swapped in"] += trace.runner.num_swapped_in
         totals["copies"] += trace.runner.num_copies
+        totals["left behind"] += trace.runner.num_left
         totals["wasted"] += stats.num_wasted_row_steps
         totals["restarts"] += trace.runner.restarts
         totals["faults"] += trace.runner.faults
@@ -283,6 +298,7 @@ def test_every_request_ends_as_it_does_alone(
         "swaps",
         "swapped in",
         "copies",
+        "left behind",
         "cache hits",
         "restarts",
         "stop",

@@ -83,7 +83,7 @@ def test_the_first_work_brings_the_blocks_of_the_whole_prompt() -> None:
     plan = planned(engine)
     assert plan.work[0].new_blocks == [0, 1, 2]
     finish_step(engine, plan)
-    assert planned(engine).work[0].new_blocks == ()
+    assert not planned(engine).work[0].new_blocks
 
 
 def test_a_decode_gets_a_block_when_the_last_is_full() -> None:

@@ -12,8 +12,9 @@ from tiny_configs import tiny_config
 from tiny_models import make_config
 
 from llmc.config import EngineConfig
+from llmc.engine.layout import WHOLE
 from llmc.errors import CheckpointError
-from llmc.inspection.fit import Sizes, contexts, fit
+from llmc.inspection.fit import Sizes, cache_kinds, contexts, fit
 from llmc.inspection.inspect import Inspection, inspect_model
 from llmc.start import start_engine
 
@@ -136,10 +137,11 @@ SIZES = Sizes(
     expert_bytes=400,
     num_experts=4,
     num_chosen=1,
-    kv_bytes_per_token=10,
+    caches=cache_kinds([(WHOLE, 10)]),
     state_bytes=7,
     activation_bytes=100,
     block_size=16,
+    step_tokens=64,
     max_model_len=5000,
 )
 

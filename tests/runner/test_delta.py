@@ -122,7 +122,7 @@ def prepare(state: State, plan: StepPlan, padding: int = 0) -> tuple[Delta, Step
     sent = torch.from_numpy(delta.words)
     write_segments.run(state.rows.memory, sent, delta.num_segments)
     buffers = StepBuffers(state.rows, max_tokens=NUM_ROWS * CONTEXT, max_requests=NUM_ROWS + 3)
-    for stale in buffers.view(NUM_ROWS * CONTEXT, NUM_ROWS + 3, NUM_ROWS + 3).values():
+    for stale in buffers.view(NUM_ROWS * CONTEXT, NUM_ROWS + 3, NUM_ROWS + 3).inputs.values():
         stale.fill_(-77)
     work = sent[delta.work : delta.work + delta.num_requests * WORK_WORDS].view(-1, WORK_WORDS)
     return delta, buffers.prepare(work, delta.num_tokens, delta.num_samples)

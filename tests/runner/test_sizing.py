@@ -9,20 +9,29 @@ import pytest
 import torch
 
 from llmc.config import EngineConfig
+from llmc.engine.layout import WHOLE, CacheLayout, Reach
 from llmc.errors import ConfigError
 from llmc.passes.page_attention import CacheSpec
 from llmc.runner.kv_cache import allocate, bytes_per_token
 from llmc.runner.sizing import PeakMemory, free_bytes, size_pool
 
 BF16 = torch.bfloat16
-SPEC = CacheSpec(layer=0, kv_heads=2, head_dim=8, v_head_dim=4, window=0, chunk=0, dtype=BF16)
+SPEC = CacheSpec(layer=0, kv_heads=2, head_dim=8, v_head_dim=4, dtype=BF16)
 
 
 def size(
-    available: int = 10**9, *, per_token: int = 100, model_len: int = 64, **options: Any
+    available: int = 10**9,
+    *,
+    per_token: int = 100,
+    model_len: int = 64,
+    reaches: tuple[Reach, ...] = (WHOLE,),
+    **options: Any,
 ) -> Any:
     config = EngineConfig(block_size=16, max_num_seqs=4, **options)
-    return size_pool(config, bytes_per_token=per_token, model_len=model_len, available=available)
+    layout = CacheLayout(block_size=16, step_tokens=16, reaches=reaches)
+    return size_pool(
+        config, layout, bytes_per_token=per_token, model_len=model_len, available=available
+    )
 
 
 def test_bytes_of_a_token_over_all_layers() -> None:
@@ -48,6 +57,17 @@ def test_no_more_blocks_than_all_rows_at_full_length_can_use() -> None:
 
 def test_as_many_blocks_as_fit() -> None:
     assert size(available=1600 * 7 + 5).num_blocks == 7
+
+
+def test_windows_make_room_for_longer_contexts() -> None:
+    """Of two groups one sees a window of 16 tokens, which with a step of 16 takes 3 blocks."""
+    windowed = (WHOLE, Reach(window=16))
+    pool = size(available=1600 * 13, model_len=1000, reaches=windowed)
+    assert (pool.max_model_len, pool.pool_tokens) == (160, 160)
+    whole = size(available=1600 * 13, model_len=1000, reaches=(WHOLE, WHOLE))
+    assert whole.max_model_len == 6 * 16
+    with pytest.raises(ConfigError, match="hold 160 tokens, but one request of max_model_len 176"):
+        size(available=1600 * 13, max_model_len=176, reaches=windowed)
 
 
 def test_explicit_memory_is_taken_as_it_is() -> None:

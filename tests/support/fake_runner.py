@@ -2,9 +2,10 @@
 
 It keeps what a real runner keeps: rows, block tables and a memory of blocks. Each slot of that
 memory holds a fingerprint of all tokens up to it, so a block that is stale, shared by writers or
-taken from the wrong prefix shows when it is read. The token it draws is a pure function of the
-history and the seed: whatever was batched, preempted, cached or aborted around a request, it must
-end exactly as it does alone.
+taken from the wrong prefix shows when it is read. A block that no later token sees (`layout`) may
+go to others as soon as the step that left it behind is done. The token it draws is a pure function
+of the history and the seed: whatever was batched, preempted, cached or aborted around a request,
+it must end exactly as it does alone.
 
 Steps are computed when they are submitted, and what comes of them is told when it is asked for.
 After a step failed, those behind it run on rows that are broken, until all have been read.
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from llmc.engine.core import EngineCore
 from llmc.engine.draft import MAX_SCORED
 from llmc.engine.grammar import Matcher
+from llmc.engine.layout import CacheLayout
 from llmc.engine.messages import AddRequest, RequestUpdate
 from llmc.engine.plan import NewRow, RowWork, StepPlan, StepResult, TokenLogprobs
 from llmc.sampling_params import SamplingParams
@@ -130,6 +132,7 @@ class Row:
     seed: int
     stop: Sequence[int]
     blocks: list[int] = field(default_factory=list)
+    held: dict[int, int] = field(default_factory=dict)  # those that are still seen, by place
     num_computed: int | None = None  # None until its first work says what was cached
     tokens: list[int] = field(default_factory=list)
     mask: bytes | None = None
@@ -166,7 +169,9 @@ class FakeRunner:
         max_rows: int,
         max_in_flight: int = 1,
         rng: random.Random | None = None,
+        layout: CacheLayout | None = None,
     ) -> None:
+        self.layout = layout or CacheLayout(block_size=block_size, step_tokens=max_tokens)
         self.rng = rng or random.Random(0)
         self.block_size = block_size
         self.max_tokens = max_tokens
@@ -187,6 +192,7 @@ class FakeRunner:
         self.is_broken = False
         self.num_submitted = 0
         self.num_copies = 0
+        self.num_left = 0  # blocks that the window of their row left
         self.num_swapped_in = 0
         self.num_computed = 0  # tokens
         self.num_scored = 0
@@ -295,12 +301,12 @@ class FakeRunner:
         for work in plan.work:
             row = self.rows[work.row]
             row.broken = True
-            self.holders.subtract(row.blocks)
-            row.blocks = []
+            self.holders.subtract(row.held.values())
+            row.blocks, row.held = [], {}
 
     def _drop(self, row: int) -> None:
         if row in self.rows:
-            self.holders.subtract(self.rows.pop(row).blocks)
+            self.holders.subtract(self.rows.pop(row).held.values())
 
     def _add_row(self, new: NewRow) -> None:
         if new.request_id in self.first_scheduled:
@@ -331,27 +337,46 @@ class FakeRunner:
         assert work.sample and work.num_tokens == 1 + len(work.draft_token_ids) == work.num_samples
         one = dataclasses.replace(work, num_tokens=1, draft_token_ids=())
         drawn: list[int | None] = []
-        self._compute(row, one, drawn)
+        self._compute(row, one, drawn, is_guessed=True)
         kept = row.num_computed, row.prints[:]
         is_right = True
         for count, guess in enumerate(work.draft_token_ids, start=1):
             is_right = is_right and drawn[-1] == guess
             row.prints[-1] = fingerprint(row.prints[-2], guess)
-            self._compute(
-                row, dataclasses.replace(one, start=work.start + count, new_blocks=()), drawn
-            )
+            next_one = dataclasses.replace(one, start=work.start + count, new_blocks=())
+            self._compute(row, next_one, drawn, is_guessed=True)
             if is_right:
                 kept = row.num_computed, row.prints[:]
                 self.num_accepted += 1
         row.num_computed, row.prints = kept
+        self._leave_unseen(row)
         self.num_guessed += len(work.draft_token_ids)
         tokens += drawn
 
-    def _compute(self, row: Row, work: RowWork, tokens: list[int | None]) -> None:
+    def _hold(self, row: Row, work: RowWork) -> None:
+        for block in work.new_blocks:
+            place = len(row.blocks)
+            index, group = divmod(place, self.layout.num_groups)
+            row.blocks.append(block)
+            if index >= self.layout.first_needed(group, work.start):
+                row.held[place] = block
+                self.holders[block] += 1
+
+    def _leave_unseen(self, row: Row) -> None:
+        """What the tokens to come don't see is not the row's any more."""
+        groups, position = self.layout.num_groups, row.num_computed or 0
+        for place, block in list(row.held.items()):
+            if place // groups < self.layout.first_needed(place % groups, position):
+                self.holders[block] -= 1
+                self.num_left += 1
+                del row.held[place]
+
+    def _compute(
+        self, row: Row, work: RowWork, tokens: list[int | None], *, is_guessed: bool = False
+    ) -> None:
         assert not row.broken, "used a row that was in a failed step"
-        size = self.block_size
-        row.blocks.extend(work.new_blocks)
-        self.holders.update(work.new_blocks)
+        size, groups = self.block_size, self.layout.num_groups
+        self._hold(row, work)
         if row.num_computed is None:
             row.num_computed = work.start
         end = work.start + work.num_tokens
@@ -359,17 +384,24 @@ class FakeRunner:
             self._enter(row, work)
         assert end < row.num_prompt + (row.sampling.max_tokens or end), "work that no one needs"
         assert work.start == row.num_computed, "positions are not contiguous"
-        assert end <= len(row.prints) and end <= len(row.blocks) * size
+        assert end <= len(row.prints) and end * groups <= len(row.blocks) * size
         if work.sample or self.knows_all_tokens:
             assert work.sample == (end == len(row.prints))
         for position in range(work.start, end):
-            block = row.blocks[position // size]
-            assert self.holders[block] == 1, "wrote to a block that another row holds"
-            self.memory[block * size + position % size] = row.prints[position]
-        for index, block in enumerate(row.blocks[: -(-end // size)]):
-            known = row.prints[index * size : min((index + 1) * size, end)]
-            assert self.memory[block * size : block * size + len(known)] == known
+            first = position // size * groups
+            for place in range(first, first + groups):
+                block = row.held[place]
+                assert self.holders[block] == 1, "wrote to a block that another row holds"
+                self.memory[block * size + position % size] = row.prints[position]
+        for place in range(-(-end // size) * groups):
+            index, group = divmod(place, groups)
+            if index >= self.layout.first_needed(group, work.start):
+                block = row.held[place]
+                known = row.prints[index * size : min((index + 1) * size, end)]
+                assert self.memory[block * size : block * size + len(known)] == known
         row.num_computed = end
+        if not is_guessed:
+            self._leave_unseen(row)
         self.num_computed += work.num_tokens
         if work.sample:
             token = draw(

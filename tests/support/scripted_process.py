@@ -50,6 +50,8 @@ def model_info() -> ModelInfo:
         "device": "cpu",
         "num_blocks": NUM_BLOCKS,
         "block_size": BLOCK_SIZE,
+        "pool_tokens": NUM_BLOCKS * BLOCK_SIZE,
+        "blocks_per_request": NUM_BLOCKS,
         "is_builtin": False,
         "generation_defaults": {"temperature": 0.5},
     }

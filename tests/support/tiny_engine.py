@@ -63,6 +63,7 @@ class Running:
             enable_prefix_caching=enable_prefix_caching and not info.state_bytes_per_request,
             speculation=speculation,
             row_states=row_states,
+            reaches=self.started.engine._scheduler.layout.reaches,
         )
 
 

@@ -145,16 +145,17 @@ def experts(rows: int, *, transposed: bool = False, bias: bool = False) -> Plan[
 
 def step_inputs() -> Plan[None]:
     tokens, rows = 8192, 64
-    history, table = ints(257, 40961), ints(257, 2560)
+    history, table = ints(257, 40961), ints(257, 2 * 2560)
     return step_rows.plan_prepare(
         ints(rows, 8),
         history,
         table,
         16,
-        *(longs(tokens) for _ in range(3)),
+        *(longs(tokens) for _ in range(2)),
+        longs(2, tokens),
         ints(rows + 1),
         ints(rows),
-        ints(rows, 2560),
+        ints(2, rows, 2560),
         *(longs(rows) for _ in range(3)),
         ints(rows),
     )

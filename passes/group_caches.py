@@ -1,0 +1,181 @@
+"""`group_caches`: layers that see different spans of the text get block tables of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from llmc.kernels.paged_attention import paged_attention
+from llmc.passes.base import Notes, graph_pass
+from llmc.passes.edit import calls, val
+from llmc.passes.inputs import GROUPED, CacheInput, StepInput, input_of, of_group, step_input
+
+MAX_GROUPS = 8  # each has a block table in every row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroup:
+    """Layers that share a block table. A 0 switches window or chunk off, as in `visible`."""
+
+    window: int
+    chunk: int
+    num_layers: int
+
+
+@graph_pass()
+def group_caches(gm: fx.GraphModule, *, max_positions: int) -> Notes:
+    """Let windowed layers hold no more of a text than they see, out of one pool of blocks.
+
+    Layers with the same window form groups of equally many. The first layers of all groups share
+    one cache, and so do the second ones: a block belongs to one group at a time, whose block table
+    names it. So what a window gives back can serve any group. A limit that reaches past
+    `max_positions` tokens is none.
+
+    Before:
+        llmc.write_kv(k0, v0, key_cache_0, value_cache_0, slot_mapping)
+        o0 = llmc.paged_attention(q0, key_cache_0, value_cache_0, ..., block_table, window=0)
+        llmc.write_kv(k1, v1, key_cache_1, value_cache_1, slot_mapping)
+        o1 = llmc.paged_attention(q1, key_cache_1, value_cache_1, ..., block_table, window=512)
+    After:
+        llmc.write_kv(k0, v0, key_cache_0, value_cache_0, slot_mapping)
+        o0 = llmc.paged_attention(q0, key_cache_0, value_cache_0, ..., block_table, window=0)
+        llmc.write_kv(k1, v1, key_cache_0, value_cache_0, slot_mapping_1)
+        o1 = llmc.paged_attention(q1, key_cache_0, value_cache_0, ..., block_table_1, window=512)
+    """
+    graph = gm.graph
+    if any(role == StepInput(name=of_group(GROUPED[0], 1)) for role in _roles(graph)):
+        return ["grouped already"]
+    kinds = _layers_by_reach(graph, max_positions)
+    if len(kinds) < 2:
+        return [] if len(kinds) == 0 else ["all layers see the same span"]
+    layers = _caches(graph)
+    shapes = {_shape(layers[layer]) for kind in kinds.values() for layer in kind}
+    if len(shapes) > 1:
+        return [f"caches of {len(shapes)} shapes can't share blocks"]
+    size = group_size([len(kind) for kind in kinds.values()])
+    groups = [
+        (reach, kind[first : first + size])
+        for reach, kind in kinds.items()
+        for first in range(0, len(kind), size)
+    ]
+    if len(groups) > MAX_GROUPS:
+        return [f"{len(kinds)} kinds of layers make too many groups"]
+    _share(graph, layers, [members for _, members in groups])
+    return [
+        f"group {number}: {len(members)} of {size} layers see {_words(*reach)}"
+        for number, (reach, members) in enumerate(groups)
+    ]
+
+
+def group_size(counts: Sequence[int]) -> int:
+    """Layers of a group, for kinds of so many layers; the first kind sees most.
+
+    A block is as large as a group, so groups that are not full waste memory: that of the first
+    kind above all, which holds most blocks.
+    """
+
+    def cost(size: int) -> tuple[bool, int, int, int]:
+        num = sum(-(-count // size) for count in counts)
+        return num > MAX_GROUPS, -counts[0] % size, num * size - sum(counts), num
+
+    return min(range(1, max(counts) + 1), key=cost)
+
+
+def cache_groups(graph: fx.Graph) -> tuple[CacheGroup, ...]:
+    """The groups of a rewritten graph, by the block tables that its attention reads."""
+    names = [role.name for role in _roles(graph) if isinstance(role, StepInput)]
+    groups = []
+    while (table := of_group("block_table", len(groups))) in names:
+        readers = [
+            node
+            for node in graph.nodes
+            if "paged_attention" in str(node.target) and _is_step_input(node.args[5], table)
+        ]
+        caches = {node.args[1] for node in readers}
+        limits = [(int(node.args[7]), int(node.args[8])) for node in readers]
+        window, chunk = _widest(limits)
+        groups.append(CacheGroup(window=window, chunk=chunk, num_layers=len(caches)))
+    return tuple(groups)
+
+
+def _is_step_input(node: object, name: str) -> bool:
+    return input_of(node) == StepInput(name=name)
+
+
+def _roles(graph: fx.Graph) -> list[object]:
+    return [input_of(node) for node in graph.nodes if node.op == "placeholder"]
+
+
+def _caches(graph: fx.Graph) -> dict[int, dict[str, fx.Node]]:
+    """The placeholders of each layer, by part."""
+    layers: dict[int, dict[str, fx.Node]] = {}
+    for node in graph.nodes:
+        role = input_of(node)
+        if isinstance(role, CacheInput):
+            layers.setdefault(role.layer, {})[role.part] = node
+    return layers
+
+
+def _shape(parts: dict[str, fx.Node]) -> tuple[object, ...]:
+    return tuple((*val(parts[p]).shape[1:], val(parts[p]).dtype) for p in ("key", "value"))
+
+
+def _layers_by_reach(graph: fx.Graph, max_positions: int) -> dict[tuple[int, int], list[int]]:
+    """Cache layers by the (window, chunk) of those who read them; the farthest reach first."""
+    limits: dict[int, list[tuple[int, int]]] = {}
+    for node in calls(graph, paged_attention.overload):
+        role = input_of(node.args[1])
+        assert isinstance(role, CacheInput)
+        window, chunk = (
+            limit if limit < max_positions else 0 for limit in (node.args[7], node.args[8])
+        )
+        limits.setdefault(role.layer, []).append((window, chunk))
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for layer, seen in sorted(limits.items()):
+        kinds.setdefault(_widest(seen), []).append(layer)
+    order = sorted(kinds, key=lambda reach: min([r for r in reach if r] or [2**31]), reverse=True)
+    return {reach: kinds[reach] for reach in order}
+
+
+def _widest(limits: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """What a cache with these readers must keep: 0 is no limit."""
+    windows, chunks = zip(*limits, strict=True)
+    return (max(windows) if all(windows) else 0, max(chunks) if all(chunks) else 0)
+
+
+def _share(
+    graph: fx.Graph, layers: dict[int, dict[str, fx.Node]], groups: Sequence[Sequence[int]]
+) -> None:
+    """Put the layers of each group into the caches of the first that has their place."""
+    roles = ((input_of(node), node) for node in graph.nodes)
+    inputs = {role.name: node for role, node in roles if isinstance(role, StepInput)}
+    owners: dict[int, dict[str, fx.Node]] = {}  # place -> its caches
+    for number, members in enumerate(groups):
+        tables = {
+            inputs[name]: step_input(graph, of_group(name, number), val(inputs[name]))
+            for name in GROUPED
+        }
+        for place, layer in enumerate(members):
+            own = layers[layer]
+            shared = owners.setdefault(place, own)
+            for node in {user for part in own.values() for user in part.users}:
+                for old, new in tables.items():
+                    node.replace_input_with(old, new)
+            for part, old in own.items():
+                if old is not shared[part]:
+                    old.replace_all_uses_with(shared[part])
+    for place, parts in owners.items():
+        for part, node in parts.items():
+            node.meta["input"] = CacheInput(layer=place, part="key" if part == "key" else "value")
+    kept = {node for parts in owners.values() for node in parts.values()}
+    for parts in layers.values():
+        for node in parts.values():
+            if node not in kept:
+                graph.erase_node(node)
+
+
+def _words(window: int, chunk: int) -> str:
+    limits = [f"the last {window} tokens"] * bool(window) + [f"chunks of {chunk}"] * bool(chunk)
+    return " and ".join(limits) or "the whole text"
