@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -86,7 +87,7 @@ def group_size(counts: Sequence[int]) -> int:
 def cache_groups(graph: fx.Graph) -> tuple[CacheGroup, ...]:
     """The groups of a rewritten graph, by the block tables that its attention reads."""
     names = [role.name for role in _roles(graph) if isinstance(role, StepInput)]
-    groups = []
+    groups: list[CacheGroup] = []
     while (table := of_group("block_table", len(groups))) in names:
         readers = [
             node
@@ -94,10 +95,15 @@ def cache_groups(graph: fx.Graph) -> tuple[CacheGroup, ...]:
             if "paged_attention" in str(node.target) and _is_step_input(node.args[5], table)
         ]
         caches = {node.args[1] for node in readers}
-        limits = [(int(node.args[7]), int(node.args[8])) for node in readers]
-        window, chunk = _widest(limits)
+        window, chunk = _widest([_limits(node) for node in readers])
         groups.append(CacheGroup(window=window, chunk=chunk, num_layers=len(caches)))
     return tuple(groups)
+
+
+def _limits(attention: fx.Node) -> tuple[int, int]:
+    """Its window and its chunk."""
+    args: Any = attention.args
+    return int(args[7]), int(args[8])
 
 
 def _is_step_input(node: object, name: str) -> bool:
@@ -128,9 +134,7 @@ def _layers_by_reach(graph: fx.Graph, max_positions: int) -> dict[tuple[int, int
     for node in calls(graph, paged_attention.overload):
         role = input_of(node.args[1])
         assert isinstance(role, CacheInput)
-        window, chunk = (
-            limit if limit < max_positions else 0 for limit in (node.args[7], node.args[8])
-        )
+        window, chunk = (n if n < max_positions else 0 for n in _limits(node))
         limits.setdefault(role.layer, []).append((window, chunk))
     kinds: dict[tuple[int, int], list[int]] = {}
     for layer, seen in sorted(limits.items()):

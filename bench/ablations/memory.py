@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from bench.ablations.row import Figures, Row, computed
 from bench.ablations.subject import Bench
 from llmc.engine.core import EngineCore
+from llmc.engine.layout import WHOLE, Reach
 from llmc.engine.messages import AddRequest
 from llmc.engine.plan import PendingStep, StepPlan, StepResult
 from llmc.sampling_params import SamplingParams
@@ -142,7 +143,51 @@ def _copy_on_write(bench: Bench) -> Figures:
     return computed(most_blocks(True), most_blocks(False), note)
 
 
+def _windows(bench: Bench) -> Figures:
+    """One layer in four sees all of the text, the others the last 512 tokens."""
+    prompt, output, count = 8000, 200, bench.size(64, 12)
+
+    def running(reaches: Sequence[Reach]) -> float:
+        core = EngineCore(
+            NoModel(),
+            num_blocks=4 * 8 * 8192 // BLOCK,  # eight such requests, if all layers keep all
+            block_size=BLOCK,
+            max_num_seqs=256,
+            max_num_batched_tokens=2048,
+            max_model_len=16384,
+            vocab_size=100,
+            eos_token_ids=(),
+            enable_prefix_caching=False,
+            reaches=reaches,
+        )
+        sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
+        for i in range(count):
+            core.add(
+                AddRequest(request_id=str(i), prompt_token_ids=[5] * prompt, sampling=sampling)
+            )
+        seen = []
+        while core.has_work:
+            core.step()
+            if core.stats().num_waiting:
+                seen.append(core.stats().num_running)
+        return max(seen)
+
+    note = f"prompts of {prompt} tokens, window 512 in three groups of four; computed"
+    windowed = [WHOLE, *[Reach(window=512)] * 3]
+    return computed(running(windowed), running([WHOLE] * 4), note)
+
+
 ROWS = (
+    Row(
+        name="windows",
+        what="windowed layers give blocks back: long requests that run at once",
+        on="block tables by group, windows drop what they left",
+        off="every layer keeps the whole text",
+        unit="requests",
+        model="none",
+        better="higher",
+        measure=_windows,
+    ),
     Row(
         name="paged-fit",
         what="paged cache: requests that run at once",

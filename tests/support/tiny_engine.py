@@ -14,6 +14,7 @@ from torch import Tensor
 from llmc.compiler.cache import ProgramCache
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore, RowStates
+from llmc.engine.layout import CacheLayout
 from llmc.engine.messages import AddRequest
 from llmc.engine.plan import Runner
 from llmc.engine.speculation import Speculation
@@ -41,13 +42,26 @@ class Running:
         max_num_batched_tokens: int = 256,
         max_num_seqs: int = MAX_ROWS,
         num_blocks: int | None = None,
+        tight_for: int | None = None,
         enable_prefix_caching: bool = True,
         eos_token_ids: Sequence[int] = (),
         runner: Runner | None = None,
         speculation: Speculation | None = None,
         row_states: RowStates | None = None,
     ) -> EngineCore:
-        """A fresh EngineCore around the same runner; what is in its cache is poison."""
+        """A fresh EngineCore around the same runner; what is in its cache is poison.
+
+        `num_blocks` is for each group of layers; with `tight_for` there are two more than one
+        request of so many tokens needs.
+        """
+        reaches = self.started.engine._scheduler.layout.reaches
+        if num_blocks is not None:
+            num_blocks *= len(reaches)
+        if tight_for is not None:
+            layout = CacheLayout(
+                block_size=BLOCK_SIZE, step_tokens=max_num_batched_tokens, reaches=reaches
+            )
+            num_blocks = layout.blocks_for(tight_for) + 2
         for cache in self.caches:
             cache.fill_(float("nan"))
         info = self.started.info
@@ -63,7 +77,7 @@ class Running:
             enable_prefix_caching=enable_prefix_caching and not info.state_bytes_per_request,
             speculation=speculation,
             row_states=row_states,
-            reaches=self.started.engine._scheduler.layout.reaches,
+            reaches=reaches,
         )
 
 
