@@ -64,10 +64,7 @@ def group_caches(gm: fx.GraphModule, *, max_positions: int) -> Notes:
     if len(groups) > MAX_GROUPS:
         return [f"{len(kinds)} kinds of layers make too many groups"]
     _share(graph, layers, [members for _, members in groups])
-    return [
-        f"group {number}: {len(members)} of {size} layers see {_words(*reach)}"
-        for number, (reach, members) in enumerate(groups)
-    ]
+    return [f"block tables of their own for layers that see {_words(*reach)}" for reach in kinds]
 
 
 def group_size(counts: Sequence[int]) -> int:
