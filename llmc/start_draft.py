@@ -37,6 +37,8 @@ def find_draft(target: ModelSource) -> ModelSource | None:
         max_model_len=None,
         swap_space=0,
         speculative_config=None,
+        # its rows are planned without groups of layers (engine/draft_model.py)
+        passes={**target.config.passes, "group_caches": False},
     )
     source = find_model(config, target.device)
     model_len = min(source.model_len, target.model_len)

@@ -22,16 +22,18 @@ from llmc.engine.swap import Swapper, SwapRoom
 
 
 class RowTable:
-    """`num_rows` rows, smallest free one first, over one BlockPool."""
+    """`num_rows` rows, smallest free one first, over one BlockPool. Without a `layout` there is one
+    group of layers, which see the whole text."""
 
     def __init__(
         self,
         num_rows: int,
         pool: BlockPool,
-        layout: CacheLayout,
+        layout: CacheLayout | None = None,
         swap_room: SwapRoom | None = None,
     ) -> None:
         self.pool = pool
+        layout = layout or CacheLayout(block_size=pool.block_size, step_tokens=1)
         self.layout = layout
         self.num_groups = layout.num_groups
         self.is_whole = layout.is_whole

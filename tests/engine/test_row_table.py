@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from llmc.engine.block_pool import BlockPool
-from llmc.engine.layout import CacheLayout
 from llmc.engine.request import Request
 from llmc.engine.row_table import RowTable
 from llmc.sampling_params import SamplingParams
@@ -22,12 +21,8 @@ def request(name: str, prompt: list[int]) -> Request:
     )
 
 
-def table_of(num_rows: int, pool: BlockPool) -> RowTable:
-    return RowTable(num_rows, pool, CacheLayout(block_size=pool.block_size, step_tokens=64))
-
-
 def test_rows_are_given_smallest_first_and_released_once() -> None:
-    table = table_of(3, BlockPool(8, 2))
+    table = RowTable(3, BlockPool(8, 2))
     requests = [request(name, [1, 2]) for name in "abc"]
     assert all(table.seat(one, 0) for one in requests)
     assert [one.row for one in requests] == [0, 1, 2] and not table.num_free_rows
@@ -43,7 +38,7 @@ def test_rows_are_given_smallest_first_and_released_once() -> None:
 
 def test_room_counts_idle_shared_blocks_and_spare_ones() -> None:
     pool = BlockPool(3, 2)
-    table = table_of(2, pool)
+    table = RowTable(2, pool)
     first = request("a", [1, 2, 3, 4, 5])
     assert table.seat(first, 0)
     table.publish(first, 5)
@@ -59,7 +54,7 @@ def test_room_counts_idle_shared_blocks_and_spare_ones() -> None:
 
 def test_who_comes_back_publishes_its_blocks_anew() -> None:
     pool = BlockPool(4, 2)
-    table = table_of(1, pool)
+    table = RowTable(1, pool)
     one = request("a", [1, 2, 3, 4, 5])
     assert table.seat(one, 0)
     table.publish(one, 5)
@@ -73,7 +68,7 @@ def test_who_comes_back_publishes_its_blocks_anew() -> None:
 
 
 def test_check_finds_a_wrong_row_and_a_wrong_capacity() -> None:
-    table = table_of(2, BlockPool(4, 2))
+    table = RowTable(2, BlockPool(4, 2))
     one = request("a", [1, 2, 3])
     assert table.seat(one, 0)
     table.check()
