@@ -102,8 +102,9 @@ class ScriptedRunner:
 
     def _draw(self, work: RowWork) -> tuple[int | None, TokenLogprobs | None]:
         new, tokens = self._rows[work.row]
-        if work.token_id is not None:
-            tokens[work.start] = work.token_id
+        if work.entered_token_ids:
+            first = work.start + work.num_tokens - len(work.entered_token_ids)
+            tokens[first:] = work.entered_token_ids
         prompt = self._tokenizer.decode(tokens[: new.num_prompt_tokens], skip_special_tokens=False)
         if self.nan_word is not None and self.nan_word in prompt:
             return None, None
