@@ -111,6 +111,7 @@ class DraftCosts:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._last: float | None = None
+        self._excluded = 0.0  # seconds since the last result
         self.plain = StepTimes()
         self._costs: deque[float] = deque(maxlen=_NUM_TIMES)
         self._num_plain = 0  # since the last cost was measured or forgotten
@@ -123,13 +124,16 @@ class DraftCosts:
         """These have passed since the last result, and are not the next step's."""
         if self._last is not None:
             self._last += seconds
+            self._excluded += seconds
 
-    def saw_step(self, num_rows: int, num_drafted: int, is_decode: bool) -> None:
-        """The result of a step came. Only decode steps are measured."""
-        now, last = self._clock(), self._last
-        self._last = now
+    def saw_step(self, num_rows: int, num_drafted: int, is_decode: bool) -> float | None:
+        """The result of a step came. Only decode steps are measured: -> seconds since the last
+        result, those that were excluded among them.
+        """
+        now, last, excluded = self._clock(), self._last, self._excluded
+        self._last, self._excluded = now, 0.0
         if last is None or not is_decode:
-            return
+            return None
         plain = self.plain.usual(num_rows)
         self._num_plain += 1
         if not num_drafted:
@@ -141,6 +145,7 @@ class DraftCosts:
         if self._num_plain >= _EXPIRES and self._costs:
             self._costs.popleft()
             self._num_plain = 0
+        return now - last + excluded
 
     def cost(self, num_rows: int) -> float | None:
         """Of a guessed token, as a share of a plain step; None while that can't be measured."""

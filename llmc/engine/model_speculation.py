@@ -67,6 +67,8 @@ class ModelSpeculation(Speculation):
         cost, plain = self._costs.cost(num_rows), self._costs.plain.usual(num_rows)
         if cost is None or plain is None or self._num_failures == _MOST_FAILURES:
             return
+        if not self._pays.allows_guesses:
+            return
         times = self._times.usual(num_rows)
         step_cost = self._step_cost if times is None else times / max(plain, 1e-9)
         most, chance = self._config.num_speculative_tokens, self._pair.chance

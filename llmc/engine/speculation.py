@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from llmc.engine.draft_pace import Acceptance, DraftCosts, num_tested
+from llmc.engine.pay_check import PayCheck
 from llmc.engine.plan import RowWork
 from llmc.engine.prompt_lookup import PromptLookup
 from llmc.engine.request import Request
@@ -53,6 +54,8 @@ class Speculation:
     def __init__(self, config: SpeculativeConfig, clock: Clock = time.perf_counter) -> None:
         self._config = config
         self._costs = DraftCosts(clock)
+        self._pays = PayCheck()
+        self._num_accepted = 0  # in the step whose result is being taken in
         self._overall = Acceptance(FIRST_CHANCE, weight=10.0, memory=0.98)
         self.num_drafts = 0  # steps of a request that held guesses
         self.num_draft_tokens = 0
@@ -88,7 +91,7 @@ class Speculation:
 
     def _length(self, drafter: Drafter, request: Request, num_rows: int) -> int:
         cost = self._costs.cost(num_rows)
-        if cost is None:
+        if cost is None or not self._pays.allows_guesses:
             return 0
         most = self._config.num_speculative_tokens
         return drafter.acceptance.length(cost, most, len(request.token_ids))
@@ -98,6 +101,7 @@ class Speculation:
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
+        self._num_accepted += num_accepted
         tested = num_tested(num_drafted, num_accepted)
         self._overall.saw(tested, num_accepted)
         if request.drafter is not None:
@@ -107,7 +111,12 @@ class Speculation:
         """The result of a step came; after the last one nothing runs for a while."""
         num_drafted = sum(len(one.draft_token_ids) for one in work)
         is_decode = all(one.num_tokens == one.num_samples for one in work)
-        self._costs.saw_step(len(work), num_drafted, is_decode)
+        seconds = self._costs.saw_step(len(work), num_drafted, is_decode)
+        if seconds is not None and num_drafted:
+            self._pays.saw_guessed(len(work), seconds, self._num_accepted)
+        elif seconds is not None:
+            self._pays.saw_plain(len(work), seconds)
+        self._num_accepted = 0
         if is_last:
             self._costs.rest()
 

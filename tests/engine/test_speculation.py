@@ -15,6 +15,7 @@ from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.draft_pace import Acceptance, DraftCosts, best_length
 from llmc.engine.messages import AddRequest, EngineStats
+from llmc.engine.pay_check import PayCheck
 from llmc.engine.plan import StepPlan
 from llmc.engine.prompt_lookup import MAX_INDEXED, PromptLookup
 from llmc.engine.request import Request
@@ -174,6 +175,51 @@ def test_the_cost_of_a_guess_is_measured() -> None:
     for _ in range(2000):  # nothing was guessed for long: what was measured may be outdated
         step(1.0, 0)
     assert costs.cost(4) == before
+
+
+def test_guesses_that_were_slower_are_left_for_a_while() -> None:
+    """At worst they cost 3 % of the time, and where they pay nothing stands in their way."""
+
+    def share(seconds: float, num_accepted: int) -> tuple[float, int]:
+        """Of plain decoding's speed, when guesses are made wherever they are allowed."""
+        check, spent, tokens, guessed = PayCheck(), 0.0, 0, 0
+        for _ in range(50):
+            check.saw_plain(4, 1.0)
+        for _ in range(20_000):
+            if check.allows_guesses:
+                check.saw_guessed(4, seconds, num_accepted)
+                spent, tokens, guessed = spent + seconds, tokens + 4 + num_accepted, guessed + 1
+            else:
+                check.saw_plain(4, 1.0)
+                spent, tokens = spent + 1.0, tokens + 4
+        return tokens / 4 / spent, guessed
+
+    speed, guessed = share(2.0, 2)  # twice as long for half as many tokens more
+    assert speed > 0.98 and guessed < 200
+    speed, guessed = share(1.2, 2)
+    assert speed == pytest.approx(1.25) and guessed == 20_000
+
+
+def test_a_pause_ends_sooner_after_guesses_that_paid() -> None:
+    check = PayCheck()
+    check.saw_plain(1, 1.0)
+
+    def pause_after(seconds: float) -> int:
+        """Plain steps until guesses are allowed again, after 16 with guesses."""
+        for _ in range(16):
+            check.saw_guessed(1, seconds, 0)
+        count = 0
+        while not check.allows_guesses:
+            check.saw_plain(1, 1.0)
+            count += 1
+        return count
+
+    first, second = pause_after(1.5), pause_after(1.5)
+    assert 0 < first < second
+    assert pause_after(0.5) == 0
+    assert pause_after(1.5) == first
+    check.saw_guessed(8, 100.0, 0)  # nothing is known of a plain step of so many rows
+    assert check.allows_guesses
 
 
 # ---- what the scheduler makes of them ----
