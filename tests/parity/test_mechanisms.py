@@ -44,4 +44,6 @@ def test_whole_chunked_and_preempted_answers_are_those_of_transformers(
         skipped, wrong = tiny_engine.differences(expected, got)
         assert not wrong, f"{limits}: {'; '.join(wrong)}"
         assert skipped <= len(expected) * NUM_TOKENS // 20
-        assert engine.stats().num_preemptions > 0 or not limits
+        # windows give back what others need; test_greedy_parity preempts such models
+        is_roomy = not limits or not engine._scheduler.layout.is_whole
+        assert engine.stats().num_preemptions > 0 or is_roomy
