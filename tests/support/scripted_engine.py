@@ -142,13 +142,16 @@ class ScriptedInfo:
     device: str = "cpu"
     num_blocks: int = 64
     block_size: int = 16
-    pool_tokens: int = 64 * 16
     blocks_per_request: int = 16
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     is_builtin: bool = False
     generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.num_blocks * self.block_size
 
 
 @dataclass(kw_only=True)
