@@ -114,6 +114,7 @@ class DraftCosts:
         self._excluded = 0.0  # seconds since the last result
         self.plain = StepTimes()
         self._costs: deque[float] = deque(maxlen=_NUM_TIMES)
+        self._cost = _FIRST_COST
         self._num_plain = 0  # since the last cost was measured or forgotten
 
     def rest(self) -> None:
@@ -142,16 +143,20 @@ class DraftCosts:
             cost = ((now - last) / max(plain, 1e-9) - 1.0) * num_rows / num_drafted
             self._costs.append(min(max(cost, 0.0), _MOST_COST))
             self._num_plain = 0
+            self._weigh()
         if self._num_plain >= _EXPIRES and self._costs:
             self._costs.popleft()
             self._num_plain = 0
+            self._weigh()
         return now - last + excluded
 
     def cost(self, num_rows: int) -> float | None:
         """Of a guessed token, as a share of a plain step; None while that can't be measured."""
-        if self.plain.usual(num_rows) is None:
-            return None
-        return _usual(self._costs) if len(self._costs) >= _LEAST_TIMES else _FIRST_COST
+        return None if self.plain.usual(num_rows) is None else self._cost
+
+    def _weigh(self) -> None:
+        is_known = len(self._costs) >= _LEAST_TIMES
+        self._cost = _usual(self._costs) if is_known else _FIRST_COST
 
 
 def _usual(values: Collection[float]) -> float:

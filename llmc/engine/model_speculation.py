@@ -79,7 +79,8 @@ class ModelSpeculation(Speculation):
         behind = [follower for follower, _ in wanted if not follower.is_ready()]
         if behind:
             seconds = step_cost * plain
-            behind = self._worth_reading(behind, cost + step_cost, plain / num_rows, seconds)
+            saving = None if times is None else plain / num_rows
+            behind = self._worth_reading(behind, cost + step_cost, saving, seconds)
             wanted = [one for one in wanted if one[0].is_ready() or one[0] in behind]
         if not wanted:
             return
@@ -106,16 +107,17 @@ class ModelSpeculation(Speculation):
         return wanted
 
     def _worth_reading(
-        self, behind: Sequence[Follower], cost: float, plain: float, step: float
+        self, behind: Sequence[Follower], cost: float, plain: float | None, step: float
     ) -> list[Follower]:
         """Whose text to read: where the time is likely to come back, else one at times.
 
-        `plain` is a request's share of a plain step and `step` a draft step, in seconds.
+        `plain` is a request's share of a plain step, None while it is not known what a draft step
+        takes, and `step` the latter, in seconds.
         """
         most, worth = self._config.num_speculative_tokens, []
-        for follower in behind:
+        for follower in behind if plain is not None else ():
             request = follower.request
-            assert request.drafter is not None
+            assert request.drafter is not None and plain is not None
             _, gain = best_gain(request.drafter.acceptance.chance, cost, most)
             num_left = request.max_total_tokens - request.num_tokens
             saved = plain * (1.0 - 1.0 / gain)
