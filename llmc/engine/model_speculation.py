@@ -115,9 +115,11 @@ class ModelSpeculation(Speculation):
         takes, and `step` the latter, in seconds.
         """
         most, worth = self._config.num_speculative_tokens, []
-        for follower in behind if plain is not None else ():
+        for follower in behind:
+            if plain is None:
+                break
             request = follower.request
-            assert request.drafter is not None and plain is not None
+            assert request.drafter is not None
             _, gain = best_gain(request.drafter.acceptance.chance, cost, most)
             num_left = request.max_total_tokens - request.num_tokens
             saved = plain * (1.0 - 1.0 / gain)
