@@ -92,7 +92,7 @@ def cache_groups(graph: fx.Graph) -> tuple[CacheGroup, ...]:
             if "paged_attention" in str(node.target) and _is_step_input(node.args[5], table)
         ]
         caches = {node.args[1] for node in readers}
-        window, chunk = _widest([_limits(node) for node in readers])
+        window, chunk = widest([_limits(node) for node in readers])
         groups.append(CacheGroup(window=window, chunk=chunk, num_layers=len(caches)))
     return tuple(groups)
 
@@ -135,12 +135,12 @@ def _layers_by_reach(graph: fx.Graph, max_positions: int) -> dict[tuple[int, int
         limits.setdefault(role.layer, []).append((window, chunk))
     kinds: dict[tuple[int, int], list[int]] = {}
     for layer, seen in sorted(limits.items()):
-        kinds.setdefault(_widest(seen), []).append(layer)
+        kinds.setdefault(widest(seen), []).append(layer)
     order = sorted(kinds, key=lambda reach: min([r for r in reach if r] or [2**31]), reverse=True)
     return {reach: kinds[reach] for reach in order}
 
 
-def _widest(limits: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def widest(limits: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """What a cache with these readers must keep: 0 is no limit."""
     windows, chunks = zip(*limits, strict=True)
     return (max(windows) if all(windows) else 0, max(chunks) if all(chunks) else 0)

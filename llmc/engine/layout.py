@@ -29,6 +29,13 @@ class Reach:
         first = max(position - self.window + 1, 0) if self.window else 0
         return max(first, position // self.chunk * self.chunk) if self.chunk else first
 
+    def within(self, max_tokens: int) -> Reach:
+        """The same in texts of at most so many tokens, where a limit as long as these is none."""
+        return Reach(
+            window=self.window if self.window < max_tokens else 0,
+            chunk=self.chunk if self.chunk < max_tokens else 0,
+        )
+
     @property
     def is_whole(self) -> bool:
         return not (self.window or self.chunk)

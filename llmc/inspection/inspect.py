@@ -17,7 +17,7 @@ from llmc.choices import check_model_len, model_context, pick_device, pick_dtype
 from llmc.compiler.build import BuiltModel
 from llmc.compiler.forms import build_any, build_plain, capture_any
 from llmc.config import EngineConfig
-from llmc.engine.layout import Reach
+from llmc.engine.layout import WHOLE, Reach
 from llmc.errors import CompileError
 from llmc.inspection.choose import KernelChoice, choose_kernels
 from llmc.inspection.facts import LayerFacts, layer_facts, num_bytes, size_hint, total
@@ -27,6 +27,7 @@ from llmc.inspection.stages import Stage, change, run_stages
 from llmc.load import pipeline_options
 from llmc.model_files import load_config, resolve_model
 from llmc.passes.base import OUTLINE
+from llmc.passes.group_caches import widest
 from llmc.passes.inputs import StepInput
 from llmc.passes.logits_processors import user_processors
 from llmc.passes.pipeline import pipeline
@@ -213,16 +214,10 @@ def _sizes(
 
 def _cache_of(facts: LayerFacts, config: EngineConfig, model_len: int) -> tuple[Reach, int]:
     """How far back a layer must keep what it writes, and the bytes of a token."""
-    is_on = config.passes.get("group_caches", True)
-
-    def limit(limits: Sequence[int]) -> int:
-        return max(limits) if is_on and all(0 < n < model_len for n in limits) else 0
-
-    reach = Reach(
-        window=limit([a.window for a in facts.attention]),
-        chunk=limit([a.chunk for a in facts.attention]),
-    )
-    return reach, facts.kv_bytes_per_token
+    if not config.passes.get("group_caches", True):
+        return WHOLE, facts.kv_bytes_per_token
+    window, chunk = widest([(a.window, a.chunk) for a in facts.attention])
+    return Reach(window=window, chunk=chunk).within(model_len), facts.kv_bytes_per_token
 
 
 def _activations(config: EngineConfig, last: Stage, model_len: int, vocab_size: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from llmc.compiler.lower import lower
 from llmc.compiler.program import Program, bind, lowered
 from llmc.config import EngineConfig
-from llmc.engine.layout import CacheLayout, Reach
+from llmc.engine.layout import WHOLE, CacheLayout, Reach
 from llmc.engine.plan import NewRow, RowWork, StepPlan
 from llmc.engine.swap import SwapCost, SwapRoom
 from llmc.errors import ConfigError
@@ -158,15 +158,14 @@ class ProfiledModel:
 def cache_layout(config: EngineConfig, program: Program, model_len: int) -> CacheLayout:
     """A window as long as the context, or one whose pass is off, lets nothing go."""
     is_on = config.passes.get("group_caches", True)
-
-    def limit(tokens: int) -> int:
-        return tokens if is_on and tokens < model_len else 0
-
-    reaches = tuple(Reach(window=limit(g.window), chunk=limit(g.chunk)) for g in program.groups)
+    reaches = tuple(
+        Reach(window=g.window, chunk=g.chunk).within(model_len) if is_on else WHOLE
+        for g in program.groups
+    )
     return CacheLayout(
         block_size=config.block_size,
         step_tokens=config.max_num_batched_tokens,
-        reaches=reaches or (Reach(),),
+        reaches=reaches or (WHOLE,),
     )
 
 
