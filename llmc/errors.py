@@ -51,3 +51,11 @@ class EngineDeadError(LlmcError):
 
 class QueueFullError(LlmcError):
     """The engine's waiting queue is full."""
+
+
+def reason_of(error: BaseException) -> str:
+    """What another library's error says, on one line. A bare key says nothing without its type."""
+    text = " ".join(str(error).split())[:300]
+    if not text or isinstance(error, LookupError):
+        return f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.config import EngineConfig
-from llmc.errors import CheckpointError
+from llmc.errors import CheckpointError, reason_of
 from llmc.rotary import choose_frequencies
 
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
@@ -71,9 +71,8 @@ def _download(config: EngineConfig) -> Path:
             snapshot_download(config.model, revision=config.revision, allow_patterns=patterns)
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
-        reason = str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__
         raise CheckpointError(
-            f"{config.model!r} is no local directory and could not be downloaded: {reason}"
+            f"{config.model!r} is no local directory and could not be downloaded: {reason_of(e)}"
         ) from e
 
 
@@ -86,8 +85,7 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
     try:
         loaded = AutoConfig.from_pretrained(files.path, trust_remote_code=config.trust_remote_code)
     except Exception as e:  # transformers raises nearly every type here, from KeyError to OSError
-        reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
-        raise CheckpointError(f"config.json of {wanted!r} can't be used: {reason}") from e
+        raise CheckpointError(f"config.json of {wanted!r} can't be used: {reason_of(e)}") from e
     text = getattr(loaded, "get_text_config", lambda: loaded)()
     if getattr(loaded, "is_encoder_decoder", False):
         raise CheckpointError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from llmc.compiler import interface
 from llmc.compiler.expert_loops import use_expert_loops
 from llmc.compiler.experts import use_sorted_experts
-from llmc.errors import CheckpointError
+from llmc.errors import CheckpointError, reason_of
 
 # What a model's constructor may raise; ImportError: it needs a package that is not installed.
 _BUILD_ERRORS = (
@@ -70,7 +70,7 @@ def build(config: Any, dtype: torch.dtype, attention: str = interface.NAME) -> B
     except _BUILD_ERRORS as e:
         raise CheckpointError(
             f"transformers can't build a causal language model from this config "
-            f"({type(config).__name__}): {_first_line(e)}"
+            f"({type(config).__name__}): {reason_of(e)}"
         ) from e
     module.eval()
     interface.use_experts(module)
@@ -103,11 +103,6 @@ def _keep_frequencies(module: nn.Module) -> None:
 
 def _grows(rope_type: str) -> bool:
     return rope_type == "longrope" or "dynamic" in rope_type
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__
 
 
 def _materialize_buffers(module: nn.Module) -> dict[str, Tensor]:

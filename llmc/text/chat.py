@@ -8,6 +8,7 @@ can't forge a turn.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,7 +56,8 @@ def render_chat(
             "either continued or answered",
             param="continue_final_message",
         )
-    conversation = [_flat(index, message) for index, message in enumerate(messages)]
+    parts = _reads_parts_alone(tokenizer, tokenizer.chat_template)
+    conversation = [_flat(index, message, parts) for index, message in enumerate(messages)]
     if not conversation:
         raise InvalidRequestError("messages must not be empty", param="messages")
     extra = dict(template_kwargs or {})
@@ -88,8 +90,27 @@ def _apply(hf: Any, conversation: list[dict[str, Any]], **options: Any) -> Any:
         ) from exc
 
 
-def _flat(index: int, message: Message) -> dict[str, Any]:
-    """The message with text parts joined: templates of text models expect a string."""
+@functools.lru_cache(maxsize=8)
+def _reads_parts_alone(tokenizer: Tokenizer, template: str) -> bool:
+    """Whether content has to be a list of parts: of a string the template would write nothing.
+
+    Those of models that also take images may loop over the parts. Found out by trying both.
+    """
+    word = "wordofaprobe"
+
+    def writes(content: Any) -> bool:
+        message = {"role": "user", "content": content}
+        try:
+            text = _apply(tokenizer.hf, [message], chat_template=template, tokenize=False)
+        except InvalidRequestError:
+            return False
+        return word in text
+
+    return not writes(word) and writes([{"type": "text", "text": word}])
+
+
+def _flat(index: int, message: Message, parts: bool) -> dict[str, Any]:
+    """The message with its text in one string, or in `parts` where the template expects these."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{where} must be an object, got {message!r:.80}", param=where)
@@ -101,14 +122,22 @@ def _flat(index: int, message: Message) -> dict[str, Any]:
         )
     flat = dict(message)
     content = message.get("content")
-    if isinstance(content, list | tuple):
-        content = "\n".join(_part(f"{where}.content[{i}]", part) for i, part in enumerate(content))
-        flat["content"] = content
-    if content is not None and not isinstance(content, str):
+    if content is None:
+        return flat
+    if isinstance(content, str):
+        texts = [content]
+    elif isinstance(content, list | tuple):
+        texts = [_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
+    else:
         raise InvalidRequestError(
             f"{where}.content must be text, got {content!r:.80}", param=f"{where}.content"
         )
-    check_text(content or "", f"{where}.content")
+    for text in texts:
+        check_text(text, f"{where}.content")
+    if parts:
+        flat["content"] = [{"type": "text", "text": text} for text in texts]
+    else:
+        flat["content"] = "\n".join(texts)
     return flat
 
 
@@ -125,6 +154,8 @@ def _part(where: str, part: Any) -> str:
 
 def _spells_control_token(tokenizer: Tokenizer, conversation: list[dict[str, Any]]) -> bool:
     texts = [value for message in conversation for value in message.values()]
+    parts = [m["content"] for m in conversation if isinstance(m.get("content"), list)]
+    texts += [part["text"] for content in parts for part in content]
     return any(
         special in text
         for text in texts

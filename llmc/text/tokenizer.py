@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib.metadata
+import json
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmc.errors import CheckpointError, InvalidRequestError
+from llmc.errors import CheckpointError, InvalidRequestError, reason_of
 
 # Texts are encoded one at a time, so a thread pool in the tokenizer gains nothing, and it would
 # warn at every fork afterwards (torch.compile forks workers).
@@ -69,10 +71,10 @@ class Tokenizer:
             )
         # The loaders below raise whatever their parsers raise (even bare Exception).
         except Exception as exc:
-            first_line = str(exc).strip().partition("\n")[0]
-            raise CheckpointError(
-                f"the tokenizer in {folder} can't be loaded: {first_line}"
-            ) from exc
+            reason = _needs_sentencepiece(folder) or reason_of(exc)
+            raise CheckpointError(f"the tokenizer in {folder} can't be loaded: {reason}") from exc
+        if getattr(hf, "chat_template", None) is None:
+            hf.chat_template = _template_of_processor(folder)
         return cls(hf)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -144,6 +146,36 @@ class Tokenizer:
         if isinstance(template, dict):  # several named ones
             template = template.get("default")
         return template if isinstance(template, str) else None
+
+
+def _needs_sentencepiece(folder: Path) -> str:
+    """Why a folder can't be read without that package, "" where it could be."""
+    models = [name for name in ("tokenizer.model", "spiece.model") if (folder / name).is_file()]
+    missing = [name for name in ("sentencepiece", "protobuf") if not _is_installed(name)]
+    if (folder / "tokenizer.json").is_file() or not models or not missing:
+        return ""
+    return (
+        f"there is no tokenizer.json, and to read {models[0]} takes packages that are not "
+        f"installed: pip install {' '.join(missing)}"
+    )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _template_of_processor(folder: Path) -> str | None:
+    """Models that also see or hear may keep their template with the processor, in a file alone."""
+    try:
+        stored = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    template = stored.get("chat_template") if isinstance(stored, dict) else None
+    return template if isinstance(template, str) else None
 
 
 def preload() -> None:

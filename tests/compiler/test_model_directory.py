@@ -74,6 +74,20 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
     refused(write_config(tmp_path, model_type="no-such-model"), "can't be used", "no-such-model")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("num_attention_heads", "4", ("num_attention_heads", "expected int", "'4'")),
+        ("hidden_act", "zelu", ("KeyError: 'zelu'",)),
+    ],
+)
+def test_a_field_of_the_wrong_kind(
+    tmp_path: Path, field: str, value: Any, words: tuple[str, ...]
+) -> None:
+    """transformers says in its second line what is wrong, or nothing but the key."""
+    refused(write_config(tmp_path, **{field: value}), *words, load_format="dummy")
+
+
 def test_an_encoder_decoder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": 32}))
     refused(tmp_path, "encoder-decoder model (t5)", "decoder-only")

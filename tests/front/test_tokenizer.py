@@ -37,6 +37,34 @@ def test_broken_tokenizer_names_the_directory(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_an_error_of_several_lines_is_told_whole(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(caught.value) and not str(caught.value).endswith(":")
+
+
+def test_a_sentencepiece_model_without_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would ask for tiktoken, which doesn't help."""
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    monkeypatch.setattr("llmc.text.tokenizer._is_installed", lambda package: False)
+    with pytest.raises(CheckpointError, match="tokenizer.model.*pip install sentencepiece"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_chat_template_that_lies_with_the_processor(tmp_path: Path) -> None:
+    make_hf_tokenizer(None).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert Tokenizer.load(tmp_path).chat_template == "{{ messages }}"
+    (tmp_path / "chat_template.json").write_text("[")
+    assert Tokenizer.load(tmp_path).chat_template is None
+
+
 def test_code_of_the_checkpoint_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
         '{"auto_map": {"AutoTokenizer": ["planted.Planted", null]}, "tokenizer_class": "Planted"}'

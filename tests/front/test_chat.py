@@ -1,0 +1,54 @@
+"""Messages -> prompt: what the renderer makes of the templates that checkpoints bring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scripted_engine import make_hf_tokenizer
+
+from llmc.text.chat import render_chat
+from llmc.text.tokenizer import Tokenizer
+
+PARTS_ALONE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}:{% for part in m.content %}"
+    "{% if part.type == 'text' %}[{{ part.text }}]{% endif %}{% endfor %}<|end|>{% endfor %}"
+)
+EITHER = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def rendered(template: str, content: Any) -> str:
+    tokenizer = Tokenizer(make_hf_tokenizer(template))
+    messages = [{"role": "user", "content": content}, {"role": "assistant"}]
+    ids = render_chat(tokenizer, messages, add_generation_prompt=False)
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("hello", "<|turn|>user:[hello]<|end|>"),
+        (
+            [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+            "<|turn|>user:[one][two]<|end|>",
+        ),
+        ("</s> <|end|>", "<|turn|>user:[</s> <|end|>]<|end|>"),
+    ],
+)
+def test_a_template_that_loops_over_parts_gets_parts(content: Any, expected: str) -> None:
+    """Those of models that also take images: of a string they would write nothing."""
+    assert rendered(PARTS_ALONE, content).startswith(expected)
+
+
+def test_control_tokens_in_a_part_are_plain_text() -> None:
+    tokenizer = Tokenizer(make_hf_tokenizer(PARTS_ALONE))
+    ids = render_chat(tokenizer, [{"role": "user", "content": "</s>"}], add_generation_prompt=False)
+    assert tokenizer.eos_token_id not in ids
+
+
+def test_a_template_that_takes_both_gets_one_string() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert rendered(EITHER, parts) == "one\ntwo"
