@@ -32,6 +32,7 @@ def paged_attention(
     slopes: Tensor | None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    prompts: Tensor | None = None,
 ) -> Tensor:
     """query [T, H, D] of R requests laid end to end -> [T, H, Dv] in query's dtype.
 
@@ -43,6 +44,7 @@ def paged_attention(
     window, chunk (0: off): see `attention.visible`. softcap (0: off): cap * tanh(score / cap).
     sinks [H]: a logit per head with no value. slopes [H]: ALiBi, slope * (key pos - query pos).
     Caches may be float8, with k_scale and v_scale as in `fp8.py`.
+    prompts, on the host: which requests are prompts (`prompts.py`), a hint that changes no result.
     Blocks before the first that a query of the request sees are never read, and may hold anything.
     A request with context_len 0, or with no queries, is padding: its outputs are zero, as are
     those of queries past query_start[R].

@@ -94,6 +94,7 @@ def find_model(config: EngineConfig, device: torch.device) -> ModelSource:
 def pipeline_options(config: EngineConfig, device: torch.device, model_len: int) -> PipelineOptions:
     """What the passes are told of the engine that `config` asks for."""
     from llmc.kernels.cpu.compile import streams_plain_weights
+    from llmc.kernels.prompt_table import head_dims, measured_on
     from llmc.passes.pipeline import PipelineOptions
 
     return PipelineOptions(
@@ -103,6 +104,7 @@ def pipeline_options(config: EngineConfig, device: torch.device, model_len: int)
         quantization=config.quantization,
         device_type=device.type,
         streams_plain_weights=device.type == "cpu" and streams_plain_weights(),
+        prompt_head_dims=head_dims(measured_on(device)),
     )
 
 

@@ -26,6 +26,7 @@ from llmc.passes.page_attention import page_attention
 from llmc.passes.quantize_linears import quantize_linears
 from llmc.passes.share_rotary import share_rotary
 from llmc.passes.slot_state import slot_state
+from llmc.passes.split_prompts import split_prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class PipelineOptions:
     kv_cache_dtype: str = "auto"  # a name of fp8.CACHE_DTYPES, or the model's own
     quantization: Format | None = None
     streams_plain_weights: bool = False  # a kernel reads weights as stored as fast as packed ones
+    prompt_head_dims: tuple[int, ...] = ()  # for which a kernel of torch's was measured as faster
 
 
 def pipeline(
@@ -69,6 +71,10 @@ def pipeline(
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output
         fuse_rope_write(),  # after share_rotary and fuse_rms_norm: reads the table, takes the norm
         group_caches(max_positions=options.max_positions),  # after all that tell layers by caches
+        split_prompts(  # after group_caches, which reads attention's arguments
+            head_dims=options.prompt_head_dims,
+            unwanted=None if options.device_type == "cuda" else "other kernels serve GPUs",
+        ),
         quantize_linears(format=options.quantization),  # after merge_linears: whole merged weights
         fuse_linears(  # after the norms and activations that it takes in
             unwanted=None if options.device_type == "cuda" else "fusing serves GPUs"

@@ -55,6 +55,12 @@ def _kernels() -> Run:
     return kernels_part.run
 
 
+def _prompts() -> Run:
+    from bench.gpu import prompts_part
+
+    return prompts_part.run
+
+
 def _ablate() -> Run:
     from bench.gpu import ablation
 
@@ -94,6 +100,10 @@ PARTS = (
     Part(
         name="kernels", about="the ops alone, beside torch's",
         expected_s=40, most_s=80, load=_kernels,
+    ),
+    Part(
+        name="prompts", about="kernels for prompts, by head size and length: prompt_table.json",
+        expected_s=14, most_s=60, load=_prompts,
     ),
     Part(
         name="peer-0.6b", about="Qwen3-0.6B beside transformers",

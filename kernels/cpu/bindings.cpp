@@ -250,7 +250,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
                        const Tensor& block_table, double scale, int64_t window, int64_t chunk,
                        double softcap, const optional<Tensor>& sinks,
                        const optional<Tensor>& slopes, const optional<Tensor>& k_scale,
-                       const optional<Tensor>& v_scale) {
+                       const optional<Tensor>& v_scale, const optional<Tensor>& /* prompts */) {
   check(query, "query", query.scalar_type(), 3);
   check(key_cache, "key_cache", key_cache.scalar_type(), 4);
   check(value_cache, "value_cache", key_cache.scalar_type(), 4);
@@ -445,7 +445,7 @@ TORCH_LIBRARY(llmc_cpu, m) {
       "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor query_start, "
       "Tensor context_len, Tensor block_table, float scale, SymInt window, SymInt chunk, "
       "float softcap, Tensor? sinks, Tensor? slopes, Tensor? k_scale=None, "
-      "Tensor? v_scale=None) -> Tensor");
+      "Tensor? v_scale=None, Tensor? prompts=None) -> Tensor");
   m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
       "Tensor seed, Tensor position) -> Tensor");

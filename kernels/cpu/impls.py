@@ -86,7 +86,7 @@ def _rope_write(*args: Any) -> bool:
 
 def _paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any) -> bool:
     fits = query.shape[2] <= _MAX_HEAD_DIM and value_cache.shape[3] <= _MAX_HEAD_DIM
-    return fits and _takes(query) and caches_fit(query, key_cache, value_cache, *args[9:])
+    return fits and _takes(query) and caches_fit(query, key_cache, value_cache, *args[9:11])
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

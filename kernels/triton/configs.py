@@ -52,6 +52,7 @@ def rows_capacity(rows: int) -> int:
     return next((size for size in (16, 64, 256, 1024, 4096) if rows <= size), 16384)
 
 
+GATHER_TOKENS = 32  # of a program that copies one head out of its pages
 WRITE_ELEMENTS = 1024  # of a cache-write program: whole heads of one token
 ROPE_ELEMENTS = 512
 POINTWISE_BLOCK = 1024

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.paged_attention import paged_attention
+from llmc.kernels.prompts import Prompts, is_plain
+from llmc.kernels.triton import prompt_attention
 from llmc.kernels.triton.attention_combine import combine_kernel
 from llmc.kernels.triton.attention_kernel import attention_kernel
 from llmc.kernels.triton.configs import attention_config, rows_capacity
@@ -24,6 +26,7 @@ from llmc.kernels.triton.write_kv import cache_strides
 
 _MAX_HEAD_DIM = 256
 _MAX_REQUESTS = 16383
+_ALL_ARGUMENTS = 15  # with `prompts`
 
 
 def plan(
@@ -114,7 +117,19 @@ def plan(
 
 
 def _run(*args: Any) -> Tensor:
-    return plan(*args).run()
+    *plain, prompts = args if len(args) == _ALL_ARGUMENTS else (*args, None)
+    query, key_cache, value_cache, start, context, table, scale, *flags = plain
+    if prompts is None or not is_plain(query, key_cache, value_cache, *flags[:5]):
+        return plan(*plain).run()
+
+    def own(query: Tensor, start: Tensor, context: Tensor, table: Tensor) -> Tensor:
+        return plan(query, key_cache, value_cache, start, context, table, scale, *flags).run()
+
+    hint = Prompts.read(prompts)
+    name = prompt_attention.choose_kernel(query, key_cache, hint)
+    return prompt_attention.attend(
+        name, own, query, key_cache, value_cache, start, context, table, hint, scale
+    )
 
 
 def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any) -> Tensor:
@@ -133,7 +148,7 @@ def _supports(
     rows = context_len.shape[0]
     return (
         takes(query)
-        and caches_fit(query, key_cache, value_cache, *args[7:])
+        and caches_fit(query, key_cache, value_cache, *args[7:9])
         and max(query.shape[2], value_cache.shape[3]) <= _MAX_HEAD_DIM
         and (not isinstance(rows, int) or rows <= _MAX_REQUESTS)
     )

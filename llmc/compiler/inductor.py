@@ -29,7 +29,7 @@ from llmc.passes.inputs import StepInput, base_name, input_of
 MIN_SIZE = 2
 
 # Example sizes, all different: equal sizes share a symbol, others do not.
-_TOKENS, _ROWS, _BLOCKS, _SAMPLES = 23, 11, 5, 7
+_TOKENS, _ROWS, _BLOCKS, _SAMPLES, _PROMPT_WORDS = 23, 11, 5, 7, 16
 _SHAPES: dict[str, tuple[int, ...]] = {
     "token_ids": (_TOKENS,),
     "positions": (_TOKENS,),
@@ -41,6 +41,7 @@ _SHAPES: dict[str, tuple[int, ...]] = {
     "logits_index": (_SAMPLES,),
     "row": (_SAMPLES,),
     "length": (_SAMPLES,),
+    "prompts": (_PROMPT_WORDS,),
 }
 
 

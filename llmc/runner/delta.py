@@ -15,6 +15,7 @@ import numpy as np
 
 from llmc.engine.plan import StepPlan
 from llmc.kernels.prepare_step import WORK_WORDS
+from llmc.kernels.prompts import MIN_TOKENS, Prompts
 from llmc.kernels.write_segments import SEGMENT_WORDS
 from llmc.runner.rows import RowTables, Segments, Words
 
@@ -40,6 +41,7 @@ class Delta:
     copies: int  # sources, then targets
     num_copies: int
     swaps: int  # blocks that go out, then blocks that come in
+    prompts: Prompts
 
 
 def encode(rows: RowTables, plan: StepPlan, padding: int = 0, dummy_tokens: int = 1) -> Delta:
@@ -80,7 +82,21 @@ def encode(rows: RowTables, plan: StepPlan, padding: int = 0, dummy_tokens: int 
         copies=at_copies,
         num_copies=len(plan.block_copies),
         swaps=at_swaps,
+        prompts=_prompts(plan, padding, dummy_tokens),
     )
+
+
+_NO_PROMPTS = Prompts()
+
+
+def _prompts(plan: StepPlan, padding: int, dummy_tokens: int) -> Prompts:
+    """Dummies stand for requests like them, so that a rehearsal runs what those will run."""
+    if dummy_tokens == 1 and not (plan.work and plan.work[-1].num_tokens >= MIN_TOKENS):
+        return _NO_PROMPTS
+    lengths = [(work.num_tokens, work.start + work.num_tokens) for work in plan.work]
+    if dummy_tokens > 1:
+        lengths += [(dummy_tokens, dummy_tokens)] * padding
+    return Prompts.find(lengths)
 
 
 def _aligned(words: int) -> int:

@@ -80,6 +80,7 @@ class ModelRunner:
         )
         self._tables = {name: rows.tables[name] for name in rows.tables if name in step.inputs}
         self._packed = tuple(name for name in step.inputs if name not in self._tables)
+        self._names_prompts = "prompts" in step.inputs
         self._graphs: DecodeGraphs | None = None
         if use_graphs and self._device.graphs is not None:
             self._graphs = DecodeGraphs(self._device.graphs)
@@ -199,7 +200,10 @@ class ModelRunner:
     def _prepare(self, delta: Delta, sent: Tensor) -> StepInputs:
         end = delta.work + delta.num_requests * WORK_WORDS
         work = sent[delta.work : end].view(-1, WORK_WORDS)
-        return self._buffers.prepare(work, delta.num_tokens, delta.num_samples)
+        inputs = self._buffers.prepare(work, delta.num_tokens, delta.num_samples)
+        if self._names_prompts:
+            inputs = {**inputs, "prompts": delta.prompts.words()}
+        return inputs
 
     def _compute(self, step: StepFunction, plan: StepPlan, inputs: StepInputs) -> StepOutputs:
         if plan.is_decode and self._graphs is not None:

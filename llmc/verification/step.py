@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from llmc.compiler.lower import StepFunction
 from llmc.errors import CompileError
+from llmc.kernels.prompts import Prompts
 from llmc.passes.inputs import (
     CacheInput,
     ConstantInput,
@@ -163,7 +164,9 @@ def _packed(
         block = table[row, position // geometry.block_size].long()
         packed[of_group("slot_mapping", group)] = block * geometry.block_size + offset
         packed[of_group("block_table", group)] = table[[c.sequence for c in chunks]]
-    return {name: tensor.to(device) for name, tensor in packed.items()}
+    on_device = {name: tensor.to(device) for name, tensor in packed.items()}
+    lengths = [(chunk.count, chunk.start + chunk.count) for chunk in chunks]
+    return {**on_device, "prompts": Prompts.find(lengths, least=2).words()}
 
 
 def sampling_tables(

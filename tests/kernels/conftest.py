@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-PARTS = ("ops", "linears", "engine")
+PARTS = ("ops", "prompts", "linears", "engine")
 TIMEOUT_S = 600
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from llmc.engine.plan import NewRow, RowWork, StepPlan
 from llmc.kernels.prepare_step import WORK_WORDS
+from llmc.kernels.prompts import Prompts
 from llmc.kernels.write_segments import write_segments
 from llmc.runner.delta import Delta, encode
 from llmc.runner.rows import RowTables
@@ -232,3 +233,23 @@ def test_every_part_of_a_delta_starts_on_16_bytes() -> None:
     assert [part % 4 for part in (delta.work, delta.picks, delta.copies)] == [0, 0, 0]
     tables = state.rows.tables.values()
     assert {table.storage_offset() * table.itemsize % 16 for table in tables} == {0}
+
+
+def test_the_last_requests_of_many_tokens_are_told_as_prompts() -> None:
+    rows = RowTables(
+        num_rows=4, max_model_len=512, block_size=16, vocab_size=50, device=torch.device("cpu")
+    )
+
+    def plan(*spans: tuple[int, int]) -> StepPlan:
+        work = [
+            RowWork(row=row, start=start, num_tokens=count, sample=True)
+            for row, (start, count) in enumerate(spans)
+        ]
+        return StepPlan(step=0, work=work)
+
+    mixed = encode(rows, plan((40, 1), (0, 150), (200, 140)), padding=1).prompts
+    assert mixed == Prompts(first_request=1, first_token=1, lengths=((150, 150), (140, 340)))
+    assert encode(rows, plan((0, 150), (40, 1))).prompts.lengths == ()
+    assert encode(rows, plan((40, 1), (0, 100)), padding=2).prompts.lengths == ()
+    rehearsed = encode(rows, StepPlan(step=-1, work=()), padding=2, dummy_tokens=200).prompts
+    assert rehearsed == Prompts(lengths=((200, 200),) * 2)

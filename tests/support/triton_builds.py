@@ -20,6 +20,7 @@ from llmc.kernels.triton import (
     delta_rule,
     expert_linear,
     fused_linear,
+    gather_pages,
     linear_recurrence,
     norm,
     paged_attention,
@@ -227,6 +228,9 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "rope_write interleaved": lambda: rope(interleaved=True, normed=False),
     "attention decode": lambda: attention(64, 64, 32, 8, 128),
     "attention prefill": lambda: attention(4096, 4, 32, 8, 128),
+    "attention prompts out of pages": lambda: gather_pages.plan(
+        meta(64, 8, 16, 128), meta(64, 8, 16, 128), ints(5), ints(4, 2048), 8192, 4096
+    ),
     "write_kv fp8_e5m2": lambda: write_kv.plan(
         meta(64, 8, 128), meta(64, 8, 128), *caches(64, FP8[1]), floats(8), floats(1)
     ),
