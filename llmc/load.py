@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from llmc.choices import (
     unused_parts,
 )
 from llmc.config import EngineConfig
-from llmc.model_files import ModelFiles, load_config, resolve_model
+from llmc.model_files import ModelFiles, load_config, resolve_model, tokenizer_end
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +57,11 @@ class ModelSource:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        return eos_token_ids(self.hf_config, self.files)
+        """The config's and the tokenizer's: fine-tunes may name a new end of turn there alone."""
+        ids = eos_token_ids(self.hf_config, self.files)
+        path = self.tokenizer_path
+        end = tokenizer_end(path) if path else None
+        return ids if end is None or end in ids else (*ids, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +115,37 @@ def pipeline_options(config: EngineConfig, device: torch.device, model_len: int)
 
 
 def compile_model(source: ModelSource) -> Program:
-    """Captured and rewritten, or from the cache of an earlier start."""
+    """Captured and rewritten, or from the cache of an earlier start.
+
+    A checkpoint that holds different values under the names of one weight has two weights, whatever
+    its config says of tied embeddings: so does transformers load it.
+    """
+    program = _compile(source, source.hf_config)
+    if source.config.load_format == "dummy" or not program.parameters.aliases:
+        return program
+    names = _stored_apart(source.files.path, program.parameters.aliases)
+    if names is None:
+        return program
+    log.warning("config.json ties %s, but the checkpoint's differ: both are loaded", names)
+    untied = copy.deepcopy(source.hf_config)
+    for part in (untied, getattr(untied, "get_text_config", lambda: untied)()):
+        part.tie_word_embeddings = False
+    return _compile(source, untied)
+
+
+def _stored_apart(path: Path, aliases: Mapping[str, tuple[str, ...]]) -> str | None:
+    """Names of one weight under which a checkpoint holds several, as text."""
+    from llmc.compiler.checkpoint import open_checkpoint
+
+    tensors = open_checkpoint(path)
+    for names in dict.fromkeys(aliases.values()):
+        stored = [tensors[n] for n in names if n in tensors]
+        if not all(stored[0].equals(other) for other in stored[1:]):
+            return " and ".join(names)
+    return None
+
+
+def _compile(source: ModelSource, hf_config: Any) -> Program:
     from llmc.compiler.cache import ProgramCache
     from llmc.compiler.program import compile_program
     from llmc.kernels.cpu.build import cache_dir
@@ -118,7 +154,7 @@ def compile_model(source: ModelSource) -> Program:
 
     config = source.config
     return compile_program(
-        source.hf_config,
+        hf_config,
         dtype=source.dtype,
         device=source.device,
         options=pipeline_options(config, source.device, source.model_len),

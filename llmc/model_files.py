@@ -13,6 +13,9 @@ from llmc.errors import CheckpointError, reason_of
 from llmc.rotary import choose_frequencies
 
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+_ADDED_TOKENS = re.compile(r'"added_tokens":\s*')
+# Folders of a repository hold the model in other forms; `consolidated` is the same in one's own.
+_NOT_DOWNLOADED = ["*/*.safetensors", "consolidated*.safetensors"]
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*"]
 
 
@@ -55,6 +58,10 @@ def resolve_model(config: EngineConfig) -> ModelFiles:
 def _checked(path: Path) -> Path:
     if path.is_file():
         raise CheckpointError(f"{str(path)!r} is a file; give the directory that holds config.json")
+    if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{str(path)!r} holds an adapter, not a model; merge it into the model it was made for"
+        )
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{str(path)!r} has no config.json, so it is no model directory")
     return path
@@ -66,9 +73,16 @@ def _download(config: EngineConfig) -> Path:
 
     assert config.model is not None
     patterns = [p for p in _PATTERNS if config.load_format != "dummy" or "safetensors" not in p]
+    if config.trust_remote_code:
+        patterns.append("*.py")
     try:
         return Path(
-            snapshot_download(config.model, revision=config.revision, allow_patterns=patterns)
+            snapshot_download(
+                config.model,
+                revision=config.revision,
+                allow_patterns=patterns,
+                ignore_patterns=_NOT_DOWNLOADED,
+            )
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
         raise CheckpointError(
@@ -121,9 +135,38 @@ def _parse_json(path: Path) -> dict[str, Any]:
 
 def generation_defaults(files: ModelFiles) -> dict[str, Any]:
     """generation_config.json as a plain mapping; empty when it is missing or unusable."""
-    path = files.path / "generation_config.json"
-    if not path.is_file():
-        return {}
+    return _json_or_nothing(files.path / "generation_config.json")
+
+
+def tokenizer_end(folder: Path) -> int | None:
+    """Id of the end token that the tokenizer's files name, without loading the tokenizer."""
+    settings = _json_or_nothing(folder / "tokenizer_config.json")
+    end = settings.get("eos_token") or _json_or_nothing(folder / "special_tokens_map.json").get(
+        "eos_token"
+    )
+    if isinstance(end, dict):
+        end = end.get("content")
+    stored = settings.get("added_tokens_decoder")
+    added = list(stored.items()) if isinstance(stored, dict) else []
+    added += [(token.get("id"), token) for token in _added_tokens(folder / "tokenizer.json")]
+    for number, token in added:
+        if isinstance(end, str) and isinstance(token, dict) and token.get("content") == end:
+            return int(number) if str(number).isdigit() else None
+    return None
+
+
+def _added_tokens(path: Path) -> list[dict[str, Any]]:
+    """Of a tokenizer.json, whose vocabulary of many MB is not parsed for them."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        start = _ADDED_TOKENS.search(text)
+        tokens = json.JSONDecoder().raw_decode(text, start.end())[0] if start else []
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [t for t in tokens if isinstance(t, dict)] if isinstance(tokens, list) else []
+
+
+def _json_or_nothing(path: Path) -> dict[str, Any]:
     try:
         return _parse_json(path)
     except CheckpointError:

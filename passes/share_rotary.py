@@ -15,6 +15,7 @@ from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import aten, emit, is_call, val
 from llmc.passes.inputs import ConstantInput, StepInput, add_input, input_of
 
+_MOST_BYTES = 512 << 20  # of a table: 2**20 positions of 128 float32
 # Ops that treat every position on its own; anything else could mix tokens.
 _PER_TOKEN = {
     aten.unsqueeze.default,
@@ -68,6 +69,13 @@ def share_rotary(gm: fx.GraphModule, *, max_positions: int) -> Notes:
             continue
         text = _text(node, inside, texts)
         if text not in rows:
+            num_bytes = _row_bytes(graph, node, inside) * max_positions
+            if num_bytes > _MOST_BYTES:
+                notes.append(
+                    f"{node.name}: a table of {max_positions} positions would take "
+                    f"{num_bytes >> 20} MiB; a smaller max_model_len makes room for it"
+                )
+                continue
             table = _tabulate(graph, node, inside, max_positions)
             if table is None:
                 notes.append(f"{node.name}: its rows are not functions of one position each")
@@ -168,6 +176,11 @@ def _evaluate(graph: fx.Graph, target: fx.Node, inside: set[fx.Node], positions:
         out = value(target)
     assert isinstance(out, Tensor)
     return out
+
+
+def _row_bytes(graph: fx.Graph, node: fx.Node, inside: set[fx.Node]) -> int:
+    row = _evaluate(graph, node, inside, torch.arange(1))
+    return row.numel() * row.dtype.itemsize
 
 
 def _tabulate(

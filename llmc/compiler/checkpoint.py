@@ -33,6 +33,9 @@ _DTYPES = {
 }
 
 
+_COMPARED_AT_ONCE = 4 << 20  # bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
     """Where one tensor lies. `read()` copies it into memory."""
@@ -64,6 +67,19 @@ class StoredTensor:
                     raise CheckpointError(f"{self.file.name} ends inside tensor {self.name!r}")
                 done += count
         return out
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Whether both are the same, byte for byte."""
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
+            return False
+        with open(self.file, "rb", buffering=0) as f, open(other.file, "rb", buffering=0) as g:
+            f.seek(self.offset)
+            g.seek(other.offset)
+            for start in range(0, self.num_bytes, _COMPARED_AT_ONCE):
+                count = min(_COMPARED_AT_ONCE, self.num_bytes - start)
+                if f.read(count) != g.read(count):
+                    return False
+        return True
 
 
 def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -77,6 +77,16 @@ def test_reading_into_a_given_tensor(tmp_path: Path) -> None:
     assert out[:2].sum() == 0 and out[5].sum() == 0
 
 
+def test_tensors_are_compared_byte_for_byte(tmp_path: Path) -> None:
+    wide = torch.arange(3 << 20, dtype=torch.float32)
+    tensors = {"a": wide, "same": wide.clone(), "other": wide.clone(), "short": wide[:5].clone()}
+    tensors["other"][-1] = 0.0
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored = open_checkpoint(tmp_path)
+    equal = {name: stored["a"].equals(stored[name]) for name in tensors}
+    assert equal == {"a": True, "same": True, "other": False, "short": False}
+
+
 def test_a_missing_shard(tmp_path: Path) -> None:
     save_sharded(tmp_path)
     (tmp_path / "two.safetensors").unlink()

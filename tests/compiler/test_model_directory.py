@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+import torch
 from tiny_models import make_config, save_checkpoint
 
 from llmc.choices import eos_token_ids
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, CompileError, ConfigError
+from llmc.load import find_model
 from llmc.model_files import generation_defaults, load_config, resolve_model
 from llmc.start import start_engine
 
@@ -155,6 +158,64 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
     assert eos_token_ids(load_config(files, config), files) == (5,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert eos_token_ids(load_config(files, config), files) == (7, 8)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "tokenizer_config.json": {
+                "eos_token": {"content": "<|end|>"},
+                "added_tokens_decoder": {"9": {"content": "<|end|>"}},
+            }
+        },
+        {
+            "tokenizer_config.json": {"eos_token": "<|end|>"},
+            "tokenizer.json": {"added_tokens": [3, {"id": 9, "content": "<|end|>"}], "model": {}},
+        },
+        {
+            "special_tokens_map.json": {"eos_token": "<|end|>"},
+            "tokenizer.json": {"added_tokens": [{"id": 9, "content": "<|end|>"}]},
+        },
+    ],
+)
+def test_the_tokenizers_end_token_ends_too(tmp_path: Path, files: dict[str, Any]) -> None:
+    """Fine-tunes often teach a new end of turn and leave the config as it was."""
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    config = EngineConfig(model=str(write_config(tmp_path, eos_token_id=5)))
+    assert find_model(config, torch.device("cpu")).eos_token_ids == (5, 9)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"eos_token": 3}', '{"eos_token": "x"}'])
+def test_an_end_token_that_is_not_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": {')
+    config = EngineConfig(model=str(write_config(tmp_path, eos_token_id=5)))
+    assert find_model(config, torch.device("cpu")).eos_token_ids == (5,)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_what_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trust: bool) -> None:
+    """Weights once, and a model's own code only for those who trust it."""
+    files = ["config.json", "model.safetensors", "consolidated.safetensors", "modeling.py"]
+    files += ["original/x.safetensors", "chat_template.jinja", "pytorch_model.bin"]
+    chosen: list[str] = []
+
+    def download(name: str, *, revision: Any, **patterns: Any) -> str:
+        chosen.extend(huggingface_hub.utils.filter_repo_objects(files, **patterns))
+        write_config(tmp_path)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_model(EngineConfig(model="owner/name", trust_remote_code=trust))
+    wanted = ["config.json", "model.safetensors", "chat_template.jinja"]
+    assert sorted(chosen) == sorted(wanted + ["modeling.py"] * trust)
+
+
+def test_an_adapter_instead_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    refused(tmp_path, "holds an adapter", "merge it")
 
 
 def test_a_broken_generation_config_does_no_harm(tmp_path: Path) -> None:

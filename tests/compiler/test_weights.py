@@ -16,7 +16,9 @@ from llmc.compiler.build import build
 from llmc.compiler.checkpoint import open_checkpoint
 from llmc.compiler.program import load_weights
 from llmc.compiler.weights import CheckpointWeights, DummyWeights, make_weight
+from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
+from llmc.load import compile_model, find_model
 from llmc.passes.inputs import WeightInput
 from llmc.passes.pack_linears import packed_linear_available
 
@@ -228,3 +230,17 @@ def test_a_merged_dummy_weight_equals_its_parts(dense: Any) -> None:
         rows = [tuple(dense.reference.state_dict()[p].shape) for p in role.parts]
         want = torch.cat([draw(p, *s, seed=3) for p, s in zip(role.parts, rows, strict=True)])
         assert torch.equal(weights[node.name], want), role
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_head_that_is_stored_though_embeddings_are_tied(tmp_path: Path, differs: bool) -> None:
+    """As transformers does it: another head than the embeddings is a weight of its own."""
+    save_checkpoint("llama", tmp_path, tie_word_embeddings=True, num_hidden_layers=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + float(differs)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    source = find_model(EngineConfig(model=str(tmp_path), device="cpu"), CPU)
+    program = compile_model(source)
+    parts = {part for _, role in program.weight_inputs() for part in role.parts}
+    assert ({"lm_head.weight", "model.embed_tokens.weight"} <= parts) == differs
+    assert bool(program.parameters.aliases) != differs

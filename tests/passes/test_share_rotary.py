@@ -32,6 +32,14 @@ def test_the_last_position_is_in_the_table() -> None:
     assert_same(shared, gm, Values.of(**far), 0)
 
 
+def test_leaves_alone_what_would_take_too_large_a_table() -> None:
+    """A config may state any context; the engine serves what its memory holds."""
+    gm = layer()
+    shared, (report,) = apply(gm, share_rotary(max_positions=10**12))
+    assert ops(shared) == ops(gm)
+    assert any("smaller max_model_len makes room" in note for note in report.notes)
+
+
 def test_leaves_alone_values_that_mix_tokens() -> None:
     """Relative to the first token: no function of one position, so no table can hold it."""
 
