@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 
 aten = torch.ops.aten
@@ -49,7 +50,8 @@ def _work_out(node: fx.Node) -> Any:
         raise AssertionError(f"no fake value among the inputs of {node}")
     fakes = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
     kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("val"))
-    with mode, torch.no_grad():
+    # composite ops of torch 2.11 take symbolic sizes only by their Python versions
+    with mode, torch.no_grad(), enable_python_dispatcher():
         return node.target(*fakes, **kwargs)  # type: ignore[operator]
 
 
