@@ -22,11 +22,20 @@ _VLLM_OPTIONS: Mapping[str, str] = {
     "--tensor-parallel-size": "llmc runs on one device; start one server for each",
     "--pipeline-parallel-size": "llmc runs on one device; start one server for each",
     "--data-parallel-size": "start one llmc server for each device",
-    "--kv-cache-dtype": "the KV cache has the type given with --dtype",
     "--enable-lora": "llmc does not load LoRA adapters; merge them into the model first",
     "--enable-chunked-prefill": "chunked prefill is always on; leave the option out",
     "--disable-log-stats": "leave the option out, or set --log-level warning",
-    "--swap-space": "leave the option out: a preempted request is computed again",
+    "--disable-log-requests": "leave the option out, or set --log-level warning",
+    "--uvicorn-log-level": "the option is called --log-level",
+    "--enable-auto-tool-choice": "llmc does not parse tool calls; leave the option out",
+    "--tool-call-parser": "llmc does not parse tool calls; leave the option out",
+    "--reasoning-parser": "reasoning stays in the answer's text; leave the option out",
+    "--chat-template": "the template is the model's own, chat_template.jinja in its directory",
+    "--generation-config": "the model's own is used; requests override it",
+    "--hf-overrides": "change config.json in a copy of the model's directory",
+    "--download-dir": "set HF_HOME",
+    "--api-server-count": "the option is called --api-workers",
+    "--ssl-keyfile": "there is no TLS; put a proxy before the server",
     "--max-seq-len": "the option is called --max-model-len",
     "--context-length": "the option is called --max-model-len",
     "--ctx-size": "the option is called --max-model-len",
@@ -47,6 +56,9 @@ def report(error: BaseException, *, debug: bool) -> int:
         # The reader of our output went away (`| head`). Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    if type(error).__name__ == "NoArgsIsHelpError":  # a bare `llmc` or `llmc bench`
+        sys.stderr.write(error.format_message() + "\n")  # type: ignore[attr-defined]
+        return 2
     if debug:
         traceback.print_exception(error, file=sys.stderr)
     if isinstance(error, KeyboardInterrupt):

@@ -148,7 +148,7 @@ def compile_program(
 def lowered(program: Program) -> fx.GraphModule:
     """The graph with every op replaced by its fastest version that is there now."""
     graph, reports = run_passes(program.graph, (lower_kernels(),))
-    log.info("%s", reports[0])
+    log.debug("%s", reports[0])
     return graph
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmc import __version__
+from llmc.cli.errors import _VLLM_OPTIONS
 from llmc.cli.main import main
 
 HEAVY = ("torch", "transformers", "fastapi", "httpx", "numpy", "prompt_toolkit", "uvicorn")
@@ -109,6 +110,24 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert lines[0].startswith("error: ")
     assert all(line.startswith("hint: ") for line in lines[1:]) and len(lines) <= 2
     assert out == ""
+
+
+@pytest.mark.parametrize("words", [(), ("bench",)])
+def test_a_bare_command_shows_its_help(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    code, out, err = run_main(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: llmc") and "\n\nCommands:\n" in err
+
+
+@pytest.mark.parametrize("option", sorted(_VLLM_OPTIONS))
+def test_options_of_vllm_that_are_none_of_ours(
+    capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    code, _, err = run_main(capsys, "serve", option)
+    assert code == 2 and f"has no option {option}" in err
+    assert f"hint: {_VLLM_OPTIONS[option]}" in err
 
 
 def test_debug_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
