@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,18 @@ from llmc.choices import (
     unused_parts,
 )
 from llmc.config import EngineConfig
-from llmc.model_files import ModelFiles, load_config, resolve_model, tokenizer_end
+from llmc.model_files import (
+    ModelFiles,
+    load_config,
+    load_quantization,
+    resolve_model,
+    tokenizer_end,
+)
 
 if TYPE_CHECKING:
     import torch
 
+    from llmc.compiler.checkpoint import Readable
     from llmc.compiler.program import Program
     from llmc.passes.pipeline import PipelineOptions
 
@@ -37,6 +45,7 @@ class ModelSource:
     hf_config: Any
     device: torch.device
     dtype: torch.dtype
+    open_tensors: Callable[[], Mapping[str, Readable]]  # the checkpoint's; looked into once
 
     @property
     def model_len(self) -> int:
@@ -94,7 +103,28 @@ def find_model(config: EngineConfig, device: torch.device) -> ModelSource:
     if parts := unused_parts(hf_config):
         named = " and ".join(parts)
         log.info("%s is served as a text model: its %s parts are not loaded", files.name, named)
-    return ModelSource(config=config, files=files, hf_config=hf_config, device=device, dtype=dtype)
+    return ModelSource(
+        config=config,
+        files=files,
+        hf_config=hf_config,
+        device=device,
+        dtype=dtype,
+        open_tensors=tensors_of(files, dtype),
+    )
+
+
+def tensors_of(files: ModelFiles, dtype: torch.dtype) -> Callable[[], Mapping[str, Readable]]:
+    """Opens the checkpoint, reads no weight; those stored quantized will be read in `dtype`."""
+    stored = load_quantization(files)
+
+    @functools.cache
+    def open_tensors() -> Mapping[str, Readable]:
+        from llmc.compiler.checkpoint import open_checkpoint
+        from llmc.compiler.stored_weights import dequantized
+
+        return dequantized(open_checkpoint(files.path), stored, dtype)
+
+    return open_tensors
 
 
 def pipeline_options(config: EngineConfig, device: torch.device, model_len: int) -> PipelineOptions:
@@ -123,7 +153,7 @@ def compile_model(source: ModelSource) -> Program:
     program = _compile(source, source.hf_config)
     if source.config.load_format == "dummy" or not program.parameters.aliases:
         return program
-    names = _stored_apart(source.files.path, program.parameters.aliases)
+    names = _stored_apart(source.open_tensors(), program.parameters.aliases)
     if names is None:
         return program
     log.warning("config.json ties %s, but the checkpoint's differ: both are loaded", names)
@@ -133,11 +163,10 @@ def compile_model(source: ModelSource) -> Program:
     return _compile(source, untied)
 
 
-def _stored_apart(path: Path, aliases: Mapping[str, tuple[str, ...]]) -> str | None:
+def _stored_apart(
+    tensors: Mapping[str, Readable], aliases: Mapping[str, tuple[str, ...]]
+) -> str | None:
     """Names of one weight under which a checkpoint holds several, as text."""
-    from llmc.compiler.checkpoint import open_checkpoint
-
-    tensors = open_checkpoint(path)
     for names in dict.fromkeys(aliases.values()):
         stored = [tensors[n] for n in names if n in tensors]
         if not all(stored[0].equals(other) for other in stored[1:]):
@@ -167,7 +196,6 @@ def _compile(source: ModelSource, hf_config: Any) -> Program:
 
 def load_model(source: ModelSource, program: Program) -> LoadedModel:
     """Read its weights, or make them up."""
-    from llmc.compiler.checkpoint import open_checkpoint
     from llmc.compiler.program import load_weights, open_weights
     from llmc.compiler.weights import DummyWeights, WeightSource
 
@@ -175,5 +203,5 @@ def load_model(source: ModelSource, program: Program) -> LoadedModel:
     if source.config.load_format == "dummy":
         weights = DummyWeights(source.config.seed)
     else:
-        weights = open_weights(program, open_checkpoint(source.files.path))
+        weights = open_weights(program, source.open_tensors())
     return LoadedModel(source=source, program=program, weights=load_weights(program, weights))

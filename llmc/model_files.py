@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmc.compiler.quantization_config import (
+    QUANTIZATION_KEYS,
+    StoredQuantization,
+    read_quantization,
+)
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, reason_of
 from llmc.rotary import choose_frequencies
@@ -106,21 +111,20 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
             f"{wanted!r} is an encoder-decoder model ({loaded.model_type}); "
             "llmc serves decoder-only causal language models"
         )
-    for part in (loaded, text):
-        stored = getattr(part, "quantization_config", None)
-        if stored:
-            method = stored.get("quant_method") if isinstance(stored, dict) else None
-            raise CheckpointError(
-                f"{wanted!r} is stored quantized ({method or type(stored).__name__}), which llmc "
-                "can't read; take the checkpoint that it was made from, and --quantization int8, "
-                "int4 or fp8"
-            )
+    for part in (loaded, text):  # the model is captured from its plain code: see stored_weights
+        for key in QUANTIZATION_KEYS:
+            vars(part).pop(key, None)
     for field in ("vocab_size", "num_hidden_layers", "hidden_size"):
         value = getattr(text, field, None)
         if value is not None and (not isinstance(value, int) or not 1 <= value <= 10**8):
             raise CheckpointError(f"config.json of {wanted!r}: {field} is {value!r}")
     choose_frequencies(text, config.max_model_len)
     return loaded
+
+
+def load_quantization(files: ModelFiles) -> StoredQuantization | None:
+    """How the checkpoint's weights are stored, where that is quantized."""
+    return read_quantization(_parse_json(files.path / "config.json"))
 
 
 def _parse_json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import json
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +25,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -31,9 +33,24 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
-
 _COMPARED_AT_ONCE = 4 << 20  # bytes
+
+
+class Readable(Protocol):
+    """A weight that can be read: a stored tensor, or one that several make up."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is read."""
+
+    def read(self, out: Tensor | None = None) -> Tensor:
+        """Into `out` (contiguous, of the same shape and dtype) when given."""
+
+    def equals(self, other: Readable) -> bool:
+        """Whether both are the same; where that would take arithmetic, they are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +85,12 @@ class StoredTensor:
                 done += count
         return out
 
-    def equals(self, other: StoredTensor) -> bool:
+    def equals(self, other: Readable) -> bool:
         """Whether both are the same, byte for byte."""
-        if (self.shape, self.dtype) != (other.shape, other.dtype):
+        if not isinstance(other, StoredTensor) or (self.shape, self.dtype) != (
+            other.shape,
+            other.dtype,
+        ):
             return False
         with open(self.file, "rb", buffering=0) as f, open(other.file, "rb", buffering=0) as g:
             f.seek(self.offset)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from llmc.compiler.cache import CachedProgram, ProgramCache, program_key
-from llmc.compiler.checkpoint import StoredTensor
+from llmc.compiler.checkpoint import Readable
 from llmc.compiler.forms import build_any, build_plain, capture_any
 from llmc.compiler.parameters import Parameters, describe_parameters
 from llmc.compiler.weights import CheckpointWeights, DirectWeights, WeightSource, make_weights
@@ -186,7 +186,7 @@ def _states(graph: fx.GraphModule) -> tuple[StateSpec, ...]:
     return tuple(sorted(specs, key=lambda s: s.call))
 
 
-def open_weights(program: Program, tensors: Mapping[str, StoredTensor]) -> WeightSource:
+def open_weights(program: Program, tensors: Mapping[str, Readable]) -> WeightSource:
     """The checkpoint's tensors as the program's parameters, by name where that is all it takes."""
     if program.parameters.is_plain:
         names = {part for _, role in program.weight_inputs() for part in role.parts}

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from llmc.compiler.checkpoint import StoredTensor, staging
+from llmc.compiler.checkpoint import Readable, staging
 from llmc.compiler.parameters import Parameters, describe_parameters
 from llmc.errors import CheckpointError
 from llmc.kernels.cpu.pages import empty_in_huge_pages
@@ -73,11 +73,11 @@ def _repeat(drawn: Tensor, flat: Tensor) -> None:
 class DirectWeights:
     """A checkpoint whose tensors are the parameters, name by name."""
 
-    def __init__(self, parameters: Parameters, tensors: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, parameters: Parameters, tensors: Mapping[str, Readable]) -> None:
         self._parameters = parameters
         self._tensors = tensors
 
-    def _find(self, name: str) -> StoredTensor | None:
+    def _find(self, name: str) -> Readable | None:
         aliases = self._parameters.aliases.get(name, (name,))
         return next((self._tensors[a] for a in aliases if a in self._tensors), None)
 
@@ -105,9 +105,9 @@ class CheckpointWeights:
     named. Tensors that the module has no place for are reported in the log.
     """
 
-    def __init__(self, module: nn.Module, tensors: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, module: nn.Module, tensors: Mapping[str, Readable]) -> None:
         self._module = module
-        self._direct: dict[str, StoredTensor] = {}
+        self._direct: dict[str, Readable] = {}
         self._converters: dict[str, Any] = {}  # first target name -> transformers converter
         self._converted: dict[str, Tensor] = {}  # made already, not asked for yet
         self._target_of: dict[str, str] = {}  # every converted name -> first target name
@@ -122,7 +122,7 @@ class CheckpointWeights:
                 ", ".join(unexpected[:5]),
             )
 
-    def _assign(self, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    def _assign(self, tensors: Mapping[str, Readable]) -> list[str]:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,
@@ -172,7 +172,7 @@ class CheckpointWeights:
                 f"the checkpoint does not fit its config.json: {'; '.join(problems[:5])}{more}"
             )
 
-    def _find(self, name: str) -> StoredTensor | None:
+    def _find(self, name: str) -> Readable | None:
         for alias in self._aliases.get(name, (name,)):
             if alias in self._direct:
                 return self._direct[alias]
@@ -218,11 +218,11 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")]
 
 
-def _reader(stored: StoredTensor) -> Callable[[], Tensor]:
+def _reader(stored: Readable) -> Callable[[], Tensor]:
     return lambda: stored.read()
 
 
-def _copy(stored: StoredTensor, out: Tensor) -> None:
+def _copy(stored: Readable, out: Tensor) -> None:
     straight = stored.dtype == out.dtype and out.is_contiguous() and out.device.type == "cpu"
     if straight and tuple(out.shape) == stored.shape:
         stored.read(out)

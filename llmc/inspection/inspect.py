@@ -25,7 +25,7 @@ from llmc.inspection.fit import Sizes, cache_kinds
 from llmc.inspection.shorten import Shortened, shorten
 from llmc.inspection.stages import Stage, change, run_stages
 from llmc.load import pipeline_options
-from llmc.model_files import load_config, resolve_model
+from llmc.model_files import load_config, load_quantization, resolve_model
 from llmc.passes.base import OUTLINE
 from llmc.passes.group_caches import widest
 from llmc.passes.inputs import StepInput
@@ -80,6 +80,7 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
     config = dataclasses.replace(config, load_format="dummy")  # a hub model's weights stay there
     files = resolve_model(config)
     hf_config = load_config(files, config)
+    load_quantization(files)  # one that can't be read is refused here too
     check_model_len(config, hf_config)
     device = torch.device("cuda") if config.device == "cuda" else pick_device(config.device)
     dtype = pick_dtype(config.dtype, hf_config, device)

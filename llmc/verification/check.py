@@ -20,6 +20,7 @@ from llmc.benchmark.machine import package_versions
 from llmc.compiler.checkpoint import open_checkpoint
 from llmc.compiler.forms import build_any, build_plain, capture_any
 from llmc.compiler.parameters import describe_parameters
+from llmc.compiler.stored_weights import dequantized
 from llmc.compiler.weights import CheckpointWeights, DummyWeights, WeightSource
 from llmc.config import EngineConfig
 from llmc.kernels.cpu.build import cache_dir, load
@@ -74,6 +75,7 @@ def check_model(
         reference = run_reference(
             identity.files.path,
             copy.deepcopy(identity.hf_config),
+            identity.stored,
             subject.sequences,
             dtype=identity.dtype,
             device=identity.device,
@@ -160,7 +162,8 @@ def _subject(
         if identity.config.load_format == "dummy":
             source = DummyWeights(identity.config.seed)
         else:
-            source = CheckpointWeights(built.module, open_checkpoint(identity.files.path))
+            tensors = open_checkpoint(identity.files.path)
+            source = CheckpointWeights(built.module, dequantized(tensors, identity.stored, dtype))
         return source if rounded_to is None else RoundedWeights(source, rounded_to)
 
     return Subject(

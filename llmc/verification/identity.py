@@ -9,9 +9,10 @@ import torch
 
 from llmc.choices import check_model_len, model_context, pick_device, pick_dtype, pick_level
 from llmc.compiler.cache import program_key
+from llmc.compiler.quantization_config import StoredQuantization
 from llmc.config import EngineConfig
 from llmc.load import pipeline_options
-from llmc.model_files import ModelFiles, load_config, resolve_model
+from llmc.model_files import ModelFiles, load_config, load_quantization, resolve_model
 from llmc.passes.base import Pass
 from llmc.passes.pipeline import PipelineOptions
 from llmc.passes.user import digest, user_passes
@@ -25,6 +26,7 @@ class Identity:
     config: EngineConfig
     files: ModelFiles
     hf_config: Any
+    stored: StoredQuantization | None
     device: torch.device
     dtype: torch.dtype
     level: int
@@ -38,7 +40,7 @@ class Identity:
 def identify(config: EngineConfig) -> Identity:
     files = resolve_model(config)
     device = pick_device(config.device)
-    hf_config = load_config(files, config)
+    hf_config, stored = load_config(files, config), load_quantization(files)
     check_model_len(config, hf_config)
     dtype = pick_dtype(config.dtype, hf_config, device)
     level = pick_level(config.opt_level, device)
@@ -51,11 +53,12 @@ def identify(config: EngineConfig) -> Identity:
     key = ""
     if named is not None:
         program = program_key(hf_config, dtype, device, options, config.passes, named)
-        key = certificate_key(program, weights, device, level)
+        key = certificate_key(program, f"{weights} {stored}", device, level)
     return Identity(
         config=config,
         files=files,
         hf_config=hf_config,
+        stored=stored,
         device=device,
         dtype=dtype,
         level=level,

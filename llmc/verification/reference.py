@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,10 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from llmc.compiler.weights import DummyWeights
+from llmc.compiler.checkpoint import open_checkpoint
+from llmc.compiler.quantization_config import StoredQuantization
+from llmc.compiler.stored_weights import dequantized
+from llmc.compiler.weights import CheckpointWeights, DummyWeights, WeightSource
 from llmc.errors import CheckpointError
 from llmc.verification.tokens import TokenSequence
 
@@ -50,6 +53,7 @@ class Reference:
 def run_reference(
     path: Path,
     hf_config: Any,
+    stored: StoredQuantization | None,
     sequences: Sequence[TokenSequence],
     *,
     dtype: torch.dtype,
@@ -60,12 +64,18 @@ def run_reference(
 ) -> Reference:
     """`layers` is the name of the module's list of decoder layers, "" where there is none.
 
-    With `dummy_seed` the weights are made up, the same as the step's.
+    With `dummy_seed` the weights are made up, the same as the step's. Those that are `stored`
+    quantized are handed over as numbers: a quantizer's own kernels would compute otherwise.
     """
-    if dummy_seed is None:
-        module = _load(path, copy.deepcopy(hf_config), dtype, trust_remote_code)
+    if dummy_seed is not None:
+        module = _make(hf_config, dtype, trust_remote_code)
+        _fill(DummyWeights(dummy_seed), dict(module.named_parameters()))
+    elif stored is not None:
+        module = _make(hf_config, dtype, trust_remote_code)
+        weights = dequantized(open_checkpoint(path), stored, dtype)
+        _fill(CheckpointWeights(module, weights), module.state_dict())
     else:
-        module = _make_up(hf_config, dtype, dummy_seed, trust_remote_code)
+        module = _load(path, copy.deepcopy(hf_config), dtype, trust_remote_code)
     module = module.to(device).eval()
     rounded = _run(module, sequences, layers, device)
     exact = rounded
@@ -99,17 +109,18 @@ def _load(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) 
     return module
 
 
-def _make_up(config: Any, dtype: torch.dtype, seed: int, trust_remote_code: bool) -> nn.Module:
+def _make(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     module: nn.Module = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
     )
-    source = DummyWeights(seed)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            source.fill(name, parameter.data)
     return module
+
+
+def _fill(source: WeightSource, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        source.fill(name, tensor.data)
 
 
 def _run(

@@ -18,7 +18,7 @@ from tiny_models import (
 )
 
 from llmc import LLM, SamplingParams
-from llmc.errors import CheckpointError, ConfigError
+from llmc.errors import ConfigError
 from llmc.kernels.quantized_linear import FORMATS, Format, dequantize, quantization_of, quantize
 
 # rms error of the log-probabilities of the likeliest tokens, of a model of random weights
@@ -71,16 +71,6 @@ def test_the_built_in_model_still_knows_its_manual(format: Format) -> None:
         SamplingParams(temperature=0.0, max_tokens=40),
     )
     assert "serves" in answer.outputs[0].text and "Hugging Face" in answer.outputs[0].text
-
-
-def test_a_checkpoint_that_is_stored_quantized_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    import json
-
-    config = json.loads((checkpoint / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"is stored quantized \(gptq\), which llmc can't"):
-        tiny_engine.start(tmp_path)
 
 
 def test_an_unknown_format_is_refused() -> None:

@@ -1,0 +1,64 @@
+"""Fields of a `quantization_config`, each checked: errors say the value and the way out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmc.errors import CheckpointError
+
+ALL = 0  # of a block's channels or inputs
+WAY_OUT = "take another quantization of the model, or the checkpoint that it was made from"
+
+
+def bad(problem: str) -> CheckpointError:
+    return CheckpointError(f"quantization_config in config.json: {problem}")
+
+
+def one_of(
+    fields: Mapping[str, Any], key: str, default: Any, known: Sequence[Any], where: str = ""
+) -> Any:
+    value = fields.get(key, default)
+    value = default if value is None else value
+    if isinstance(value, bool) or value not in known:
+        names = ", ".join(str(k) for k in known)
+        raise bad(f"{where}{key} is {value!r}, of which llmc reads {names}; {WAY_OUT}")
+    return value
+
+
+def group_size(fields: Mapping[str, Any], key: str, where: str = "") -> int:
+    """Inputs that share a scale; -1 stands for all of them."""
+    value = fields.get(key, 128)
+    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+        raise bad(f"{where}{key} is {value!r}; it must be a number of inputs, or -1 for all")
+    return ALL if value == -1 else value
+
+
+def block_size(fields: Mapping[str, Any], key: str, where: str = "") -> tuple[int, int]:
+    value = fields.get(key)
+    sizes = value if isinstance(value, list | tuple) else ()
+    if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
+        raise bad(f"{where}{key} is {value!r}; it must be two numbers, [channels, inputs]")
+    return sizes[0], sizes[1]
+
+
+def names_in(fields: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = fields.get(key) or ()
+    if not isinstance(value, list | tuple) or not all(isinstance(n, str) for n in value):
+        raise bad(f"{key} is {value!r}; it must be a list of names of modules")
+    return tuple(value)
+
+
+def mapping_in(fields: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = fields.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise bad(f"{key} is {value!r} instead of an object")
+    return value
+
+
+def check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as e:
+        raise bad(f"{pattern!r} is no regular expression: {e}") from e

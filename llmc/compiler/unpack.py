@@ -1,0 +1,127 @@
+"""Packed bits -> values [N, K] and their scales: the layouts of quantized checkpoints, and back
+to the numbers that they stand for.
+
+Layouts as their makers write them: AutoAWQ (gemm), GPTQModel, compressed-tensors (pack_quantized),
+and the OCP microscaling formats. Bytes of a word are taken in little-endian order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word of AWQ holds each of its eight channels
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_AT_ONCE = 1 << 18  # values that are widened in one go, in a cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowBits:
+    """A weight [N, K] as it is stored: value = (q - zero) * scale.
+
+    q: int8, uint8 or float8. scale, zero: over blocks of (channels, inputs) of size `block`.
+    group_of [K]: the column of `scale` of each input, where inputs are not in order. All but
+    `group_of` may have a dimension in front, of experts.
+    """
+
+    q: Tensor
+    scale: Tensor
+    block: tuple[int, int]
+    zero: Tensor | None = None
+    group_of: Tensor | None = None
+
+
+def dequantize(low: LowBits, out: Tensor) -> None:
+    """Write the numbers into `out` [..., N, K], computed in float32 and rounded once."""
+    if low.q.dim() == 3:
+        for e in range(len(low.q)):
+            zero = None if low.zero is None else low.zero[e]
+            one = LowBits(q=low.q[e], scale=low.scale[e], block=low.block, zero=zero)
+            dequantize(one, out[e])
+        return
+    channels, depth = low.q.shape
+    scale, zero = low.scale.float(), None if low.zero is None else low.zero.float()
+    rows = min(channels, max(1, _AT_ONCE // depth))
+    values = torch.empty(rows, depth)  # one for all: fresh memory costs more than the arithmetic
+    for start in range(0, channels, rows):
+        q = low.q[start : start + rows]
+        some = values[: len(q)]
+        _widen(q, some)
+        row = torch.arange(start, start + len(q)) // low.block[0]
+        if zero is not None:
+            _over_groups(some, low, torch.Tensor.sub_, zero[row])
+        _over_groups(some, low, torch.Tensor.mul_, scale[row])
+        out[start : start + rows] = some
+
+
+def _widen(q: Tensor, out: Tensor) -> None:
+    if q.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        out.copy_(q)
+        return
+    known = torch.arange(256, dtype=torch.uint8).view(q.dtype).float()  # faster than a conversion
+    codes = q.view(torch.uint8).int().flatten()
+    torch.index_select(known, 0, codes, out=out.view(-1))
+
+
+def _over_groups(
+    values: Tensor, low: LowBits, apply: Callable[[Tensor, Tensor], Tensor], groups: Tensor
+) -> None:
+    """`apply` to values [R, K] in place, and to what groups [R, G] have for each."""
+    depth, size = values.shape[1], low.block[1]
+    if low.group_of is not None:
+        apply(values, groups[:, low.group_of])
+    elif depth % size:
+        apply(values, groups.repeat_interleave(size, dim=1)[:, :depth])
+    else:
+        apply(values.view(len(values), -1, size), groups[:, :, None])
+
+
+def pieces(words: Tensor, bits: int) -> Tensor:
+    """int32 [..., W] -> uint8 [..., W, 32 / bits], the lowest bits of a word first."""
+    parts = words.contiguous().unsqueeze(-1).view(torch.uint8)
+    if bits == 8:
+        return parts
+    return torch.stack((parts & 15, parts >> 4), dim=-1).flatten(-2)
+
+
+def add_one(words: Tensor, bits: int) -> Tensor:
+    """To every value of int32 words, with the carries that its writer borrowed."""
+    return words + (0x11111111 if bits == 4 else 0x01010101)
+
+
+def unpack_gptq(words: Tensor, bits: int) -> Tensor:
+    """[K / per word, N] -> [N, K]: a word holds inputs of one channel."""
+    return pieces(words, bits).transpose(0, 1).flatten(1)
+
+
+def unpack_columns(words: Tensor, bits: int) -> Tensor:
+    """[R, C / per word] -> [R, C]."""
+    return pieces(words, bits).flatten(1)
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """[R, N / 8] -> [N, R]."""
+    parts = pieces(words, 4)[..., list(_AWQ_ORDER)]
+    return parts.flatten(1).T.contiguous()
+
+
+def centered(q: Tensor, bits: int) -> Tensor:
+    """Unsigned values -> int8 around zero."""
+    if bits == 8:
+        return (q ^ 128).view(torch.int8)
+    return q.view(torch.int8) - (1 << (bits - 1))
+
+
+def unpack_e2m1(codes: Tensor) -> Tensor:
+    """uint8 [..., B], two codes a byte, the lower half first -> float8_e4m3fn [..., 2 B], exact."""
+    known = torch.tensor(_E2M1 + tuple(-v for v in _E2M1)).to(torch.float8_e4m3fn)
+    both = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    return known.view(torch.uint8)[both.int()].view(torch.float8_e4m3fn)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """E8M0: uint8 -> 2 ** (e - 127) in float32; 255 is NaN."""
+    return exponents.view(torch.float8_e8m0fnu).float()

@@ -1,0 +1,254 @@
+"""Packed tensors become the numbers that they stand for; what does not fit is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packed_checkpoints import PACKINGS, awq, fp8, gptq, mxfp4, pack_quantized
+from safetensors.torch import save_file
+from torch import Tensor
+
+from llmc.compiler.checkpoint import open_checkpoint
+from llmc.compiler.quantization_config import read_quantization
+from llmc.compiler.stored_weights import dequantized
+from llmc.errors import CheckpointError
+
+MODULE = "model.layers.0.mlp.up_proj"
+
+
+def drawn(channels: int = 56, depth: int = 96) -> Tensor:
+    weight = torch.randn(channels, depth, generator=torch.Generator().manual_seed(0))
+    weight[3:6] = weight[3:6].abs()  # whose zero points are 0
+    return weight
+
+
+def read(path: Path, tensors: dict[str, Tensor], config: Any, dtype: torch.dtype) -> Any:
+    save_file({n: t.contiguous() for n, t in tensors.items()}, path / "model.safetensors")
+    quantization = read_quantization({"quantization_config": config})
+    return dequantized(open_checkpoint(path), quantization, dtype)
+
+
+def stored(path: Path, packing: Any, weight: Tensor, dtype: torch.dtype = torch.float32) -> Any:
+    tensors, numbers = packing.pack(weight)
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    return read(path, named, packing.config, dtype), numbers
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_numbers_are_those_of_the_packer(name: str, tmp_path: Path) -> None:
+    found, numbers = stored(tmp_path, PACKINGS[name](), drawn())
+    assert set(found) == {f"{MODULE}.weight"}, "scales and the like are not left over"
+    weight = found[f"{MODULE}.weight"]
+    assert weight.shape == (56, 96)
+    torch.testing.assert_close(weight.read(), numbers, rtol=1e-6, atol=0)
+
+
+def test_sizes_that_fill_no_whole_words(tmp_path: Path) -> None:
+    packing = pack_quantized(4, -1, symmetric=False)
+    found, numbers = stored(tmp_path, packing, drawn(50, 90))
+    torch.testing.assert_close(found[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
+
+
+def test_numbers_are_rounded_once(tmp_path: Path) -> None:
+    found, numbers = stored(tmp_path, awq(32), drawn(), torch.bfloat16)
+    weight = found[f"{MODULE}.weight"]
+    out = torch.full((58, 96), float("nan"), dtype=torch.bfloat16)
+    weight.read(out[1:57])
+    assert torch.equal(out[1:57], numbers.bfloat16()) and torch.equal(weight.read(), out[1:57])
+    assert out[0].isnan().all() and out[57].isnan().all()
+
+
+def test_long_weights_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmc.compiler.unpack._AT_ONCE", 96 * 5)
+    found, numbers = stored(tmp_path, fp8((32, 48)), drawn())
+    torch.testing.assert_close(found[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
+
+
+def test_stacked_experts(tmp_path: Path) -> None:
+    weight = torch.stack([drawn(64, 48), drawn(64, 48) * 3])
+    tensors, numbers = mxfp4(weight)
+    named = {f"experts.down_proj{suffix}": t for suffix, t in tensors.items()}
+    got = read(tmp_path, named, {"quant_method": "mxfp4"}, torch.float32)
+    assert torch.equal(got["experts.down_proj"].read(), numbers)
+    assert got["experts.down_proj"].shape == (2, 64, 48)
+
+
+def test_stacked_experts_with_scales_of_columns(tmp_path: Path) -> None:
+    """As `fbgemm_fp8` stores [experts, inputs, channels]."""
+    q, scale = drawn(64, 96).view(2, 32, 96).to(torch.float8_e4m3fn), torch.rand(2, 1, 96)
+    tensors = {"experts.gate_up_proj": q, "experts.gate_up_proj_scale": scale}
+    got = read(tmp_path, tensors, {"quant_method": "fbgemm_fp8"}, torch.float32)
+    assert torch.equal(got["experts.gate_up_proj"].read(), q.float() * scale)
+
+
+def test_scales_that_are_powers_of_two_in_a_byte(tmp_path: Path) -> None:
+    q = drawn().to(torch.float8_e4m3fn)
+    exponent = torch.randint(120, 132, (2, 2), dtype=torch.uint8)
+    config = {"quant_method": "fp8", "weight_block_size": [32, 48], "scale_fmt": "ue8m0"}
+    want = q.float() * (2.0 ** (exponent.float() - 127)).repeat_interleave(32, 0)[
+        :56
+    ].repeat_interleave(48, 1)
+    for scale in (exponent, exponent.view(torch.float8_e8m0fnu)):
+        tensors = {f"{MODULE}.weight": q, f"{MODULE}.weight_scale_inv": scale}
+        got = read(tmp_path, tensors, config, torch.float32)
+        assert torch.equal(got[f"{MODULE}.weight"].read(), want)
+
+
+def test_groups_of_config_json_go_by_name(tmp_path: Path) -> None:
+    """Two schemes in one checkpoint: the one whose pattern fits, and the one for the rest."""
+    small, wide = pack_quantized(4, 32, symmetric=True), pack_quantized(8, -1, symmetric=False)
+    config = json.loads(json.dumps(wide.config))
+    config["config_groups"]["a"] = {
+        **small.config["config_groups"]["group_0"],
+        "targets": [r"re:.*\.down_proj$"],
+    }
+    named, want = {}, {}
+    for packing, module in ((small, "mlp.down_proj"), (wide, "mlp.up_proj")):
+        tensors, want[f"{module}.weight"] = packing.pack(drawn())
+        named |= {f"{module}.{suffix}": t for suffix, t in tensors.items()}
+    got = read(tmp_path, named, config, torch.float32)
+    for name, numbers in want.items():
+        torch.testing.assert_close(got[name].read(), numbers, rtol=1e-6, atol=0)
+
+
+def test_modules_of_gptq_may_have_bits_of_their_own(tmp_path: Path) -> None:
+    four, eight = gptq(4, 32), gptq(8, 64)
+    config = {**four.config, "dynamic": {"+:.*up": {"bits": 8, "group_size": 64}, "-:.*gate": {}}}
+    tensors, numbers = eight.pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    got = read(tmp_path, named, config, torch.float32)
+    torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
+
+
+def test_what_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    tensors, _ = fp8(None).pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    named["model.layers.0.self_attn.k_scale"] = torch.tensor(1.0)
+    got = read(tmp_path, named, fp8(None).config, torch.float32)
+    assert set(got) == {f"{MODULE}.weight"}
+    assert "fp8 quantizes activations too: here the weights alone are" in caplog.text
+    assert "1 scales of the KV cache in the checkpoint are not used" in caplog.text
+
+
+def without(suffix: str) -> Any:
+    return lambda tensors: tensors.pop(suffix)
+
+
+def shaped(suffix: str, *shape: int) -> Any:
+    return lambda tensors: tensors.update({suffix: torch.zeros(shape, dtype=tensors[suffix].dtype)})
+
+
+def typed(suffix: str, dtype: torch.dtype) -> Any:
+    return lambda tensors: tensors.update({suffix: tensors[suffix].to(dtype)})
+
+
+@pytest.mark.parametrize(
+    ("packing", "change", "words"),
+    [
+        (gptq(4, 32), without("scales"), "up_proj.scales is missing"),
+        (gptq(4, 32), without("qzeros"), "up_proj.qzeros is missing"),
+        (gptq(4, 32), shaped("scales", 3, 55), "scales has shape [3, 55]"),
+        (gptq(4, 32), shaped("scales", 4, 56), "asks for [3, 56]"),
+        (gptq(4, 32), shaped("g_idx", 95), "g_idx has shape [95]"),
+        (gptq(4, 32), typed("qweight", torch.int64), "qweight is int64 instead of int32"),
+        (awq(32), shaped("qzeros", 3, 6), "qzeros has shape [3, 6]; its weight asks for [3, 7]"),
+        (awq(32), shaped("qweight", 96, 7, 1), "qweight has shape [96, 7, 1] instead of 2 sizes"),
+        (fp8((32, 48)), without("weight_scale_inv"), "up_proj.weight_scale is missing"),
+        (fp8((32, 48)), shaped("weight_scale_inv", 2, 3), "every 32 by 48 asks for [2, 2]"),
+        (fp8(None), shaped("weight_scale", 7), "asks for one scale, or one a channel"),
+        (fp8(None), typed("weight_scale", torch.int32), "weight_scale is int32 instead of float32"),
+        (pack_quantized(4, 32, symmetric=False), without("weight_zero_point"), "is missing"),
+        (pack_quantized(4, 32, symmetric=True), shaped("weight_scale", 56, 2), "asks for [56, 3]"),
+        (
+            pack_quantized(4, 32, symmetric=True),
+            lambda tensors: tensors.update({"weight_shape": torch.tensor([56, 80])}),
+            "has shape [56, 12] with 4 bits a value",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    packing: Any, change: Any, words: str, tmp_path: Path
+) -> None:
+    tensors, _ = packing.pack(drawn())
+    change(tensors)
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path, named, packing.config, torch.float32)
+    assert MODULE in str(caught.value) and words in str(caught.value)
+
+
+def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
+    tensors, _ = gptq(4, 32).pack(drawn())
+    tensors["g_idx"][5] = 3
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    got = read(tmp_path, named, gptq(4, 32).config, torch.float32)
+    with pytest.raises(CheckpointError, match="g_idx names group 3, of which there are 3"):
+        got[f"{MODULE}.weight"].read()
+
+
+def test_bits_of_another_layout_are_refused(tmp_path: Path) -> None:
+    tensors, _ = awq(32).pack(drawn())
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    with pytest.raises(CheckpointError, match=r"describes for it \(fp8, plain, 8 bits\)"):
+        read(tmp_path, named, fp8(None).config, torch.float32)
+
+
+WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+
+
+def grouped(**changes: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {**WEIGHTS, **changes}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("awq", "is 'awq' instead of an object"),
+        ({"quant_method": "hqq"}, "quant_method is 'hqq', of which llmc reads fp8"),
+        ({"bits": 4}, "quant_method is None"),
+        ({"quant_method": "gptq", "bits": 3}, "bits is 3, of which llmc reads 4, 8"),
+        ({"quant_method": "gptq", "bits": True}, "bits is True"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0; it must be"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "is 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, "no regular expression"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
+        ({"quant_method": "awq", "w_bit": 8}, "w_bit is 8, of which llmc reads 4"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128]"),
+        ({"quant_method": "fp8", "activation_scheme": "x"}, "activation_scheme is 'x'"),
+        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "must be a list of names"),
+        (grouped(num_bits=3), "group_0.weights.num_bits is 3"),
+        (grouped(strategy="tensor_group"), "strategy is 'tensor_group'"),
+        (grouped(type="float"), "type is 'float', which is never packed"),
+        ({**grouped(), "format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
+        ({**grouped(), "ignore": ["re:("]}, "no regular expression"),
+        ({**grouped(), "transform_config": {"a": 1}}, "transform_config asks for rotations"),
+        ({**grouped(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        ({**grouped(), "config_groups": {"W4A16": ["Linear"]}}, "config_groups.W4A16 is"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused(config: Any, words: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_quantization({"quantization_config": config})
+    message = str(caught.value)
+    assert message.startswith("quantization_config in config.json: ") and words in message
+    assert "\n" not in message and len(message) < 500
+
+
+def test_plain_checkpoints_have_none() -> None:
+    assert read_quantization({"hidden_size": 3}) is None
+    assert read_quantization({"quantization_config": None, "text_config": {}}) is None
+
+
+def test_a_text_model_inside_has_its_own() -> None:
+    found = read_quantization({"text_config": {"quantization_config": awq(32).config}})
+    assert found is not None and found.method == "awq"

@@ -1,0 +1,343 @@
+"""Checkpoints that are stored quantized, packed here bit by bit from the layouts' descriptions.
+
+Deliberately another way than llmc's reader: numpy, one bit position at a time. Each packer gives
+the stored tensors of one linear and the numbers that they stand for.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Packed = tuple[dict[str, Tensor], Tensor]  # by suffix of the module's name; the weight in float32
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of a word's i-th four bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """`config` is quantization_config, `pack` makes a linear's tensors."""
+
+    config: dict[str, Any]
+    pack: Callable[[Tensor], Packed]
+    plain: tuple[str, ...] = ("lm_head",)
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+def words_of(values: np.ndarray, bits: int, axis: int) -> Tensor:
+    """Unsigned integers to int32 words along an axis, the first in the lowest bits."""
+    per_word = 32 // bits
+    values = np.moveaxis(values.astype(np.uint64), axis, -1)
+    values = np.pad(values, ((0, 0), (0, -values.shape[-1] % per_word)))
+    words = np.zeros((values.shape[0], values.shape[-1] // per_word), dtype=np.uint64)
+    for i in range(per_word):
+        words |= values[:, i::per_word] << np.uint64(bits * i)
+    packed = np.moveaxis(words, -1, axis).astype(np.uint32).view(np.int32)
+    return torch.from_numpy(np.ascontiguousarray(packed))
+
+
+def integers(
+    weight: Tensor,
+    bits: int,
+    group: int,
+    *,
+    symmetric: bool,
+    scale_dtype: torch.dtype = torch.float16,
+    group_of: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor]:
+    """(q [N, K], zero [N, G], scale [N, G], numbers [N, K]) of unsigned integers."""
+    rows = weight.double().numpy()
+    channels, depth = rows.shape
+    group = group if group > 0 else depth
+    if group_of is None:
+        group_of = np.arange(depth) // group
+    count, top = int(group_of.max()) + 1, 2**bits - 1
+    zero = np.full((channels, count), 2 ** (bits - 1))
+    scale = np.zeros((channels, count))
+    for g in range(count):
+        some = rows[:, group_of == g]
+        low, high = np.minimum(some.min(1), 0), np.maximum(some.max(1), 0)
+        if symmetric:
+            scale[:, g] = np.maximum(-low, high) / (2 ** (bits - 1) - 0.5)
+        else:
+            scale[:, g] = (high - low) / top
+            zero[:, g] = np.clip(np.rint(-low / scale[:, g]), 0, top)
+    stored = torch.from_numpy(scale).to(scale_dtype)
+    wide = stored.double().numpy()[:, group_of]
+    q = np.clip(np.rint(rows / wide) + zero[:, group_of], 0, top).astype(np.int64)
+    numbers = (q - zero[:, group_of]) * wide
+    return q, zero, stored, torch.from_numpy(numbers).float()
+
+
+def gptq(bits: int, group: int, *, v2: bool = False, order: bool = False) -> Packing:
+    """GPTQModel: inputs along words, zero points one less in the first version."""
+
+    def pack(weight: Tensor) -> Packed:
+        depth = weight.shape[1]
+        size = group if group > 0 else depth
+        group_of = np.arange(depth) // size
+        if order:
+            group_of = np.random.default_rng(depth).permutation(group_of)
+        q, zero, scale, numbers = integers(weight, bits, group, symmetric=False, group_of=group_of)
+        zeros = words_of(zero.T, bits, 1)
+        if not v2:  # of whole words: a value that is 0 borrows from the next
+            ones = np.uint32(sum(1 << i for i in range(0, 32, bits)))
+            zeros = torch.from_numpy((zeros.numpy().view(np.uint32) - ones).view(np.int32))
+        return {
+            "qweight": words_of(q.T, bits, 0),
+            "qzeros": zeros,
+            "scales": scale.T.contiguous(),
+            "g_idx": torch.from_numpy(group_of.astype(np.int32)),
+        }, numbers
+
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "desc_act": order,
+        "sym": False,
+        "lm_head": False,
+        "checkpoint_format": "gptq_v2" if v2 else "gptq",
+    }
+    return Packing(config=config, pack=pack)
+
+
+def awq(group: int) -> Packing:
+    """AutoAWQ's gemm: channels along words, interleaved."""
+
+    def pack(weight: Tensor) -> Packed:
+        q, zero, scale, numbers = integers(weight, 4, group, symmetric=False)
+
+        def interleaved(values: np.ndarray) -> Tensor:
+            order = np.arange(values.shape[1]).reshape(-1, 8)[:, _AWQ_ORDER].reshape(-1)
+            return words_of(values[:, order], 4, 1)
+
+        return {
+            "qweight": interleaved(q.T),
+            "qzeros": interleaved(zero.T),
+            "scales": scale.T.contiguous(),
+        }, numbers
+
+    config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": None,
+    }
+    return Packing(config=config, pack=pack)
+
+
+def compressed(
+    form: str, weights: dict[str, Any], pack: Callable[[Tensor], Packed], **group: Any
+) -> Packing:
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"dynamic": False, "symmetric": True, **weights},
+                "input_activations": None,
+                "output_activations": None,
+                **group,
+            }
+        },
+    }
+    return Packing(config=config, pack=pack)
+
+
+def pack_quantized(bits: int, group: int, *, symmetric: bool) -> Packing:
+    """compressed-tensors: inputs along words, zero points of channels along words."""
+
+    def pack(weight: Tensor) -> Packed:
+        q, zero, scale, numbers = integers(
+            weight, bits, group, symmetric=symmetric, scale_dtype=torch.bfloat16
+        )
+        tensors = {
+            "weight_packed": words_of(q, bits, 1),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = words_of(zero, bits, 0)
+        return tensors, numbers
+
+    strategy = {"strategy": "group", "group_size": group} if group > 0 else {"strategy": "channel"}
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy}
+    return compressed("pack-quantized", weights, pack)
+
+
+def int_quantized() -> Packing:
+    def pack(weight: Tensor) -> Packed:
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        q = (weight / scale).round().to(torch.int8)
+        return {"weight": q, "weight_scale": scale}, q.float() * scale
+
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    return compressed("int-quantized", weights, pack, input_activations=inputs)
+
+
+def float8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """(fp8 [N, K], scale over a grid of blocks, numbers)."""
+    channels, depth = weight.shape
+    rows, columns = -(-channels // block[0]), -(-depth // block[1])
+    scale, q = torch.zeros(rows, columns), torch.zeros(channels, depth)
+    numbers = torch.zeros(channels, depth)
+    for i in range(rows):
+        for j in range(columns):
+            at = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
+            scale[i, j] = weight[at].abs().max() / 448
+            low = (weight[at] / scale[i, j]).to(torch.float8_e4m3fn).float()
+            q[at], numbers[at] = low, low * scale[i, j]
+    return q.to(torch.float8_e4m3fn), scale, numbers
+
+
+def fp8(block: tuple[int, int] | None) -> Packing:
+    """Blocks as in `fp8` checkpoints of today; None: one scale a tensor, as in those before."""
+
+    def pack(weight: Tensor) -> Packed:
+        q, scale, numbers = float8(weight, block or (1 << 20, 1 << 20))
+        if block is None:
+            return {
+                "weight": q,
+                "weight_scale": scale.reshape(()),
+                "input_scale": torch.tensor(0.5),
+            }, numbers
+        return {"weight": q, "weight_scale_inv": scale}, numbers
+
+    config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static"}
+    if block is not None:
+        config |= {"activation_scheme": "dynamic", "weight_block_size": list(block)}
+    return Packing(config=config, pack=pack)
+
+
+def fbgemm() -> Packing:
+    def pack(weight: Tensor) -> Packed:
+        q, scale, numbers = float8(weight, (1, 1 << 20))
+        return {"weight": q, "weight_scale": scale}, numbers
+
+    config = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}
+    return Packing(config=config, pack=pack)
+
+
+def float_quantized(strategy: str) -> Packing:
+    block = {"tensor": (1 << 20, 1 << 20), "channel": (1, 1 << 20), "block": (32, 48)}[strategy]
+
+    def pack(weight: Tensor) -> Packed:
+        q, scale, numbers = float8(weight, block)
+        scale = scale.bfloat16()
+        numbers = (
+            q.float()
+            * scale.float()
+            .repeat_interleave(min(block[0], len(q)), 0)[: len(q)]
+            .repeat_interleave(min(block[1], q.shape[1]), 1)[:, : q.shape[1]]
+        )
+        return {"weight": q, "weight_scale": scale[0] if strategy == "tensor" else scale}, numbers
+
+    weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": strategy}
+    if strategy == "block":
+        weights["block_structure"] = list(block)
+    return compressed("float-quantized", weights, pack)
+
+
+PACKINGS: dict[str, Callable[[], Packing]] = {
+    "fp8 in blocks": lambda: fp8((32, 48)),
+    "fp8, a scale a tensor": lambda: fp8(None),
+    "fbgemm_fp8": fbgemm,
+    "float-quantized tensor": lambda: float_quantized("tensor"),
+    "float-quantized channel": lambda: float_quantized("channel"),
+    "float-quantized block": lambda: float_quantized("block"),
+    "int-quantized": int_quantized,
+    "pack-quantized int4 group": lambda: pack_quantized(4, 32, symmetric=True),
+    "pack-quantized int4 asymmetric": lambda: pack_quantized(4, 32, symmetric=False),
+    "pack-quantized int4 channel": lambda: pack_quantized(4, -1, symmetric=True),
+    "pack-quantized int8 group": lambda: pack_quantized(8, 32, symmetric=True),
+    "pack-quantized int8 channel": lambda: pack_quantized(8, -1, symmetric=False),
+    "gptq 4 bits": lambda: gptq(4, 32),
+    "gptq 8 bits": lambda: gptq(8, 64),
+    "gptq 4 bits, all inputs": lambda: gptq(4, -1),
+    "gptq_v2": lambda: gptq(4, 32, v2=True),
+    "gptq in another order": lambda: gptq(4, 32, order=True),
+    "awq": lambda: awq(32),
+}
+
+
+def mxfp4(weight: Tensor) -> Packed:
+    """[E, K, N] of stacked experts: two numbers a byte along K, in blocks of 32, channels first."""
+    rows = weight.transpose(1, 2).double().numpy()
+    experts, channels, depth = rows.shape
+    blocks = rows.reshape(experts, channels, depth // 32, 32)
+    exponent = np.floor(np.log2(np.abs(blocks).max(-1))) - 2
+    signs, sizes = np.signbit(blocks), np.abs(blocks) / 2 ** exponent[..., None]
+    codes = np.abs(sizes[..., None] - np.array(_E2M1)).argmin(-1)
+    numbers = np.where(signs, -1, 1) * np.array(_E2M1)[codes] * 2 ** exponent[..., None]
+    codes = codes | signs * 8
+    packed = (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8)
+    return {
+        "_blocks": torch.from_numpy(packed),
+        "_scales": torch.from_numpy((exponent + 127).astype(np.uint8)),
+    }, torch.from_numpy(numbers.reshape(experts, channels, depth)).float().transpose(1, 2)
+
+
+def write_packed(plain: Path, out: Path, packing: Packing) -> tuple[Path, Path]:
+    """`plain` is a checkpoint; its linears packed, and the same with the numbers they stand for."""
+
+    def is_linear(name: str, tensor: Tensor) -> bool:
+        kept = any(name.startswith(p) for p in packing.plain) or "embed" in name or ".gate." in name
+        return name.endswith(".weight") and tensor.dim() == 2 and not kept
+
+    tensors = load_file(plain / "model.safetensors")
+    packed, numbers = dict(packing.extra), {}
+    for name, tensor in tensors.items():
+        if is_linear(name, tensor):
+            parts, numbers[name] = packing.pack(tensor)
+            module = name.removesuffix(".weight")
+            packed |= {f"{module}.{suffix}": part for suffix, part in parts.items()}
+        else:
+            packed[name] = numbers[name] = tensor
+    return _write(plain, out, packing.config, packed, numbers)
+
+
+def write_mxfp4(plain: Path, out: Path) -> tuple[Path, Path]:
+    tensors = load_file(plain / "model.safetensors")
+    packed, numbers = {}, {}
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            parts, numbers[name] = mxfp4(tensor)
+            packed |= {f"{name}{suffix}": part for suffix, part in parts.items()}
+        else:
+            packed[name] = numbers[name] = tensor
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    return _write(plain, out, config, packed, numbers)
+
+
+def _write(
+    plain: Path,
+    out: Path,
+    quantization: dict[str, Any],
+    packed: dict[str, Tensor],
+    numbers: dict[str, Tensor],
+) -> tuple[Path, Path]:
+    config = json.loads((plain / "config.json").read_text())
+    stored, wide = out / "stored", out / "wide"
+    for path, tensors in ((stored, packed), (wide, numbers)):
+        path.mkdir(parents=True)
+        for file in plain.glob("*.json"):
+            shutil.copy(file, path)
+        save_file({n: t.contiguous() for n, t in tensors.items()}, path / "model.safetensors")
+    (stored / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    return stored, wide
