@@ -42,8 +42,11 @@ class Measured:
 
 
 def chip_of(device: torch.device) -> str:
-    """The name of a GPU's kind, "" where the table has none: "sm_90" for a compute capability."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    """The name of a GPU's kind, "" where the table has none: "sm_90" for a compute capability.
+
+    `llmc inspect` may ask about a GPU where there is none.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return ""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
