@@ -51,7 +51,7 @@ def test_ours_computes_what_theirs_does(module: str, function: str, name: str) -
     def rand(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=gen)
 
-    tokens = 70
+    tokens, same = 70, None
     if name == "causal_conv1d_fn":
         args, kwargs = (rand(1, 6, tokens), rand(6, 4), rand(6)), {"activation": "silu"}
     elif name == "selective_scan_fn":
@@ -68,6 +68,8 @@ def test_ours_computes_what_theirs_does(module: str, function: str, name: str) -
         args = (rand(1, tokens, key_heads, 8), rand(1, tokens, key_heads, 8), rand(1, tokens, 4, 6))
         decay = -rand(1, tokens, 4, 8) if name == "chunk_kda" else -rand(1, tokens, 4)
         kwargs = {"g": decay, "beta": rand(1, tokens, 4), "use_qk_l2norm_in_kernel": True}
-    want, got = theirs(*args, **kwargs), ours(*args, **kwargs)
+        same = [a.repeat_interleave(4 // a.shape[2], 2) for a in args]  # 5.17 takes no fewer keys
+    want = theirs(*(args if same is None else same), **kwargs)
+    got = ours(*args, **kwargs)
     want, got = (r[0] if isinstance(r, tuple) else r for r in (want, got))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
