@@ -3,7 +3,8 @@
     prompts -> front.inputs -> engine.add
                                   engine.step() until done -> front.outputs -> RequestOutput
 
-The caller's thread drives the engine. Use one LLM from one thread; for many, use AsyncLLM.
+The caller's thread drives the engine; calls from other threads wait for it. AsyncLLM serves callers
+at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -20,6 +22,7 @@ from llmc.front.beams import SearchingEngine, run_searches
 from llmc.front.engine import Engine, EngineOptions, load_tokenizer, make_config, start
 from llmc.front.grammar_trial import make_trial
 from llmc.front.inputs import Input, InputProcessor, Prompt
+from llmc.front.interrupts import uninterrupted
 from llmc.front.outputs import ActiveRequest, OutputProcessor
 from llmc.front.progress import GenerationProgress
 from llmc.outputs import BeamSearchOutput, RequestOutput
@@ -76,6 +79,7 @@ class LLM:
         self._outputs = OutputProcessor(tokenizer)
         self._trial = make_trial(started.info)
         self._ids = itertools.count()
+        self._in_use = threading.RLock()  # by the caller whose requests the engine has
 
     def generate(
         self,
@@ -155,9 +159,10 @@ class LLM:
 
         Prompts are given and answered as in `generate`; all are searched at once.
         """
-        engine = self._running()
+        items = _as_list(prompts)
         shown = progress if use_tqdm is None else use_tqdm
-        return run_searches(engine, self._inputs, _as_list(prompts), params, self._ids, shown)
+        with self._in_use:
+            return run_searches(self._running(), self._inputs, items, params, self._ids, shown)
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer of the model."""
@@ -177,10 +182,11 @@ class LLM:
     def close(self) -> None:
         """Give the model's memory back. The LLM can't be used afterwards; closing twice is fine."""
         self._trial.close()
-        engine, self._engine = self._engine, None
-        self._upgrade = None
-        if engine is not None:
-            self._abort_all(engine)
+        with self._in_use:
+            engine, self._engine = self._engine, None
+            self._upgrade = None
+            if engine is not None:
+                self._abort_all(engine)
 
     def __enter__(self) -> LLM:
         return self
@@ -200,6 +206,11 @@ class LLM:
             return [default] * count
         if isinstance(params, SamplingParams):
             return [params] * count
+        if not isinstance(params, list | tuple):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams or a list of them, got {params!r:.80}",
+                param="sampling_params",
+            )
         if len(params) != count:
             raise InvalidRequestError(
                 f"{len(params)} sampling_params for {count} prompts; give one, or one for each",
@@ -214,7 +225,21 @@ class LLM:
         progress: bool,
         priorities: Iterable[int] = itertools.repeat(0),
     ) -> list[RequestOutput]:
-        engine = self._running()
+        with self._in_use:
+            outcomes = self._outcomes(self._running(), prepare, progress, priorities)
+        return [
+            self._refused(item, prompt) if isinstance(item, InvalidRequestError) else item.output()
+            for item, prompt in zip(outcomes, prompts, strict=True)
+        ]
+
+    def _outcomes(
+        self,
+        engine: Engine,
+        prepare: Sequence[Callable[[], Input]],
+        progress: bool,
+        priorities: Iterable[int],
+    ) -> list[Outcome]:
+        """Requests that have ended, and why others were refused."""
         try:
             outcomes = [
                 self._submit(engine, make, priority)
@@ -223,14 +248,11 @@ class LLM:
             errors = [item for item in outcomes if isinstance(item, InvalidRequestError)]
             if errors and len(errors) == len(outcomes):
                 raise errors[0]
-            self._drive(engine, [r for r in outcomes if isinstance(r, ActiveRequest)], progress)
+            self._drive(engine, progress, len(outcomes) - len(errors))
         except BaseException:  # Ctrl-C above all: leave an engine that can be used again
             self._abort_all(engine)
             raise
-        return [
-            self._refused(item, prompt) if isinstance(item, InvalidRequestError) else item.output()
-            for item, prompt in zip(outcomes, prompts, strict=True)
-        ]
+        return outcomes
 
     def _submit(self, engine: Engine, make: Callable[[], Input], priority: int) -> Outcome:
         request_id = str(next(self._ids))
@@ -239,8 +261,9 @@ class LLM:
             if source.sampling.structured_outputs is not None:
                 self._trial.check(source.sampling.structured_outputs)
             request, messages = self._outputs.add(request_id, source, priority)
-            for message in messages:
-                engine.add(message)
+            with uninterrupted():
+                for message in messages:
+                    engine.add(message)
         except InvalidRequestError as exc:
             self._abort(engine, request_id)
             return exc
@@ -249,16 +272,17 @@ class LLM:
             return InvalidRequestError(str(exc), code="queue_full")
         return request
 
-    def _drive(self, engine: Engine, requests: list[ActiveRequest], progress: bool) -> None:
+    def _drive(self, engine: Engine, progress: bool, num_requests: int) -> None:
         num_done = num_tokens = 0
-        with GenerationProgress(len(requests), enabled=progress) as bar:
+        with GenerationProgress(num_requests, enabled=progress) as bar:
             while self._outputs.active:
                 if not engine.has_work:
                     raise LlmcError(
                         f"the engine has no work left but {len(self._outputs.active)} requests "
                         "are unanswered; this is a bug in llmc"
                     )
-                updates = engine.step()
+                with uninterrupted():
+                    updates = engine.step()
                 changed, aborts = self._outputs.apply(updates)
                 for request_id in aborts:
                     engine.abort(request_id)
@@ -266,7 +290,8 @@ class LLM:
                 num_done += sum(request.finished for request in changed)
                 bar.update(num_done, num_tokens)
         while engine.has_work:  # what was submitted ahead for requests that have ended
-            engine.step()
+            with uninterrupted():
+                engine.step()
 
     def _refused(self, error: InvalidRequestError, prompt: Any) -> RequestOutput:
         return RequestOutput(
@@ -283,8 +308,9 @@ class LLM:
             engine.abort(child)
 
     def _abort_all(self, engine: Engine) -> None:
-        for request_id in list(self._outputs.active):
-            self._abort(engine, request_id)
+        with uninterrupted():
+            for request_id in list(self._outputs.active):
+                self._abort(engine, request_id)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -13,6 +13,7 @@ from llmc.engine.messages import AddRequest
 from llmc.errors import InvalidRequestError
 from llmc.front.engine import Engine
 from llmc.front.inputs import Input, InputProcessor, Prompt
+from llmc.front.interrupts import uninterrupted
 from llmc.front.progress import GenerationProgress
 from llmc.outputs import BeamSearchOutput, BeamSearchSequence
 from llmc.sampling_params import BeamSearchParams, SamplingParams
@@ -49,7 +50,8 @@ def run_searches(
                     sampling=source.sampling,
                     cache_salt=source.cache_salt,
                 )
-                running.append(engine.search(message, params))
+                with uninterrupted():
+                    running.append(engine.search(message, params))
                 searches.append((source, running[-1]))
             except InvalidRequestError as error:
                 searches.append(error)
@@ -58,8 +60,9 @@ def run_searches(
             raise errors[0]
         _drive(engine, running, progress)
     except BaseException:  # Ctrl-C above all: leave an engine that can be used again
-        for search in running:
-            engine.abort(search.request_id)
+        with uninterrupted():
+            for search in running:
+                engine.abort(search.request_id)
         raise
     return [
         BeamSearchOutput(sequences=[], error=str(one))
@@ -73,11 +76,13 @@ def _drive(engine: Engine, searches: Sequence[BeamSearch], progress: bool) -> No
     num_before = engine.stats().num_generated_tokens
     with GenerationProgress(len(searches), enabled=progress) as bar:
         while not all(search.is_over for search in searches):
-            engine.step()
+            with uninterrupted():
+                engine.step()
             num_tokens = engine.stats().num_generated_tokens - num_before
             bar.update(sum(search.is_over for search in searches), num_tokens)
     while engine.has_work:  # what was submitted ahead
-        engine.step()
+        with uninterrupted():
+            engine.step()
 
 
 def _output(source: Input, search: BeamSearch, tokenizer: Tokenizer | None) -> BeamSearchOutput:

@@ -20,6 +20,7 @@ from llmc.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -160,6 +161,14 @@ class InputProcessor:
     def _split(prompt: Prompt) -> tuple[str | None, list[int] | None]:
         """(text, ids) of any accepted spelling of a prompt; at least one of them is there."""
         if isinstance(prompt, Mapping):
+            unknown = [
+                k for k, v in prompt.items() if k not in _PROMPT_KEYS and v not in (None, {})
+            ]
+            if unknown:
+                raise InvalidRequestError(
+                    f"a prompt has {unknown[0]!r:.80}; it may have {', '.join(_PROMPT_KEYS)}",
+                    param="prompt",
+                )
             text = prompt.get("prompt")
             ids = prompt.get("prompt_token_ids")
             if ids is not None and not isinstance(ids, list | tuple):

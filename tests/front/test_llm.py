@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +17,7 @@ from llmc.errors import ConfigError, EngineDeadError, InvalidRequestError
 from llmc.front import progress
 from llmc.front.engine import EngineOptions
 from llmc.llm import LLM
-from llmc.sampling_params import SamplingParams
+from llmc.sampling_params import BeamSearchParams, SamplingParams
 from llmc.text.chat import can_sanitize
 
 LONG = SamplingParams(max_tokens=200)
@@ -154,6 +158,62 @@ def test_interrupt_leaves_the_engine_usable(llm: LLM, scripted: Scripted) -> Non
         llm.generate(["a", "b", "c", "d", "e", "f"], LONG)
     assert llm.generate("count", LONG)[0].outputs[0].text == golden
     scripted.assert_idle()
+
+
+@pytest.mark.parametrize("beams", [False, True])
+def test_ctrl_c_inside_a_step_waits_for_its_end(
+    llm: LLM, scripted: Scripted, monkeypatch: pytest.MonkeyPatch, beams: bool
+) -> None:
+    """Between a plan and its result the scheduler can't be left."""
+    golden = llm.generate("count", LONG)[0].outputs[0].text
+    runner = scripted.engine._runner
+    submit, calls = runner.submit, iter(range(5))
+
+    def interrupted(plan: Any) -> Any:
+        if next(calls, None) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return submit(plan)
+
+    monkeypatch.setattr(runner, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        if beams:
+            llm.beam_search("count", BeamSearchParams(beam_width=2, max_tokens=50))
+        else:
+            llm.generate(["a", "b", "c"], LONG)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm.generate("count", LONG)[0].outputs[0].text == golden
+    scripted.assert_idle()
+
+
+def test_threads_wait_for_each_other(llm: LLM, scripted: Scripted) -> None:
+    step, inside = scripted.engine.step, threading.Lock()
+
+    def alone() -> Any:
+        assert inside.acquire(blocking=False), "two threads in one engine"
+        try:
+            time.sleep(0.0005)
+            return step()
+        finally:
+            inside.release()
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as pool:
+        patch.setattr(scripted.engine, "step", alone)
+        outputs = list(pool.map(lambda _: llm.generate(["count"] * 2, LONG), range(8)))
+    texts = {answer.outputs[0].text for answers in outputs for answer in answers}
+    assert len(texts) == 1 and texts.pop().endswith("nine ten")
+    scripted.assert_idle()
+
+
+@pytest.mark.parametrize("key", ["multi_modal_data", "promt"])
+def test_a_key_of_a_prompt_that_nobody_reads(llm: LLM, key: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{key}.*it may have prompt, prompt_token_ids"):
+        llm.generate({"prompt": "x", key: {"image": 1}})
+    assert llm.generate({"prompt": "count", "multi_modal_data": None}, LONG)[0].error is None
+
+
+def test_params_that_are_none(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="must be SamplingParams or a list of them"):
+        llm.generate("x", {"max_tokens": 3})  # type: ignore[arg-type]
 
 
 def test_closed_llm_says_so(llm: LLM) -> None:
