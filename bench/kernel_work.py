@@ -122,8 +122,16 @@ def decode_work(
 
 
 def prefill_work(
-    name: str, tokens: int, heads: int, kv: int, dim: int, device: torch.device = CPU
+    name: str,
+    tokens: int,
+    heads: int,
+    kv: int,
+    dim: int,
+    device: torch.device = CPU,
+    *,
+    flex: bool = False,
 ) -> Work:
+    """`flex`: FlexAttention stands beside it too, which takes seconds to compile."""
     dtype = DTYPES[name]
     case = attention_case([(tokens, tokens)], heads, kv, dim, dtype, device)
     query = torch.randn(1, heads, tokens, dim, dtype=dtype, device=device)
@@ -132,6 +140,8 @@ def prefill_work(
     if device.type == "cuda":
         wide = key.repeat_interleave(heads // kv, dim=1)  # not every back-end takes groups
         peers = {n: partial(_sdpa_by, backend, query, wide) for n, backend in _BACKENDS.items()}
+        if flex:
+            peers["flex"] = _flex(query, key)
     else:
         peers = {
             "sdpa": lambda: F.scaled_dot_product_attention(
@@ -152,6 +162,18 @@ def prefill_work(
 def _sdpa_by(backend: SDPBackend, query: Tensor, key: Tensor) -> Tensor:
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(query, key, key, is_causal=True)
+
+
+def _flex(query: Tensor, key: Tensor) -> Callable[[], Tensor]:
+    """FlexAttention with a causal mask of blocks, compiled (https://arxiv.org/abs/2412.05496)."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    tokens = query.shape[2]
+    mask = create_block_mask(
+        lambda b, h, q, k: q >= k, None, None, tokens, tokens, device=query.device.type
+    )
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(query, key, key, block_mask=mask, enable_gqa=True)
 
 
 def row_work(name: str, rows: int, width: int, device: torch.device = CPU) -> Iterator[Work]:

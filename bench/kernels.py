@@ -29,10 +29,12 @@ from bench.kernel_work import (
     row_work,
     sample_work,
 )
+from bench.linear_work import expert_work, fused_work, low_bit_work
 from bench.state_work import state_work
 from llmc.benchmark.machine import describe_machine, package_versions
 from llmc.benchmark.report import context, write_json
 from llmc.kernels.cpu.build import load
+from llmc.kernels.quantized_linear import FORMATS
 
 UNIFORM = [4096] * 64
 SKEWED = [131072] + [4096] * 31
@@ -88,12 +90,12 @@ def cpu_work() -> Iterator[Maker]:
         yield partial(state_work, "bf16", rows, tokens)
 
 
-def gpu_work(device: torch.device) -> Iterator[Maker]:
-    """Those that figures are aimed at come first."""
+def gpu_work(device: torch.device, *, flex: bool = False) -> Iterator[Maker]:
+    """Those that figures are aimed at come first. `flex`: as in `prefill_work`."""
     yield partial(decode_work, "bf16", UNIFORM, 32, 8, 128, device)
     yield partial(decode_work, "bf16", SKEWED, 32, 8, 128, device, SKEWED_LABEL)
     for tokens in (2048, 8192):
-        yield partial(prefill_work, "bf16", tokens, 32, 8, 128, device)
+        yield partial(prefill_work, "bf16", tokens, 32, 8, 128, device, flex=flex)
     for kind in ("top_k+top_p", "greedy", "plain", "top_k", "top_p"):
         yield partial(sample_work, 128, 151_936, kind, device)
     yield partial(process_work, 128, 151_936, device)
@@ -103,6 +105,13 @@ def gpu_work(device: torch.device) -> Iterator[Maker]:
     yield partial(decode_work, "bf16", [32768], 32, 8, 128, device)
     yield partial(decode_work, "bf16", [512] * 256, 16, 8, 128, device)
     yield partial(prefill_work, "bf16", 4096, 32, 8, 64, device)
+    for rows in (1, 8):
+        yield partial(fused_work, rows, 4096, 14336, device)
+    for rows in (1, 8, 2048):
+        for format in FORMATS:
+            yield partial(low_bit_work, format, rows, 4096, 14336, device)
+    for rows in (8, 4096):
+        yield partial(expert_work, rows, 128, 8, 2048, 768, device)
     for rows in (1, 64, 2048):
         yield partial(row_work, "bf16", rows, 4096, device)
     for rows, tokens in ((1, 1), (64, 1), (1, 4096)):
@@ -172,7 +181,7 @@ def main() -> None:
     print(", ".join(f"{name}: {value / 1e9:.1f} G/s" for name, value in limits.items()))
     print(HEAD)
     results = []
-    for maker in cpu_work() if device.type == "cpu" else gpu_work(device):
+    for maker in cpu_work() if device.type == "cpu" else gpu_work(device, flex=True):
         for work in made(maker):
             if args.only in work.op or args.only in work.case:
                 result = measure(work, limits)

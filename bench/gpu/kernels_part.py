@@ -29,6 +29,7 @@ from bench.kernels import (
     made,
     measure,
 )
+from bench.linear_work import expert_work, fused_work, low_bit_work
 from llmc.kernels.cpu.build import load
 
 _HEADS, _KV, _DIM = 32, 8, 128
@@ -75,6 +76,10 @@ def tiny_work(device: torch.device) -> Iterator[Maker]:
     yield partial(prefill_work, "bf16", 32, 4, 2, 16, device)
     yield partial(sample_work, 2, 300, "top_k+top_p", device)
     yield partial(prepare_work, 4, 64, device)
+    yield partial(fused_work, 2, 64, 32, device)
+    yield partial(low_bit_work, "int4", 2, 64, 32, device)
+    yield partial(low_bit_work, "fp8", 70, 64, 32, device)
+    yield partial(expert_work, 2, 4, 2, 32, 16, device)
     yield partial(row_work, "bf16", 2, 64, device)
 
 

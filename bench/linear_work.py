@@ -1,0 +1,138 @@
+"""What bench.kernels times of the linears on a GPU: few rows, low bits, routed experts.
+
+Beside each stands torch's own over the bfloat16 weight (cuBLAS), with the norm, the activation or
+the sum that our op takes in. Calls take turns over more weights than any cache holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.kernel_work import CPU, Work, fast
+from llmc.kernels.quantized_linear import Format, quantization_of, quantize
+
+_COLD_BYTES = 2**28
+_BF16 = torch.bfloat16
+
+
+def fused_work(rows: int, depth: int, channels: int, device: torch.device = CPU) -> Iterator[Work]:
+    """The linears of a gated layer: norm, weight, gate; and weight, residual sum."""
+    x, norm = _rand(rows, depth, device=device), _rand(depth, device=device)
+    wide = _copies(partial(_weight, 2 * channels, depth, device))
+    yield Work(
+        op="fused_linear",
+        case=f"{rows} x {depth} -> {2 * channels}, norm, silu",
+        run=_in_turn([fast("fused_linear", (x, w, None, norm, 1e-6, 0.0, "silu", None))
+                      for w in wide]),
+        peers={"cublas": _in_turn([partial(_gated, x, norm, w) for w in wide])},
+        num_bytes=float(wide[0].nbytes),
+        device=device,
+    )  # fmt: skip
+    inner = _rand(rows, channels, device=device)
+    back = _copies(partial(_weight, depth, channels, device))
+    yield Work(
+        op="fused_linear",
+        case=f"{rows} x {channels} -> {depth}, residual",
+        run=_in_turn([fast("fused_linear", (inner, w, None, None, None, 0.0, None, x))
+                      for w in back]),
+        peers={"cublas": _in_turn([partial(_added, inner, w, x) for w in back])},
+        num_bytes=float(back[0].nbytes),
+        device=device,
+    )  # fmt: skip
+
+
+def low_bit_work(
+    format: Format, rows: int, depth: int, channels: int, device: torch.device = CPU
+) -> Work:
+    """Bytes are those of the quantized weight; many rows are held to the matrix product's rate."""
+    x = _rand(rows, depth, device=device)
+    to = quantization_of(format, channels, depth)
+    if to is None:
+        raise ValueError(f"a weight of {channels} x {depth} can't be held in {format}")
+    weight, scale = quantize(_weight(channels, depth, device), to)
+    size = weight.nbytes + scale.nbytes
+    held = _copies(weight.clone)
+    plain = _copies(partial(_weight, channels, depth, device))
+    many = rows > 64
+    return Work(
+        op="quantized_linear",
+        case=f"{format}, {rows} x {depth} -> {channels}",
+        run=_in_turn([fast("quantized_linear", (x, w, scale, None, None)) for w in held]),
+        peers={"cublas bf16": _in_turn([partial(F.linear, x, w) for w in plain])},
+        num_bytes=0.0 if many else float(size),
+        num_flops=2.0 * rows * depth * channels if many else 0.0,
+        limit="bf16" if many else "read",
+        device=device,
+    )
+
+
+def expert_work(
+    rows: int,
+    experts: int,
+    top_k: int,
+    depth: int,
+    channels: int,
+    device: torch.device = CPU,
+) -> Work:
+    """A routed layer's first linear; only the picked experts' weights count as bytes."""
+    weight = _rand(experts, channels, depth, device=device) * depth**-0.5
+    gen = torch.Generator().manual_seed(0)
+    picks = torch.stack([torch.randperm(experts, generator=gen)[:top_k] for _ in range(rows)])
+    picked = picks.flatten().to(device)
+    x = _rand(rows * top_k, depth, device=device)
+    used = picked.unique()
+    groups = [(int(e), (picked == e).nonzero()[:, 0]) for e in used.tolist()]
+    out = torch.empty(rows * top_k, channels, dtype=_BF16, device=device)
+
+    def loop() -> Tensor:
+        for expert, where in groups:
+            out[where] = F.linear(x[where], weight[expert])
+        return out
+
+    many = rows * top_k > 16 * experts
+    return Work(
+        op="expert_linear",
+        case=f"{rows} rows, {top_k} of {experts} of {depth} -> {channels}",
+        run=fast("expert_linear", (x, weight, None, picked, False)),
+        peers={"cublas, one by one": loop},
+        num_bytes=0.0 if many else float(len(used) * channels * depth * _BF16.itemsize),
+        num_flops=2.0 * rows * top_k * depth * channels if many else 0.0,
+        limit="bf16" if many else "read",
+        device=device,
+    )
+
+
+def _rand(*shape: int, device: torch.device) -> Tensor:
+    return torch.randn(shape, dtype=_BF16, device=device)
+
+
+def _weight(channels: int, depth: int, device: torch.device) -> Tensor:
+    return _rand(channels, depth, device=device) * depth**-0.5
+
+
+def _copies(make: Callable[[], Tensor]) -> list[Tensor]:
+    """As many as no cache holds together: at least two, on a CPU no more."""
+    first = make()
+    count = 2 if first.device.type == "cpu" else max(2, _COLD_BYTES // first.nbytes)
+    return [first, *(make() for _ in range(count - 1))]
+
+
+def _in_turn(calls: list[Callable[[], Tensor]]) -> Callable[[], Tensor]:
+    """One of the calls at a time, round and round."""
+    turn = cycle(calls)
+    return lambda: next(turn)()
+
+
+def _gated(x: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    gate, up = F.linear(F.rms_norm(x, norm.shape, norm, 1e-6), weight).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _added(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    return torch.addmm(residual, x, weight.T)
