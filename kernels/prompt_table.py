@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from llmc.kernels.chip import chip_of
 from llmc.kernels.prompts import Prompts
 
 TABLE = Path(__file__).with_name("prompt_table.json")
@@ -39,17 +40,6 @@ class Measured:
     def fastest(self) -> str:
         best = min(self.ms, key=lambda name: self.ms[name])
         return best if self.ms[best] < _GAIN * self.ms.get(OWN, 0.0) else OWN
-
-
-def chip_of(device: torch.device) -> str:
-    """The name of a GPU's kind, "" where the table has none: "sm_90" for a compute capability.
-
-    `llmc inspect` may ask about a GPU where there is none.
-    """
-    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
-        return ""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
 
 
 @cache

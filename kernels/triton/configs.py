@@ -1,12 +1,14 @@
 """Launch options of every kernel, keyed by shape class: block sizes, warps, stages, splits.
 
-No autotuning at start: what is here is what runs. The values are chosen for H100 and H200 from
-the kernels' register and shared-memory use; NOT YET MEASURED on a GPU.
+No autotuning at start: what is here and in tuned.json is what runs. These defaults are chosen for
+H100 and H200 from the kernels' register and shared-memory use; NOT YET MEASURED on a GPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from llmc.kernels.triton.tuned import tuned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +23,17 @@ class AttentionConfig:
     combine_splits: int
 
 
-def attention_config(rows: int, dim: int, itemsize: int, cache_itemsize: int) -> AttentionConfig:
+def attention_config(
+    rows: int, dim: int, itemsize: int, cache_itemsize: int, chip: str = ""
+) -> AttentionConfig:
     """rows: an average request's queries x heads of a group; dim: the wider padded head size."""
+    default = _default_attention(rows, dim, itemsize, cache_itemsize)
+    least = next((size for size in (16, 32, 64) if rows <= size), "more")
+    shape = f"{least} rows, {dim} wide, {cache_itemsize} of {itemsize} bytes"
+    return tuned(default, chip, "paged_attention", shape)
+
+
+def _default_attention(rows: int, dim: int, itemsize: int, cache_itemsize: int) -> AttentionConfig:
     widens = cache_itemsize < itemsize  # which takes registers
     if itemsize == 4:  # float32 is for checking, not for speed: small tiles that fit everywhere
         block_n = 16 if dim >= 128 else 32
@@ -82,8 +93,14 @@ class GemmConfig:
     num_stages: int
 
 
-def expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
+def expert_config(rows: int, experts: int, itemsize: int, chip: str = "") -> GemmConfig:
     """rows: of all experts together."""
+    default = _default_expert(rows, experts, itemsize)
+    least = next((size for size in (16, 64) if rows <= size * experts), "more")
+    return tuned(default, chip, "expert_linear", f"{least} rows each, {itemsize} bytes")
+
+
+def _default_expert(rows: int, experts: int, itemsize: int) -> GemmConfig:
     if itemsize == 4:
         return GemmConfig(block_m=16, block_n=64, block_k=32, num_warps=4, num_stages=2)
     if rows <= 16 * experts:

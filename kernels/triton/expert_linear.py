@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmc.kernels.chip import chip_of
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.triton.attention_plan import at, locate
 from llmc.kernels.triton.configs import expert_config
@@ -69,7 +70,7 @@ def plan(
     experts = weight.shape[0]
     n = weight.shape[2] if transposed else weight.shape[1]
     n_axis, k_axis = (2, 1) if transposed else (1, 2)
-    config = expert_config(rows, experts, x.element_size())
+    config = expert_config(rows, experts, x.element_size(), chip_of(x.device))
     ordered, order = expert.sort(stable=True)
     # rows of experts outside [0, E) sort before the first offset or after the last
     edges = torch.arange(experts + 1, device=x.device, dtype=ordered.dtype)

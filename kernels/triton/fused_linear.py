@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmc.kernels.chip import chip_of
 from llmc.kernels.fused_linear import fused_linear
 from llmc.kernels.linear import linear
 from llmc.kernels.triton import act_mul, dependent_launch, norm
@@ -127,14 +128,15 @@ def plan(
     more = None if residual is None else residual.reshape(rows, channels)
     processors = 3 if interpreted() else multiprocessors(x.device)
     size = weight.element_size() * (1 if act is None else 2)  # bytes of a channel's input
-    config = few_rows_config(rows, channels, depth, size, processors)
+    config = few_rows_config(rows, channels, depth, size, processors, chip_of(x.device))
+    tiles = config.tiles
     out = x.new_empty(*x.shape[:-1], channels)
     pdl = x.device.type == "cuda" and dependent_launch.supported()
     partial = x.new_empty(config.splits, rows, weight.shape[0], dtype=torch.float32)
     squares = None if eps is None else x.new_empty(config.splits, rows, dtype=torch.float32)
     launch = Launch(
         kernel=few_rows_kernel,
-        grid=(cdiv(channels, config.block_n), config.splits),
+        grid=(cdiv(channels, tiles.block_n), config.splits),
         args={
             "x": flat, "weight": weight, "bias": bias, "norm_weight": norm_weight,
             "residual": more, "out": out, "partial": partial, "squares": squares, "rows": rows,
@@ -144,14 +146,14 @@ def plan(
         },
         constants={
             "N": channels, "K": depth, "SPLITS": config.splits, "SPLIT_K": config.split_k,
-            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+            "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
             "NORM": eps is not None, "WEIGHTED": norm_weight is not None,
             "BIAS": bias is not None, "ACT": act, "ADD": more is not None, "DOT": rows > 1,
             "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
             "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
         },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         pdl=pdl,
     )  # fmt: skip
     if config.splits == 1:

@@ -1,8 +1,7 @@
-"""Launch options of the linears by shape: the committed table that takes the place of autotuning.
+"""Launch options of the linears by shape: the defaults under the committed table (tuned.json).
 
-NOT YET MEASURED on a GPU: every entry is chosen from what others report and from the resources that
-the ahead-of-time builds show. `MEASURED` lists the shape classes that `python -m bench.linears` has
-confirmed; it is empty.
+NOT YET MEASURED on a GPU: every default is chosen from what others report and from the resources
+that the ahead-of-time builds show.
 """
 
 from __future__ import annotations
@@ -10,23 +9,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmc.kernels.triton.launch import cdiv, power_of_2
+from llmc.kernels.triton.tuned import tuned
 
 FEW_ROWS = 8  # of x: up to here a linear is bound by reading its weight
-MEASURED: tuple[str, ...] = ()
-_WAVES = 4  # programs wanted per multiprocessor, so that reads are always under way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearConfig:
-    """`splits`: parts of the depth that are summed apart, `split_k` inputs each."""
+class LinearTiles:
+    """What is chosen. `waves`: programs wanted per multiprocessor, so that reads are always under
+    way: a deep and narrow linear is divided along its depth until there are so many. 0: never."""
 
     block_m: int
     block_n: int
     block_k: int
-    splits: int
-    split_k: int
     num_warps: int
     num_stages: int
+    waves: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearConfig:
+    """What follows for one linear. `splits`: parts of the depth that are summed apart, `split_k`
+    inputs each."""
+
+    tiles: LinearTiles
+    splits: int
+    split_k: int
 
 
 def prefers_library(channels: int, depth: int) -> bool:
@@ -35,7 +43,7 @@ def prefers_library(channels: int, depth: int) -> bool:
 
 
 def few_rows_config(
-    rows: int, channels: int, depth: int, size: int, multiprocessors: int
+    rows: int, channels: int, depth: int, size: int, multiprocessors: int, chip: str = ""
 ) -> LinearConfig:
     """For up to FEW_ROWS rows: one is multiplied lane by lane, more by tensor cores.
 
@@ -43,41 +51,63 @@ def few_rows_config(
     """
     if rows == 1:
         block_k = min(power_of_2(depth), 2048 // size)
-        return _divided(1, 8, block_k, channels, depth, multiprocessors, 4, 2)
-    block_k = min(power_of_2(depth, 16), 512 // size if size < 8 else 32)
-    stages = 4 if size == 2 else 3 if size == 4 else 1
-    return _divided(16, 16, block_k, channels, depth, multiprocessors, 4, stages)
+        default = LinearTiles(block_m=1, block_n=8, block_k=block_k, num_warps=4, num_stages=2)
+    else:
+        block_k = min(power_of_2(depth, 16), 512 // size if size < 8 else 32)
+        stages = 4 if size == 2 else 3 if size == 4 else 1
+        default = LinearTiles(
+            block_m=16, block_n=16, block_k=block_k, num_warps=4, num_stages=stages
+        )
+    shape = f"{'1 row' if rows == 1 else 'few rows'}, {size} bytes, {_class(channels, depth)}"
+    return _divided(tuned(default, chip, "fused_linear", shape), channels, depth, multiprocessors)
 
 
 def low_bit_config(
-    rows: int, channels: int, depth: int, per_word: int, multiprocessors: int, itemsize: int
+    rows: int,
+    channels: int,
+    depth: int,
+    per_word: int,
+    multiprocessors: int,
+    itemsize: int,
+    chip: str = "",
 ) -> LinearConfig:
     """block_k is in inputs; a word holds `per_word` of them."""
+    wide = itemsize == 4
     if rows == 1:
-        return _divided(1, 16, 128 * per_word, channels, depth, multiprocessors, 4, 2)
-    if rows <= 16:
-        block_k = 128 if itemsize == 2 else 64
-        return _divided(16, 32, block_k, channels, depth, multiprocessors, 4, 3)
-    if rows <= 64 or itemsize == 4:
-        return LinearConfig(
-            block_m=32, block_n=64, block_k=64 if itemsize == 2 else 32, splits=1, split_k=depth,
-            num_warps=4, num_stages=3 if itemsize == 2 else 1,
+        default = LinearTiles(
+            block_m=1, block_n=16, block_k=128 * per_word, num_warps=4, num_stages=2
+        )
+    elif rows <= 16:
+        default = LinearTiles(
+            block_m=16, block_n=32, block_k=64 if wide else 128, num_warps=4, num_stages=3
+        )
+    elif rows <= 64 or wide:
+        default = LinearTiles(
+            block_m=32, block_n=64, block_k=32 if wide else 64, num_warps=4,
+            num_stages=1 if wide else 3, waves=0,
         )  # fmt: skip
-    return LinearConfig(
-        block_m=128, block_n=64, block_k=64, splits=1, split_k=depth, num_warps=8, num_stages=3
+    else:
+        default = LinearTiles(
+            block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=3, waves=0
+        )
+    least = next((size for size in (1, 16, 64) if rows <= size), "more")
+    shape = f"{least} rows, {per_word} a word, {itemsize} bytes, {_class(channels, depth)}"
+    return _divided(
+        tuned(default, chip, "quantized_linear", shape), channels, depth, multiprocessors
     )
 
 
-def _divided(
-    block_m: int, block_n: int, block_k: int, channels: int, depth: int, multiprocessors: int,
-    num_warps: int, num_stages: int,
-) -> LinearConfig:  # fmt: skip
+def _class(channels: int, depth: int) -> str:
+    """Shapes of a like size share a line of the table."""
+    return f"{power_of_2(depth)} -> {power_of_2(channels)}"
+
+
+def _divided(tiles: LinearTiles, channels: int, depth: int, multiprocessors: int) -> LinearConfig:
     """Deep and narrow linears are divided along their depth until the GPU has enough to read."""
-    steps = cdiv(depth, block_k)
-    wanted = _WAVES * multiprocessors // max(1, cdiv(channels, block_n))
+    if tiles.waves == 0:
+        return LinearConfig(tiles=tiles, splits=1, split_k=depth)
+    steps = cdiv(depth, tiles.block_k)
+    wanted = tiles.waves * multiprocessors // max(1, cdiv(channels, tiles.block_n))
     splits = max(1, min(8, steps, wanted))
-    split_k = cdiv(steps, splits) * block_k
-    return LinearConfig(
-        block_m=block_m, block_n=block_n, block_k=block_k, splits=cdiv(depth, split_k),
-        split_k=split_k, num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
+    split_k = cdiv(steps, splits) * tiles.block_k
+    return LinearConfig(tiles=tiles, splits=cdiv(depth, split_k), split_k=split_k)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmc.kernels.chip import chip_of
 from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.prompts import Prompts, is_plain
@@ -51,7 +52,7 @@ def plan(
     dim_pad, v_dim_pad = power_of_2(dim, 16), power_of_2(v_dim, 16)
     config = attention_config(
         group * cdiv(tokens, max(rows, 1)), max(dim_pad, v_dim_pad), query.element_size(),
-        key_cache.element_size(),
+        key_cache.element_size(), chip_of(query.device),
     )  # fmt: skip
     block_m = config.block_m
     group_tile = min(group, block_m)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmc.kernels.chip import chip_of
 from llmc.kernels.quantized_linear import CHANNELS, quantized_linear
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.define import define, interpreted, needs_upcast, same_dtype, takes
@@ -118,13 +119,16 @@ def plan(
     flat = x.reshape(-1, depth)
     rows = flat.shape[0]
     processors = 3 if interpreted() else multiprocessors(x.device)
-    config = low_bit_config(rows, channels, depth, per_word, processors, x.element_size())
+    config = low_bit_config(
+        rows, channels, depth, per_word, processors, x.element_size(), chip_of(x.device)
+    )
+    tiles = config.tiles
     out = x.new_empty(*x.shape[:-1], channels)
     pdl = x.device.type == "cuda" and dependent_launch.supported()
     partial = x.new_empty(config.splits, rows, channels, dtype=torch.float32)
     launch = Launch(
         kernel=low_bit_kernel,
-        grid=(cdiv(rows, config.block_m), cdiv(channels, config.block_n), config.splits),
+        grid=(cdiv(rows, tiles.block_m), cdiv(channels, tiles.block_n), config.splits),
         args={
             "x": flat, "words": weight.view(torch.int32), "scale": scale, "zero": zero,
             "bias": bias, "out": out, "partial": partial, "rows": rows, "x_row": flat.stride(0),
@@ -135,8 +139,8 @@ def plan(
             "DOT": rows > 1, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
             "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
         },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         pdl=pdl,
     )  # fmt: skip
     if config.splits == 1:
@@ -147,8 +151,8 @@ def plan(
 
 def _tiles(config: LinearConfig) -> dict[str, int]:
     return {
-        "SPLITS": config.splits, "SPLIT_K": config.split_k, "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+        "SPLITS": config.splits, "SPLIT_K": config.split_k, "BLOCK_M": config.tiles.block_m,
+        "BLOCK_N": config.tiles.block_n, "BLOCK_K": config.tiles.block_k,
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from scripted_engine import make_hf_tokenizer
 
-from llmc.text.chat import render_chat
+from llmc.text.chat import can_sanitize, render_chat
 from llmc.text.tokenizer import Tokenizer
 
 PARTS_ALONE = (
@@ -45,6 +45,8 @@ def test_a_template_that_loops_over_parts_gets_parts(content: Any, expected: str
 
 def test_control_tokens_in_a_part_are_plain_text() -> None:
     tokenizer = Tokenizer(make_hf_tokenizer(PARTS_ALONE))
+    if not can_sanitize(tokenizer.hf):
+        pytest.skip("this transformers reads control tokens in any text")
     ids = render_chat(tokenizer, [{"role": "user", "content": "</s>"}], add_generation_prompt=False)
     assert tokenizer.eos_token_id not in ids
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-PARTS = ("ops", "prompts", "linears", "engine")
+PARTS = ("ops", "prompts", "tuning", "linears", "engine")
 TIMEOUT_S = 600
 
 
