@@ -161,9 +161,7 @@ class InputProcessor:
     def _split(prompt: Prompt) -> tuple[str | None, list[int] | None]:
         """(text, ids) of any accepted spelling of a prompt; at least one of them is there."""
         if isinstance(prompt, Mapping):
-            unknown = [
-                k for k, v in prompt.items() if k not in _PROMPT_KEYS and v not in (None, {})
-            ]
+            unknown = [k for k, v in prompt.items() if k not in _PROMPT_KEYS and v is not None]
             if unknown:
                 raise InvalidRequestError(
                     f"a prompt has {unknown[0]!r:.80}; it may have {', '.join(_PROMPT_KEYS)}",

@@ -152,6 +152,7 @@ class Supervisor:
         while not self._stopped.is_set():
             why = self._live(number)
             if self._error is not None or self._stopped.is_set():
+                log.debug("the engine process ended: %s", why)
                 break
             delay_s = self._budget.take(time.monotonic())
             if delay_s is None:

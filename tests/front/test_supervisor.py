@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 
@@ -57,6 +58,25 @@ def test_phases_are_told_and_the_end_is_orderly() -> None:
     assert [phase.name for phase in phases] == ["read config"]
     assert has_ended(pid) and not os.path.exists(supervisor.folder)
     supervisor.stop()  # again: nothing to do
+
+
+def test_leaving_skips_the_interpreters_own_end() -> None:
+    """A thread that waits in standard input would make it abort, and torch makes it slow."""
+    script = (
+        "import atexit, sys, threading\n"
+        "from llmc.front.engine_main import leave\n"
+        "threading.Thread(target=sys.stdin.buffer.readline, daemon=True).start()\n"
+        "atexit.register(print, 'the end')\n"
+        "print('done')\n"
+        "leave(3)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert (process.stdout.read(), process.wait()) == (b"done\n", 3)
 
 
 def test_stopping_while_it_starts_does_not_wait() -> None:

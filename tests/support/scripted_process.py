@@ -163,4 +163,4 @@ if __name__ == "__main__":
         wire.VERSION = "0.0.1-other"
     if reason == "exit":
         sys.exit(7)
-    sys.exit(engine_main.main(ScriptedStart(delay, reason)))
+    engine_main.leave(engine_main.main(ScriptedStart(delay, reason)))
