@@ -98,7 +98,8 @@ class LLM:
         says why, and the others are served; InvalidRequestError is raised when none can be.
         With `scheduling_policy="priority"` prompts of lower `priority` (one, or one for each) are
         served first. A prompt given as a dict may have a `cache_salt`: only prompts of the same
-        salt then share cached prefixes.
+        salt then share cached prefixes; and `add_special_tokens`, False for a text that begins
+        with them.
         `use_tqdm` is another name for `progress`.
         """
         items = _as_list(prompts)

@@ -20,7 +20,7 @@ from llmc.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "add_special_tokens", "cache_salt")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -98,11 +98,14 @@ class InputProcessor:
     def process(self, prompt: Prompt, sampling: SamplingParams) -> Input:
         """Tokenize `prompt` if it is text, and check it and `sampling` against the model."""
         text, token_ids = self._split(prompt)
-        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        options = prompt if isinstance(prompt, Mapping) else {}
+        salt, special = options.get("cache_salt"), options.get("add_special_tokens")
         admission.check_cache_salt(salt)
         if token_ids is None:
             assert text is not None, "a prompt without ids is text"
-            token_ids = self.need_tokenizer("prompt").encode(text)
+            token_ids = self.need_tokenizer("prompt").encode(
+                text, add_special_tokens=special is not False
+            )
         admission.check_prompt(token_ids, self._limits.vocab_size)
         if sampling.stop_strings:
             self.need_tokenizer("stop")

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from llmc.async_llm import AsyncLLM, Stream
 from llmc.errors import InvalidRequestError
 from llmc.front.completion import PositionLogprobs
-from llmc.front.inputs import Input
+from llmc.front.inputs import Input, Prompt
 from llmc.front.outputs import ActiveRequest
 from llmc.server import answer
 from llmc.server.body import read_body
@@ -31,7 +31,12 @@ async def create_completion(request: Request) -> GenerationResponse:
     state = request.app.state
     body = await read_body(request, CompletionBody)
     model = model_name(request, body.model)
-    prompts = split_prompts(body.prompt)
+    prompts: list[Prompt] = [*split_prompts(body.prompt)]
+    if not body.add_special_tokens:
+        prompts = [
+            {"prompt": one, "add_special_tokens": False} if isinstance(one, str) else one
+            for one in prompts
+        ]
     each, param = body.best_of or body.n, "n" if body.best_of is None else "best_of"
     if len(prompts) * each > MAX_SEQUENCES:
         raise InvalidRequestError(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from scripted_engine import REPLY, Scripted, make_scripted
+from tokenizers.processors import TemplateProcessing
 
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError, EngineDeadError, InvalidRequestError
@@ -57,6 +58,17 @@ def test_every_spelling_of_a_prompt_in_order(llm: LLM, scripted: Scripted) -> No
     assert outputs[0].prompt_token_ids == ids
     [single] = llm.generate(ids, LONG)
     assert single.outputs[0].text == outputs[0].outputs[0].text
+
+
+def test_special_tokens_may_be_left_out(scripted: Scripted) -> None:
+    """A text that a chat template has made begins with them already."""
+    backend = scripted.tokenizer.hf.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    llm = make_llm(scripted)
+    plain, bare = llm.generate(
+        [{"prompt": "a"}, {"prompt": "a", "add_special_tokens": False}], LONG
+    )
+    assert plain.prompt_token_ids == [0, *bare.prompt_token_ids]
 
 
 def test_params_one_for_each_prompt(llm: LLM) -> None:

@@ -51,6 +51,25 @@ def test_many_prompts_number_their_choices_through(live: Live) -> None:
     assert texts == [REPLY, REPLY, COUNT, COUNT]
 
 
+def test_special_tokens_are_left_out_when_asked(live: Live) -> None:
+    bare = []
+    tokenizer = live.scripted.tokenizer
+    encode = tokenizer.encode
+
+    def recording(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if not add_special_tokens:
+            bare.append(text)
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "encode", recording)
+        assert live.complete(add_special_tokens=False).json()["choices"][0]["text"] == COUNT
+        assert live.complete(prompt=["count", "count"], add_special_tokens=False).status_code == 200
+        assert live.complete(prompt=[5, 6], add_special_tokens=False).status_code == 200
+        assert live.complete().status_code == 200
+    assert bare == ["count"] * 3
+
+
 def test_echo(live: Live) -> None:
     assert live.complete(echo=True).json()["choices"][0]["text"] == "count" + COUNT
     events = live.events("/v1/completions", {"prompt": "count", "echo": True, "max_tokens": 100})
