@@ -145,22 +145,30 @@ def pipeline_options(config: EngineConfig, device: torch.device, model_len: int)
 
 
 def compile_model(source: ModelSource) -> Program:
-    """Captured and rewritten, or from the cache of an earlier start.
-
-    A checkpoint that holds different values under the names of one weight has two weights, whatever
-    its config says of tied embeddings: so does transformers load it.
-    """
+    """Captured and rewritten, or from the cache of an earlier start."""
     program = _compile(source, source.hf_config)
     if source.config.load_format == "dummy" or not program.parameters.aliases:
         return program
-    names = _stored_apart(source.open_tensors(), program.parameters.aliases)
+    untied = untied_config(source.hf_config, program.parameters.aliases, source.open_tensors())
+    return program if untied is None else _compile(source, untied)
+
+
+def untied_config(
+    hf_config: Any, aliases: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Readable]
+) -> Any | None:
+    """The config of a checkpoint that holds different values under the names of one weight.
+
+    Such a one has two weights, whatever its config says of tied embeddings: so does transformers
+    load it. None: what the config ties is one.
+    """
+    names = _stored_apart(tensors, aliases)
     if names is None:
-        return program
+        return None
     log.warning("config.json ties %s, but the checkpoint's differ: both are loaded", names)
-    untied = copy.deepcopy(source.hf_config)
+    untied = copy.deepcopy(hf_config)
     for part in (untied, getattr(untied, "get_text_config", lambda: untied)()):
         part.tie_word_embeddings = False
-    return _compile(source, untied)
+    return untied
 
 
 def _stored_apart(

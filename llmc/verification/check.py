@@ -17,13 +17,14 @@ from datetime import UTC, datetime
 import torch
 
 from llmc.benchmark.machine import package_versions
-from llmc.compiler.checkpoint import open_checkpoint
+from llmc.compiler.checkpoint import Readable, open_checkpoint
 from llmc.compiler.forms import build_any, build_plain, capture_any
 from llmc.compiler.parameters import describe_parameters
 from llmc.compiler.stored_weights import dequantized
 from llmc.compiler.weights import CheckpointWeights, DummyWeights, WeightSource
 from llmc.config import EngineConfig
 from llmc.kernels.cpu.build import cache_dir, load
+from llmc.load import untied_config
 from llmc.passes.base import OUTLINE, check_names
 from llmc.passes.layers import find_layers
 from llmc.start import OnPhase, PhaseClock
@@ -132,12 +133,21 @@ def cured_config(config: EngineConfig, certificate: Certificate) -> EngineConfig
     )
 
 
+def _open(identity: Identity) -> dict[str, Readable]:
+    return dequantized(open_checkpoint(identity.files.path), identity.stored, identity.dtype)
+
+
 def _subject(
     identity: Identity, longest_prompt: int | None, rounded_to: torch.dtype | None = None
 ) -> Subject:
     """`rounded_to`: the weights are first rounded to this dtype, as those that serve are."""
     config, dtype = copy.deepcopy(identity.hf_config), identity.dtype
+    is_dummy = identity.config.load_format == "dummy"
+    stored = {} if is_dummy else _open(identity)
     built = build_any(config, dtype)
+    untied = untied_config(config, describe_parameters(built.module).aliases, stored)
+    if untied is not None:
+        config, built = untied, build_any(untied, dtype)
     captured = capture_any(
         built,
         functools.partial(build_plain, config, dtype),
@@ -159,11 +169,10 @@ def _subject(
 
     def open_source() -> WeightSource:
         source: WeightSource
-        if identity.config.load_format == "dummy":
+        if is_dummy:
             source = DummyWeights(identity.config.seed)
         else:
-            tensors = open_checkpoint(identity.files.path)
-            source = CheckpointWeights(built.module, dequantized(tensors, identity.stored, dtype))
+            source = CheckpointWeights(built.module, stored)
         return source if rounded_to is None else RoundedWeights(source, rounded_to)
 
     return Subject(

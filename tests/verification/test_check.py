@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from shared_captures import shared_captures
 from tiny_configs import tiny_config
 from tiny_models import save_checkpoint
@@ -141,6 +142,14 @@ def test_made_up_weights_are_the_same_on_both_sides(checkpoint: Path, tmp_path: 
     assert certificate.certified and "seed" in certificate.weights
     assert certificate.noise is not None and certificate.noise.relative > 1e-3
     assert certificate.float32 is not None and certificate.float32.relative < 2e-6
+
+
+def test_a_head_of_its_own_is_served_where_the_config_ties_it(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path, tie_word_embeddings=True, num_hidden_layers=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert check_model(config(tmp_path)).certified
 
 
 def test_certificates_survive_the_disk_and_damaged_ones_do_not(
