@@ -69,6 +69,7 @@ ROPE_ELEMENTS = 512
 POINTWISE_BLOCK = 1024
 LOGITS_BLOCK = 2048  # tokens of the vocabulary per program
 HISTORY_BLOCK = 512  # tokens of a request's history per program
+DELTA_CHUNK = 16  # tokens of a prompt whose corrections are solved for together
 DELTA_ELEMENTS = 2048  # of a head's state in one warp's registers
 SCAN_ELEMENTS = 1024
 STATE_CHANNELS = 64  # per program of the ops whose state is a vector

@@ -1,16 +1,21 @@
-"""`delta_rule` in Triton: a program owns some columns of one head's state, token after token."""
+"""`delta_rule` in Triton: a program owns some columns of one head's state, token after token.
+
+Prompts with one decay a head go by chunks (delta_chunks.py).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.delta_rule import delta_rule
-from llmc.kernels.triton.configs import DELTA_ELEMENTS
+from llmc.kernels.triton.configs import DELTA_CHUNK, DELTA_ELEMENTS
 from llmc.kernels.triton.define import define
+from llmc.kernels.triton.delta_chunks import delta_chunks_kernel
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.state import dense, span, step_args, takes_slots
 
@@ -63,12 +68,21 @@ def plan(
     heads, dim, v_dim = state.shape[1:]
     query, key, value, decay = (dense(x) for x in (query, key, value, decay))
     out = value.new_empty(value.shape)
-    dim_pad = power_of_2(dim)
-    block_v = min(power_of_2(v_dim), max(4, DELTA_ELEMENTS // dim_pad))
+    requests = step[-1].shape[0]
+    by_channel = decay.shape[2] > 1
+    by_chunks = not by_channel and key.shape[0] >= DELTA_CHUNK // 2 * requests
+    if by_chunks:
+        dim_pad = power_of_2(dim, 16)
+        block_v = min(power_of_2(v_dim, 16), 32)
+        more = {"CHUNK": DELTA_CHUNK, "PRECISION": _precision(value)}
+    else:
+        dim_pad = power_of_2(dim)
+        block_v = min(power_of_2(v_dim), max(4, DELTA_ELEMENTS // dim_pad))
+        more = {"BY_CHANNEL": by_channel}
     named = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
     launch = Launch(
-        kernel=delta_rule_kernel,
-        grid=(step[-1].shape[0], heads, cdiv(v_dim, block_v)),
+        kernel=delta_chunks_kernel if by_chunks else delta_rule_kernel,
+        grid=(requests, heads, cdiv(v_dim, block_v)),
         args={
             **named, "state": state, "out": out, **step_args(*step),
             **{f"{name}_token": x.stride(0) for name, x in named.items()},
@@ -76,11 +90,16 @@ def plan(
         },
         constants={
             "HEADS": heads, "DIM": dim, "DIM_PAD": dim_pad, "V_DIM": v_dim, "BLOCK_V": block_v,
-            "BY_CHANNEL": decay.shape[2] > 1,
+            **more,
         },
-        num_warps=1,
+        num_warps=4 if by_chunks else 1,
     )  # fmt: skip
     return Plan(out=out, launches=(launch,))
+
+
+def _precision(x: Tensor) -> str:
+    """Of the products that make the state: errors of it stay for the rest of the text."""
+    return "ieee" if x.dtype == torch.float32 or torch.version.hip is not None else "tf32"
 
 
 def _run(*args: Any) -> Tensor:

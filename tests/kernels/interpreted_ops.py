@@ -20,10 +20,13 @@ from state_draws import STATE_OPS, state_cases
 from torch import Tensor
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
+from llmc.kernels import delta_rule
 from llmc.kernels.fp8 import FP8, to_cache
 from llmc.kernels.paged_attention import make_case
 from llmc.kernels.registry import OPS, Impl, Op
 from llmc.kernels.sample import filter_logits, gumbel
+from llmc.kernels.state_cases import make_step
+from llmc.kernels.triton import delta_rule as triton_delta_rule
 from llmc.kernels.triton import paged_attention as triton_attention
 from llmc.kernels.triton.configs import AttentionConfig
 from llmc.kernels.triton.define import interpreted
@@ -378,3 +381,26 @@ def test_no_tokens_launch_nothing() -> None:
     key, value, key_cache, value_cache, slots, *_ = case
     triton_impl(OPS["write_kv"]).op()(key[:0], value[:0], key_cache, value_cache, slots[:0])
     assert not key_cache.any()
+
+
+@pytest.mark.parametrize("kind", ["drawn", "one key", "fades at once", "never fades"])
+def test_the_delta_rule_by_chunks(kind: str) -> None:
+    """Prompts of several chunks, one continued, beside a decode row: as token after token."""
+    gen = torch.Generator().manual_seed(0)
+    step = make_step([(1, 9), (37, 37), (18, 40), (1, 0)], gen, CPU)
+    case = list(delta_rule.make_case(step, gen, torch.float32, 2, 20, 40, False))
+    query, key, value, decay, beta = case[:5]
+    if kind == "one key":  # the corrections' system is as far from the identity as it can be
+        key[:] = key[:1]
+        beta.fill_(1.0)
+        decay.fill_(0.0)
+    elif kind == "fades at once":
+        decay.fill_(-90.0)
+    elif kind == "never fades":
+        decay.fill_(0.0)
+    plan = triton_delta_rule.plan(*copies(tuple(case)))
+    assert plan.launches[0].kernel.__name__ == "delta_chunks_kernel"
+    check(OPS["delta_rule"], tuple(case), torch.float32)
+    in_steps = triton_delta_rule.plan(*delta_rule.make_case(make_step([(1, 5)] * 3, gen, CPU), gen,
+                                      torch.float32, 2, 20, 40, False))  # fmt: skip
+    assert in_steps.launches[0].kernel.__name__ == "delta_rule_kernel"

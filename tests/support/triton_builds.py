@@ -279,6 +279,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear int4 many": lambda: low_bit(4096, "int4"),
     "quantized_linear fp8 many": lambda: low_bit(4096, "fp8"),
     "delta_rule": lambda: delta(64, 64),
+    "delta_rule prompts": lambda: delta(4096, 4),
     "delta_rule by channel": lambda: delta(64, 64, by_channel=True),
     "selective_scan by state": lambda: scan(64, 5120, 1, 16),
     "selective_scan": lambda: scan(64, 80, 64, 128),
