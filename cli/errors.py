@@ -30,7 +30,7 @@ _VLLM_OPTIONS: Mapping[str, str] = {
     "--enable-auto-tool-choice": "llmc does not parse tool calls; leave the option out",
     "--tool-call-parser": "llmc does not parse tool calls; leave the option out",
     "--reasoning-parser": "reasoning stays in the answer's text; leave the option out",
-    "--chat-template": "the template is the model's own, chat_template.jinja in its directory",
+    "--allowed-origins": "the option is called --allowed-origin, and may be repeated",
     "--generation-config": "the model's own is used; requests override it",
     "--hf-overrides": "change config.json in a copy of the model's directory",
     "--download-dir": "set HF_HOME",

@@ -111,6 +111,12 @@ ENGINE_OPTIONS = (
         help="Directory or hub id of the tokenizer. The model's own when absent.",
     ),
     EngineOption(
+        field="chat_template",
+        type=str | None,
+        panel=MODEL_PANEL,
+        help="Jinja file with a chat template, or its text. The model's own when absent.",
+    ),
+    EngineOption(
         field="revision",
         type=str | None,
         panel=MODEL_PANEL,
@@ -121,7 +127,8 @@ ENGINE_OPTIONS = (
         type=str,
         panel=MODEL_PANEL,
         metavar=_choices(DTYPES),
-        help="Type of weights and activations; auto follows the checkpoint and the device.",
+        help="Type of weights and activations (half, bf16 and their like too); auto follows the "
+        "checkpoint and the device.",
     ),
     EngineOption(
         field="device",

@@ -74,6 +74,16 @@ def command(
             panel=SERVER_PANEL,
         ),
     ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        option(
+            "--allowed-origin",
+            help="Origin of web pages that may call the server from a browser, such as "
+            "http://localhost:3000, or * for any; may be repeated.",
+            metavar="ORIGIN",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
     shutdown_timeout: Annotated[
         float,
         option(
@@ -161,6 +171,7 @@ def command(
         api_keys=tuple(api_key or ()),
         salt_by_api_key=salt_by_api_key,
         allowed_hosts=tuple(allowed_host or ()),
+        allowed_origins=tuple(allowed_origin or ()),
         shutdown_timeout_s=shutdown_timeout,
         access_log=access_log,
     )

@@ -10,6 +10,10 @@ from llmc.errors import ConfigError
 from llmc.speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_ALIASES = {
+    "half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
+}  # fmt: skip
+MOST_SEQS = 16383  # rows that the kernels' planning vectors hold
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
@@ -38,6 +42,7 @@ class EngineConfig:
 
     model: str | None = None
     tokenizer: str | None = None
+    chat_template: str | None = None  # a Jinja file or text; None: the model's own
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
@@ -67,6 +72,7 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("device", self.device, DEVICES)
@@ -75,6 +81,8 @@ class EngineConfig:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
         _positive("max_model_len", self.max_model_len)
         _positive("max_num_seqs", self.max_num_seqs)
+        if self.max_num_seqs > MOST_SEQS:
+            raise ConfigError(f"max_num_seqs must be at most {MOST_SEQS}, got {self.max_num_seqs}")
         _positive("max_num_batched_tokens", self.max_num_batched_tokens)
         _positive("max_num_queued", self.max_num_queued)
         _positive("kv_cache_memory", self.kv_cache_memory, " (bytes)")

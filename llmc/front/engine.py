@@ -11,6 +11,7 @@ from llmc.config import EngineConfig, SchedulingPolicy
 from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
 from llmc.errors import ConfigError
 from llmc.speculative_config import SpeculativeConfig
+from llmc.text.template_file import read_template
 from llmc.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class EngineOptions(TypedDict, total=False):
     """EngineConfig without `model`, as keyword arguments for editors and type checkers."""
 
     tokenizer: str | None
+    chat_template: str | None
     revision: str | None
     trust_remote_code: bool
     dtype: str
@@ -76,6 +78,8 @@ def start(config: EngineConfig, on_phase: Callable[[Phase], None] | None = None)
     The engine's own queue is left without a limit: AsyncLLM refuses what is too much before it
     gets there, and offline nothing is too much.
     """
+    if config.chat_template is not None:
+        read_template(config.chat_template)  # a mistake in it is told before the model is loaded
     from llmc.start import start_engine
 
     return start_engine(dataclasses.replace(config, max_num_queued=None), on_phase)
@@ -85,4 +89,7 @@ def load_tokenizer(config: EngineConfig, info: ModelInfo) -> Tokenizer | None:
     """The model's tokenizer; None when it has none, and then token ids are all that is taken."""
     if info.tokenizer_path is None:
         return None
-    return Tokenizer.load(info.tokenizer_path, trust_remote_code=config.trust_remote_code)
+    tokenizer = Tokenizer.load(info.tokenizer_path, trust_remote_code=config.trust_remote_code)
+    if config.chat_template is not None:
+        tokenizer.hf.chat_template = read_template(config.chat_template)
+    return tokenizer

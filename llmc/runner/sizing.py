@@ -95,6 +95,12 @@ def size_pool(
     if config.kv_cache_memory is None:
         num_blocks = min(num_blocks, per_request * config.max_num_seqs)
     need = per_request if config.max_model_len is not None else layout.num_groups
+    if num_blocks < need and config.max_model_len is None:
+        raise ConfigError(
+            f"{budget / 2**20:.3g} MiB of KV cache are less than the "
+            f"{need * block_bytes / 2**20:.3g} MiB that {config.block_size} tokens take; "
+            "raise kv_cache_memory"
+        )
     if num_blocks < need:
         raise ConfigError(
             f"{budget / 2**20:.1f} MiB of KV cache hold {layout.longest(num_blocks)} tokens, "

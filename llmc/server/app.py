@@ -6,12 +6,13 @@ Guard (request id, host, key, drain, log) -> router -> endpoint -> GenerationRes
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.routing import Route
 
@@ -43,9 +44,13 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 
 def create_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
     """The server's application on a loaded model. `serve` runs it; tests may run it otherwise."""
+    middleware = [Middleware(Guard, settings=settings, is_draining=lambda: llm.is_draining)]
+    if settings.allowed_origins:
+        # around the Guard: browsers send no key when they ask whether they may
+        middleware.insert(0, _for_web_pages(settings.allowed_origins))
     app = Starlette(
         routes=[Route(path, call, methods=verbs.split(",")) for verbs, path, call in ROUTES],
-        middleware=[Middleware(Guard, settings=settings, is_draining=lambda: llm.is_draining)],
+        middleware=middleware,
         exception_handlers={HTTPException: unknown_route},  # all else is for the Guard
     )
     app.router.redirect_slashes = False
@@ -56,3 +61,15 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
     state.created = int(time.time())
     state.metrics = Metrics(llm, state.names[0])
     return app
+
+
+def _for_web_pages(origins: Sequence[str]) -> Middleware:
+    """Cross-origin requests (https://fetch.spec.whatwg.org/#http-cors-protocol), no cookies."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id"],
+        max_age=600,
+    )

@@ -43,6 +43,7 @@ class Guard:
         }
         # Without keys a loopback server is open to what runs here, and a web page that a browser
         # here has open must not count as such (DNS rebinding, cross-site requests).
+        self._origins = {origin.lower().encode() for origin in settings.allowed_origins}
         self._check_host = not self._keys and is_loopback(settings.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,8 +135,13 @@ class Guard:
                 )
         for value in _values(scope, b"origin"):
             _, _, host = value.partition(b"://")
-            if _hostname(host) not in self._hosts:
-                raise ApiError(403, f"requests from the web page {_shown(value)} are not allowed")
+            is_allowed = b"*" in self._origins or value.lower() in self._origins
+            if not is_allowed and _hostname(host) not in self._hosts:
+                raise ApiError(
+                    403,
+                    f"requests from the web page {_shown(value)} are not allowed "
+                    "(see --allowed-origin)",
+                )
 
 
 class _Outcome:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc.errors import ConfigError
 
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")
 MAX_PROMPTS = 256  # prompts in one completions call
 MAX_SEQUENCES = 512  # prompts times n in one call
 
@@ -24,6 +26,7 @@ class ServerSettings:
     api_keys: Sequence[str] = ()  # empty: anyone who reaches the port
     salt_by_api_key: bool = False  # callers of different keys share no cached prefixes
     allowed_hosts: Sequence[str] = ()  # further Host names to accept on loopback without keys
+    allowed_origins: Sequence[str] = ()  # of web pages that may call: scheme://host:port, or *
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
     max_headers: int = 100
@@ -39,3 +42,9 @@ class ServerSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed origin {origin!r} must be like https://app.example.com, "
+                    "http://localhost:3000, or * for any web page"
+                )

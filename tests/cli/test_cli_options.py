@@ -17,6 +17,7 @@ from llmc.speculative_config import SpeculativeConfig
 # For each field: words of the command line, the value that must arrive.
 EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "model": (["--model", "some/dir"], "some/dir"),
+    "chat_template": (["--chat-template", "chat.jinja"], "chat.jinja"),
     "tokenizer": (["--tokenizer", "other"], "other"),
     "revision": (["--revision", "v2"], "v2"),
     "trust_remote_code": (["--trust-remote-code"], True),

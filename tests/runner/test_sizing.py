@@ -92,7 +92,7 @@ def test_an_explicit_context_must_fit_and_the_message_has_the_numbers() -> None:
 
 @pytest.mark.parametrize("available", [0, -5, 1599])
 def test_room_for_no_block_at_all(available: int) -> None:
-    with pytest.raises(ConfigError, match="0.0 MiB of KV cache hold 0 tokens"):
+    with pytest.raises(ConfigError, match=r"of KV cache are less than the 0.00153 MiB that 16 tok"):
         size(available=available)
 
 
