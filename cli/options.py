@@ -150,7 +150,8 @@ ENGINE_OPTIONS = (
         panel=MODEL_PANEL,
         flags=("--quantization", "-q"),
         metavar=_choices(QUANTIZATIONS),
-        help="Hold the weights of linears in 8 or 4 bits; they are quantized while they load.",
+        help="Hold the weights of linears in 8 or 4 bits, quantized while they load. Those stored "
+        "quantized stay as they are when absent; none widens them to the model's dtype.",
     ),
     EngineOption(
         field="trust_remote_code",

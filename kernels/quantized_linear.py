@@ -3,8 +3,9 @@
 A weight is cut in blocks of 16 channels; a line of a block holds four bytes of each of them, so
 that one thread or program reads one block as one stream, and a vector register holds a line.
 
-Formats: int8 and fp8 (e4m3) with one float32 scale a channel; int4, two a byte, the lower half
-first, with a bfloat16 scale for every group of inputs. The group follows from the shapes.
+Formats: int8 and fp8 (e4m3) with float32 scales; int4, two a byte, the lower half first, with
+bfloat16 or float32 ones. A scale is one channel's, or a group's of its inputs: that follows from
+the shapes. `quantize` makes one scale a channel in 8 bits; checkpoints bring groups too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from llmc.kernels.registry import Case, op
 
 Format = Literal["int8", "int4", "fp8"]
-Part = Literal["weight", "scale"]
+Part = Literal["weight", "scale", "zero"]
 FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")
 CHANNELS = 16  # of a block
 INPUTS = 32  # the depth is a multiple of this
@@ -44,8 +45,8 @@ def quantized_linear(
     """x [..., K] -> x w^T + bias [..., N] in x's dtype, with w[n, k] = (q[n, k] - zero) * scale.
 
     weight [N / 16, lines, 64] is q in blocks: int8 and float8_e4m3fn hold K / 4 lines, uint8 (two
-    values a byte) K / 8. scale [N / 16, K / group, 16]: float32 with group = K, or bfloat16 for
-    uint8. zero: uint8, like scale, for uint8 weights only; None stands for 8. bias [N].
+    values a byte) K / 8. scale [N / 16, K / group, 16]: float32, or for uint8 bfloat16; groups are
+    multiples of 32. zero: uint8, like scale, for uint8 weights only; None stands for 8. bias [N].
     Summed in float32 and rounded once.
     """
     w = dequantize(weight, scale, zero)
@@ -88,10 +89,15 @@ def _from_blocks(blocks: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """How a weight is held. `group`: inputs that share a scale; 0: all of a channel."""
+    """How a weight is held. `group`: inputs that share a scale; 0: all of a channel.
+
+    `wide_scale`: of int4, in float32 instead of bfloat16. `zero`: int4 with zero points.
+    """
 
     format: Format
     group: int = 0
+    wide_scale: bool = False
+    zero: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,14 +105,20 @@ class Quantization:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.format == "int4" else torch.float32
+        return torch.bfloat16 if self.format == "int4" and not self.wide_scale else torch.float32
+
+    @property
+    def dtypes(self) -> dict[Part, torch.dtype]:
+        """Of the tensors that a weight becomes."""
+        zero: dict[Part, torch.dtype] = {"zero": torch.uint8} if self.zero else {}
+        return {"weight": self.dtype, "scale": self.scale_dtype, **zero}
 
     def shape(self, part: Part, channels: int, depth: int) -> tuple[int, int, int]:
-        """Of the quantized weight, or of its scales."""
+        """Of the quantized weight, of its scales or its zero points."""
         blocks = channels // CHANNELS
-        if part == "scale":
-            return blocks, depth // (self.group or depth), CHANNELS
-        return blocks, depth // (8 if self.format == "int4" else 4), CHANNELS * _LINE
+        if part == "weight":
+            return blocks, depth // (8 if self.format == "int4" else 4), CHANNELS * _LINE
+        return blocks, depth // (self.group or depth), CHANNELS
 
 
 def quantization_of(format: Format, channels: int, depth: int) -> Quantization | None:
@@ -137,18 +149,31 @@ def quantize(rows: Tensor, to: Quantization) -> tuple[Tensor, Tensor]:
     elif to.format == "int8":
         stored = q.round().clamp(-127, 127).to(torch.int8)
     else:
-        whole = (q.round() + _ZERO).clamp(0, 15).to(torch.uint8)
-        stored = whole[:, ::2] | whole[:, 1::2] << 4
-    return _to_blocks(stored, _LINE), _to_blocks(scale[..., 0], 1)
+        stored = (q.round() + _ZERO).clamp(0, 15).to(torch.uint8)
+    return pack_weight(stored, to), pack_groups(scale[..., 0])
+
+
+def pack_weight(q: Tensor, to: Quantization) -> Tensor:
+    """Values [N, K] as the format has them, int4 as 0 to 15 in uint8 -> the op's weight."""
+    if to.format == "int4":
+        q = q[:, ::2] | q[:, 1::2] << 4
+    return _to_blocks(q, _LINE)
+
+
+def pack_groups(groups: Tensor) -> Tensor:
+    """[N, K / group] -> the op's scale or zero."""
+    return _to_blocks(groups, 1)
 
 
 @quantized_linear.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
-    shapes = ((1,), 128, 48, "int4"), ((3,), 96, 32, "int4"), ((1, 2, 5), 256, 96, "int4")
-    wide = ((1,), 64, 48, "int8"), ((9,), 160, 16, "int8"), ((1, 4), 96, 64, "fp8")
-    many = ((40,), 96, 32, "fp8"), ((33,), 64, 48, "int8"), ((70,), 128, 80, "int4")
-    for rows, k, n, name in (*shapes, *wide, *many):
+    shapes = ((1,), 128, 48, "int4", 0), ((3,), 96, 32, "int4", 0), ((1, 2, 5), 256, 96, "int4", 0)
+    wide = ((1,), 64, 48, "int8", 0), ((9,), 160, 16, "int8", 0), ((1, 4), 96, 64, "fp8", 0)
+    many = ((40,), 96, 32, "fp8", 0), ((33,), 64, 48, "int8", 0), ((70,), 128, 80, "int4", 0)
+    grouped = ((1,), 160, 32, "fp8", 32), ((9,), 256, 48, "fp8", 128), ((3,), 128, 16, "int8", 64)
+    float32 = (((2,), 128, 48, "int4", 64),)
+    for rows, k, n, name, group in (*shapes, *wide, *many, *grouped, *float32):
         format: Format = name  # type: ignore[assignment]
         to = quantization_of(format, n, k)
         assert to is not None
@@ -156,6 +181,9 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         zero = None
         if format == "int4" and n % 32 == 0:
             zero = torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8).to(device)
+        if group:  # as checkpoints have them, in float32
+            drawn = 0.5 + torch.rand(n // CHANNELS, k // group, CHANNELS, generator=gen)
+            scale, zero = scale.float().abs().mean() * drawn, None
         bias = torch.randn(n, generator=gen).to(device, dtype) if n % 48 == 0 else None
         x = torch.randn(*rows, k, generator=gen).to(device, dtype)
         yield x, weight.to(device), scale.to(device), zero, bias

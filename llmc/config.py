@@ -15,7 +15,7 @@ DTYPE_ALIASES = {
 }  # fmt: skip
 MOST_SEQS = 16383  # rows that the kernels' planning vectors hold
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-QUANTIZATIONS = ("int8", "int4", "fp8")
+QUANTIZATIONS = ("int8", "int4", "fp8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 DEVICES = ("auto", "cpu", "cuda")
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -48,7 +48,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
-    quantization: Literal["int8", "int4", "fp8"] | None = None  # None: weights as they are stored
+    quantization: Literal["int8", "int4", "fp8", "none"] | None = None  # None: as it is stored
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

@@ -17,6 +17,7 @@ from llmc.choices import (
     pick_dtype,
     unused_parts,
 )
+from llmc.compiler.quantization_config import StoredQuantization
 from llmc.config import EngineConfig
 from llmc.model_files import (
     ModelFiles,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from llmc.compiler.checkpoint import Readable
+    from llmc.compiler.held import Held
     from llmc.compiler.program import Program
     from llmc.passes.pipeline import PipelineOptions
 
@@ -45,6 +47,7 @@ class ModelSource:
     hf_config: Any
     device: torch.device
     dtype: torch.dtype
+    stored: StoredQuantization | None  # None: the checkpoint's weights are plain
     open_tensors: Callable[[], Mapping[str, Readable]]  # the checkpoint's; looked into once
 
     @property
@@ -97,7 +100,7 @@ class LoadedModel:
 def find_model(config: EngineConfig, device: torch.device) -> ModelSource:
     """Raises CheckpointError where there is no such model, ConfigError where it is too short."""
     files = resolve_model(config)
-    hf_config = load_config(files, config)
+    hf_config, stored = load_config(files, config), load_quantization(files)
     dtype = pick_dtype(config.dtype, hf_config, device)
     check_model_len(config, hf_config)
     if parts := unused_parts(hf_config):
@@ -109,13 +112,15 @@ def find_model(config: EngineConfig, device: torch.device) -> ModelSource:
         hf_config=hf_config,
         device=device,
         dtype=dtype,
-        open_tensors=tensors_of(files, dtype),
+        stored=stored,
+        open_tensors=tensors_of(files, stored, dtype),
     )
 
 
-def tensors_of(files: ModelFiles, dtype: torch.dtype) -> Callable[[], Mapping[str, Readable]]:
+def tensors_of(
+    files: ModelFiles, stored: StoredQuantization | None, dtype: torch.dtype
+) -> Callable[[], Mapping[str, Readable]]:
     """Opens the checkpoint, reads no weight; those stored quantized will be read in `dtype`."""
-    stored = load_quantization(files)
 
     @functools.cache
     def open_tensors() -> Mapping[str, Readable]:
@@ -127,7 +132,22 @@ def tensors_of(files: ModelFiles, dtype: torch.dtype) -> Callable[[], Mapping[st
     return open_tensors
 
 
-def pipeline_options(config: EngineConfig, device: torch.device, model_len: int) -> PipelineOptions:
+def held_forms(
+    config: EngineConfig,
+    stored: StoredQuantization | None,
+    open_tensors: Callable[[], Mapping[str, Readable]],
+) -> Held:
+    """Weights that may stay in their stored form, which is exact."""
+    if stored is None or config.quantization == "none" or config.load_format == "dummy":
+        return ()
+    from llmc.compiler.held import held_weights
+
+    return held_weights(open_tensors())
+
+
+def pipeline_options(
+    config: EngineConfig, device: torch.device, model_len: int, held: Held = ()
+) -> PipelineOptions:
     """What the passes are told of the engine that `config` asks for."""
     from llmc.kernels.cpu.compile import streams_plain_weights
     from llmc.kernels.prompt_table import head_dims, measured_on
@@ -137,7 +157,8 @@ def pipeline_options(config: EngineConfig, device: torch.device, model_len: int)
         block_size=config.block_size,
         max_positions=model_len,
         kv_cache_dtype=config.kv_cache_dtype,
-        quantization=config.quantization,
+        quantization=None if config.quantization == "none" else config.quantization,
+        stored=held,
         device_type=device.type,
         streams_plain_weights=device.type == "cpu" and streams_plain_weights(),
         prompt_head_dims=head_dims(measured_on(device)),
@@ -190,11 +211,12 @@ def _compile(source: ModelSource, hf_config: Any) -> Program:
     from llmc.passes.user import user_passes
 
     config = source.config
+    held = held_forms(config, source.stored, source.open_tensors)
     return compile_program(
         hf_config,
         dtype=source.dtype,
         device=source.device,
-        options=pipeline_options(config, source.device, source.model_len),
+        options=pipeline_options(config, source.device, source.model_len, held),
         switches=config.passes,
         extra=user_passes(config.extra_passes),
         processors=user_processors(config.logits_processors),
@@ -204,6 +226,7 @@ def _compile(source: ModelSource, hf_config: Any) -> Program:
 
 def load_model(source: ModelSource, program: Program) -> LoadedModel:
     """Read its weights, or make them up."""
+    from llmc.compiler.held import tell_widened
     from llmc.compiler.program import load_weights, open_weights
     from llmc.compiler.weights import DummyWeights, WeightSource
 
@@ -211,5 +234,8 @@ def load_model(source: ModelSource, program: Program) -> LoadedModel:
     if source.config.load_format == "dummy":
         weights = DummyWeights(source.config.seed)
     else:
-        weights = open_weights(program, source.open_tensors())
+        tensors = source.open_tensors()
+        if source.stored is not None and source.config.quantization is None:
+            tell_widened(tensors, (role for _, role in program.weight_inputs()))
+        weights = open_weights(program, tensors)
     return LoadedModel(source=source, program=program, weights=load_weights(program, weights))

@@ -35,7 +35,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int | None = None
     model: str | None = None  # a directory or a hub id
     revision: str | None = None
-    quantization: Literal["int8", "int4", "fp8"] | None = None
+    quantization: Literal["int8", "int4", "fp8", "none"] | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -34,10 +34,14 @@ class CacheInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedPart:
-    """One of the two tensors that a quantized weight becomes. Both have the same recipe else."""
+    """One of the tensors that a quantized weight becomes. All have the same recipe else.
+
+    `stored`: it is the checkpoint's own bits; else it is quantized while it loads.
+    """
 
     to: Quantization
     part: Part
+    stored: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,7 @@ class WeightInput:
 
     `transposed`: each part is stored [in, out] and is turned to [out, in] first.
     `packed`: the result is reordered into the CPU library's blocked layout (a 2-D weight of a
-    linear, opaque from then on). `quantized`: the low-bit form of the result, or its scales.
+    linear, opaque from then on). `quantized`: the result in few bits, its scales or zeros.
     """
 
     parts: tuple[str, ...]

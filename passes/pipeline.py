@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc.kernels.fp8 import CACHE_DTYPES
-from llmc.kernels.quantized_linear import Format
+from llmc.kernels.quantized_linear import Format, Quantization
 from llmc.passes.append_sampler import append_sampler
 from llmc.passes.base import Pass
 from llmc.passes.canonicalize import canonicalize
@@ -38,6 +38,7 @@ class PipelineOptions:
     device_type: str  # "cpu" or "cuda"
     kv_cache_dtype: str = "auto"  # a name of fp8.CACHE_DTYPES, or the model's own
     quantization: Format | None = None
+    stored: tuple[tuple[str, Quantization], ...] = ()  # weights that stay as they are stored
     streams_plain_weights: bool = False  # a kernel reads weights as stored as fast as packed ones
     prompt_head_dims: tuple[int, ...] = ()  # for which a kernel of torch's was measured as faster
 
@@ -75,7 +76,9 @@ def pipeline(
             head_dims=options.prompt_head_dims,
             unwanted=None if options.device_type == "cuda" else "other kernels serve GPUs",
         ),
-        quantize_linears(format=options.quantization),  # after merge_linears: whole merged weights
+        quantize_linears(  # after merge_linears: whole merged weights
+            format=options.quantization, stored=options.stored
+        ),
         fuse_linears(  # after the norms and activations that it takes in
             unwanted=None if options.device_type == "cuda" else "fusing serves GPUs"
         ),

@@ -1,14 +1,23 @@
-"""`quantize_linears`: weights of linears are held in 4 or 8 bits, and quantized while they load."""
+"""`quantize_linears`: weights of linears are held in 4 or 8 bits: quantized while they load, or as
+the checkpoint has them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
-from llmc.kernels.quantized_linear import Format, Part, quantization_of, quantized_linear
+from llmc.kernels.quantized_linear import (
+    Format,
+    Part,
+    Quantization,
+    quantization_of,
+    quantized_linear,
+)
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import aten, calls, emit, is_call, only_user, replace, val
 from llmc.passes.inputs import QuantizedPart, StepInput, WeightInput, add_input, input_of
@@ -27,54 +36,90 @@ _ROUTING = (
 
 
 @graph_pass(changes_model=True)
-def quantize_linears(gm: fx.GraphModule, *, format: Format | None) -> Notes:
+def quantize_linears(
+    gm: fx.GraphModule,
+    *,
+    format: Format | None,
+    stored: Sequence[tuple[str, Quantization]] = (),
+) -> Notes:
     """Read a half or a quarter of the bytes. Not exact: the model's numbers change a little.
 
-    None leaves the weights as they are. The output head, if it is not the embedding's weight too,
-    has 8 bits in every format, since its errors are the logits' own; a router is left alone, since
-    a small error can choose another expert.
+    Weights that are `stored` in `format`, or with None in any, stay as they are, which is exact.
+    The output head, if it is not the embedding's weight too, has 8 bits in
+    every format, since its errors are the logits' own; a router is left alone, since a small error
+    can choose another expert.
 
     Before:
         y = aten.linear(x, w, b)
     After:
-        y = llmc.quantized_linear(x, w in 4 or 8 bits, its scales, None, b)
+        y = llmc.quantized_linear(x, w in 4 or 8 bits, its scales, its zeros or None, b)
     """
-    if format is None:
+    held = dict(stored)
+    if format is None and not held:
         return ["no --quantization was asked for"]
     graph = gm.graph
     left: Counter[str] = Counter()
     for node in calls(graph, aten.linear.default):
         x, weight, bias = [*node.args, None][:3]
-        reason = _why_not(node, weight, format)
-        if reason:
+        to, reason = _stored_form(weight, held)
+        is_stored = to is not None and format in (None, to.format)
+        if format is not None and not is_stored:
+            to, reason = _new_form(node, weight, format)
+        if to is None:
             left[reason] += 1
             continue
         assert isinstance(weight, fx.Node)
-        low = "int8" if format == "int4" and _is_head(node) else format
         with graph.inserting_before(node):
-            parts = _low_bit(graph, weight, low)
-            fast = emit(graph, quantized_linear.overload, x, *parts, None, bias)
+            parts = _low_bit(graph, weight, to, stored=is_stored)
+            fast = emit(graph, quantized_linear.overload, x, *parts, bias)
         replace(node, fast)
     experts = sum("expert_linear" in str(n.target) for n in graph.nodes if n.op == "call_function")
-    if experts:
+    if experts and format is not None:
         left["routed experts stay as they are stored"] += experts
     return [f"{count} linears: {reason}" for reason, count in left.items()]
 
 
-def _low_bit(graph: fx.Graph, weight: fx.Node, format: Format) -> list[fx.Node]:
-    """Placeholders of the quantized weight and of its scales."""
+def _new_form(node: fx.Node, weight: Any, format: Format) -> tuple[Quantization | None, str]:
+    """How a weight is quantized, or why it is not."""
+    reason = _why_not(node, weight, format)
+    if reason:
+        return None, reason
+    low = "int8" if format == "int4" and _is_head(node) else format
+    return quantization_of(low, *(int(n) for n in val(weight).shape)), ""
+
+
+def _stored_form(weight: Any, held: Mapping[str, Quantization]) -> tuple[Quantization | None, str]:
+    """How all parts of a weight are stored, or why it is not taken as it is."""
+    role = input_of(weight)
+    if not isinstance(role, WeightInput) or role.packed or role.quantized or role.transposed:
+        return None, "the weight is computed"
+    forms = {held.get(part) for part in role.parts}
+    form = forms.pop()
+    if forms:
+        return None, "merged weights are stored in different ways, so they are widened"
+    if form is None:
+        return None, "stored in full, or in a way that the op can't hold exactly"
+    if only_user(weight) is None:
+        return None, "the weight is shared with another op, which needs it plain"
+    return form, ""
+
+
+def _low_bit(
+    graph: fx.Graph, weight: fx.Node, to: Quantization, *, stored: bool
+) -> list[fx.Node | None]:
+    """Placeholders of the quantized weight, of its scales and of its zeros, if it has some."""
     role = input_of(weight)
     assert isinstance(role, WeightInput)
     channels, depth = (int(n) for n in val(weight).shape)
-    to = quantization_of(format, channels, depth)
-    assert to is not None, "the shape was checked"
-    nodes = []
-    parts: tuple[Part, ...] = ("weight", "scale")
+    nodes: list[fx.Node | None] = []
+    parts: tuple[Part, ...] = ("weight", "scale", "zero")
     for part in parts:
-        dtype = to.dtype if part == "weight" else to.scale_dtype
-        fake = val(weight).new_empty(to.shape(part, channels, depth), dtype=dtype)
-        low = dataclasses.replace(role, quantized=QuantizedPart(to=to, part=part))
-        nodes.append(add_input(graph, f"{weight.name}_{format}_{part}", low, fake))
+        if part not in to.dtypes:
+            nodes.append(None)
+            continue
+        fake = val(weight).new_empty(to.shape(part, channels, depth), dtype=to.dtypes[part])
+        low = dataclasses.replace(role, quantized=QuantizedPart(to=to, part=part, stored=stored))
+        nodes.append(add_input(graph, f"{weight.name}_{to.format}_{part}", low, fake))
     return nodes
 
 

@@ -42,10 +42,10 @@ void check_scales(const Tensor& weight, const Tensor& scale, const optional<Tens
   const bool is_int4 = a.format == llmc::Format::int4;
   TORCH_CHECK(scale.dim() == 3 && scale.is_contiguous() && scale.size(0) == weight.size(0) &&
                   scale.size(2) == llmc::kChannels && scale.size(1) > 0 &&
-                  a.depth % (scale.size(1) * 32) == 0 && (is_int4 || scale.size(1) == 1),
+                  a.depth % (scale.size(1) * 32) == 0,
               "scale ", scale.sizes(), " does not fit weight ", weight.sizes());
-  TORCH_CHECK(scale.scalar_type() == (is_int4 ? at::kBFloat16 : at::kFloat),
-              "scale must be float32 (bfloat16 for uint8 weights), got ", scale.scalar_type());
+  TORCH_CHECK(scale.scalar_type() == at::kFloat || (is_int4 && scale.scalar_type() == at::kBFloat16),
+              "scale must be float32 (or bfloat16 for uint8 weights), got ", scale.scalar_type());
   TORCH_CHECK(!zero || (is_int4 && zero->scalar_type() == at::kByte && zero->is_contiguous() &&
                         zero->sizes() == scale.sizes()),
               "zero must be uint8, like scale, and comes with uint8 weights only");
@@ -71,6 +71,7 @@ llmc::LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& 
   a.rows = x.numel() / a.depth;
   a.weight = static_cast<const uint8_t*>(weight.data_ptr());
   a.scale = scale.data_ptr();
+  a.scale_dtype = scale.scalar_type() == at::kFloat ? llmc::Dtype::f32 : llmc::Dtype::bf16;
   a.zero = zero ? zero->data_ptr<uint8_t>() : nullptr;
   a.bias = bias_data(bias, x, a.channels);
   a.threads = at::in_parallel_region() ? 1 : at::get_num_threads();

@@ -22,6 +22,7 @@ struct LowBitArgs {
   const void* x;
   const uint8_t *weight, *zero;  // zero may be null, and so may bias
   const void *scale, *bias;
+  Dtype scale_dtype;
   void* out;  // [rows, channels] dense
   int64_t rows, depth, channels, group, x_stride;
   int threads;
@@ -48,8 +49,8 @@ inline int64_t stretch_of(const LowBitArgs& a) {
 
 LLMC_INLINE v16f scale_of(const LowBitArgs& a, int64_t block, int64_t group) {
   const int64_t at = (block * a.groups() + group) * kChannels;
-  return a.format == Format::int4 ? load(static_cast<const bf16*>(a.scale) + at)
-                                  : load(static_cast<const float*>(a.scale) + at);
+  return a.scale_dtype == Dtype::bf16 ? load(static_cast<const bf16*>(a.scale) + at)
+                                      : load(static_cast<const float*>(a.scale) + at);
 }
 
 // The int4 value that stands for zero.

@@ -91,7 +91,7 @@ void widen(const uint8_t* line, const uint32_t* x, int64_t pairs, v16f zero, v16
 struct Pass {
   int64_t row, rows;
   const uint32_t* words;
-  const float* totals;  // of each row, where a reader adds an offset to all values
+  const float* totals;  // of each row and group, where a reader adds an offset to all values
 
   int64_t first() const { return rows > kFirst - 4 ? kFirst : kFirst / 2; }
   int64_t groups() const {
@@ -116,7 +116,9 @@ void pack_rows(const LowBitArgs& a, int64_t row, int64_t rows, int64_t width, ui
   using Reader = PairReader<kFormat>;
   for (int64_t m = 0; m < width; ++m) {
     const bf16* x = static_cast<const bf16*>(a.x) + (row + m) * a.x_stride;
-    if (Reader::kOffset && m < rows) totals[m] = total(x, a.depth);
+    if (Reader::kOffset && m < rows)
+      for (int64_t g = 0; g < a.groups(); ++g)
+        totals[m * a.groups() + g] = total(x + g * a.group, a.group);
     for (int64_t k = 0; k < a.depth; k += Reader::kInputs) {
       bf16 line[Reader::kInputs] = {};
       if (m < rows)
@@ -149,10 +151,11 @@ void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
     line += inputs / PairReader<kFormat>::kInputs * kLineBytes;
     k += inputs;
   }
-  const v16f offset = PairReader<kFormat>::kOffset * scale_of(a, block, 0);
   for (int64_t m = 0; m < x.rows; ++m) {
     v16f y = load(sums + m * kChannels);
-    if (PairReader<kFormat>::kOffset) y -= offset * x.totals[m];
+    if (PairReader<kFormat>::kOffset)
+      for (int64_t g = 0; g < a.groups(); ++g)
+        y -= PairReader<kFormat>::kOffset * x.totals[m * a.groups() + g] * scale_of(a, block, g);
     write_block(a, x.row + m, block, y);
   }
 }
@@ -163,9 +166,9 @@ void by_passes(const LowBitArgs& a) {
   const int64_t passes = (a.rows + most - 1) / most, blocks = a.channels / kChannels;
   static thread_local Arena arena;
   const int64_t room = std::min(a.rows, most) + kMaxRows;
-  arena.reset(room * (a.depth * sizeof(bf16) + sizeof(float)) + 4096);
+  arena.reset(room * (a.depth * sizeof(bf16) + a.groups() * sizeof(float)) + 4096);
   uint32_t* const words = arena.take<uint32_t>(room * a.depth / 2);
-  float* const totals = arena.take<float>(room);
+  float* const totals = arena.take<float>(room * a.groups());
   const int threads = worth_threads(blocks * a.depth * (8 + a.rows / 2), blocks, a.threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t p = 0; p < passes; ++p) {
@@ -176,7 +179,7 @@ void by_passes(const LowBitArgs& a) {
       int64_t done = 0;
       for (int64_t i = 0; i < g; ++i) done += x.width(i, done);
       pack_rows<kFormat>(a, row + done, rows - done, x.width(g, done),
-                         words + done * a.depth / 2, totals + done);
+                         words + done * a.depth / 2, totals + done * a.groups());
     }
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < blocks; ++block) block_rows<kFormat>(a, x, block);

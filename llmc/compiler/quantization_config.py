@@ -35,8 +35,8 @@ class WeightScheme:
 
     `layout`: "plain" is a weight of one byte a value under its own name; "packed" is that of
     compressed-tensors. `block`: (channels, inputs) that share a scale; None: the scale's shape
-    says. `zeros_less_one`: stored zero points are one too low. `targets`: names, `re:` patterns
-    that match from the start, or classes of modules.
+    says. `zeros_less_one`: stored zero points are one too low. `reorders`: groups may hold any
+    inputs. `targets`: names, `re:` patterns that match from the start, or classes of modules.
     """
 
     layout: Layout
@@ -45,6 +45,7 @@ class WeightScheme:
     is_float: bool = False
     symmetric: bool = True
     zeros_less_one: bool = False
+    reorders: bool = False
     targets: tuple[str, ...] = ("Linear",)
 
 
@@ -58,18 +59,34 @@ class StoredQuantization:
     quantizes_activations: bool = False
 
     def scheme_of(self, module: str) -> WeightScheme:
-        """Of a module whose weight is stored quantized; a name goes before a class."""
-        if len(self.schemes) == 1:
-            return self.schemes[0]
+        """Of a module whose weight is stored quantized."""
+        found = self.schemes[0] if len(self.schemes) == 1 else self._targeting(module)
+        if found is None:
+            raise CheckpointError(
+                f"{module} is stored quantized, but no group of quantization_config targets it"
+            )
+        return found
+
+    def expected(self, module: str) -> WeightScheme | None:
+        """Of a linear whose tensors are not at hand; None where it is to be plain."""
+        if any(_covers(pattern, module) for pattern in self.plain_modules):
+            return None
+        return self._targeting(module)
+
+    def _targeting(self, module: str) -> WeightScheme | None:
+        """A name goes before a class."""
         for scheme in self.schemes:
             if any(_matches(module, target) for target in scheme.targets):
                 return scheme
         for scheme in self.schemes:
             if any(_is_class(target) for target in scheme.targets):
                 return scheme
-        raise CheckpointError(
-            f"{module} is stored quantized, but no group of quantization_config targets it"
-        )
+        return None
+
+
+def _covers(pattern: str, module: str) -> bool:
+    """Patterns of modules name all that is inside, from anywhere in a path."""
+    return _matches(module, pattern) or f".{pattern}." in f".{module}."
 
 
 def _matches(module: str, target: str) -> bool:
@@ -141,7 +158,8 @@ def _gptq(fields: Mapping[str, Any]) -> StoredQuantization:
             layout="gptq",
             bits=one_of(own, "bits", None, (4, 8)),
             block=(1, group_size(own, "group_size")),
-            symmetric=False,  # zero points are stored either way
+            symmetric=own.get("sym") is True,  # zero points are stored either way
+            reorders=bool(own.get("desc_act")),
             zeros_less_one=form == "gptq",
             targets=targets,
         )

@@ -45,6 +45,11 @@ class QuantizedTensor:
     def equals(self, other: Readable) -> bool:
         return self is other
 
+    def is_in_order(self) -> bool:
+        """Whether the inputs of a group lie side by side."""
+        groups = self.group_of
+        return groups is None or _are_in_order(groups.read(), self.block[1])
+
     def low_bits(self) -> LowBits:
         """As it is stored, with channels first and one value an element."""
         layout, bits = self.scheme.layout, self.scheme.bits
@@ -90,8 +95,11 @@ class QuantizedTensor:
             raise CheckpointError(
                 f"{self.group_of.name} names group {int(groups.max())}, of which there are {count}"
             )
-        in_order = torch.arange(len(groups)) // self.block[1]
-        return None if torch.equal(groups.long(), in_order) else groups.long()
+        return None if _are_in_order(groups, self.block[1]) else groups.long()
+
+
+def _are_in_order(groups: Tensor, size: int) -> bool:
+    return torch.equal(groups.long(), torch.arange(len(groups)) // size)
 
 
 def grid_of(channels: int, depth: int, block: tuple[int, int]) -> tuple[int, int]:

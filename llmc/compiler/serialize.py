@@ -169,7 +169,7 @@ def _load_role(name: str, role: Json, constants: Mapping[str, Tensor]) -> Input:
                 parts=tuple(role["parts"]),
                 transposed=role["transposed"],
                 packed=role["packed"],
-                quantized=low and QuantizedPart(to=Quantization(**low["to"]), part=low["part"]),
+                quantized=low and QuantizedPart(**{**low, "to": Quantization(**low["to"])}),
             )
         case "constant":
             return ConstantInput(tensor=constants[name])

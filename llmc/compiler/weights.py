@@ -10,18 +10,20 @@ import copy
 import dataclasses
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from llmc.compiler.checkpoint import Readable, staging
+from llmc.compiler.held import blocks_of
 from llmc.compiler.parameters import Parameters, describe_parameters
+from llmc.compiler.quantized_tensor import QuantizedTensor
 from llmc.errors import CheckpointError
 from llmc.kernels.cpu.pages import empty_in_huge_pages
-from llmc.kernels.quantized_linear import CHANNELS, Part, quantize
-from llmc.passes.inputs import QuantizedPart, WeightInput
+from llmc.kernels.quantized_linear import CHANNELS, Part, Quantization, quantize
+from llmc.passes.inputs import WeightInput
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,9 @@ class WeightSource(Protocol):
     def fill(self, name: str, out: Tensor) -> None:
         """Write parameter `name` into `out`, casting to its dtype."""
 
+    def blocks(self, name: str, to: Quantization) -> dict[Part, Tensor]:
+        """Parameter `name` as it is stored, in the form of `quantized_linear`."""
+
     def check(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless every parameter is there with the right shape."""
 
@@ -47,6 +52,9 @@ class DummyWeights:
 
     def check(self, names: Iterable[str]) -> None:
         """Every name is there."""
+
+    def blocks(self, name: str, to: Quantization) -> dict[Part, Tensor]:
+        raise AssertionError("no checkpoint, so no weight is stored in its own way")
 
     def fill(self, name: str, out: Tensor) -> None:
         gen = torch.Generator(device=out.device)
@@ -96,6 +104,9 @@ class DirectWeights:
         if stored is None:
             raise CheckpointError(f"the checkpoint has no tensor for {name}")
         _copy(stored, out)
+
+    def blocks(self, name: str, to: Quantization) -> dict[Part, Tensor]:
+        return _blocks(self._find(name), name, to)
 
 
 class CheckpointWeights:
@@ -202,6 +213,9 @@ class CheckpointWeights:
             )
         out.copy_(value)
 
+    def blocks(self, name: str, to: Quantization) -> dict[Part, Tensor]:
+        return _blocks(self._find(name), name, to)
+
     def _convert(self, first: str) -> None:
         converter = self._converters.pop(first)
         config = self._module.config
@@ -230,6 +244,12 @@ def _copy(stored: Readable, out: Tensor) -> None:
         out.copy_(stored.read())
 
 
+def _blocks(stored: Readable | None, name: str, to: Quantization) -> dict[Part, Tensor]:
+    if not isinstance(stored, QuantizedTensor):
+        raise CheckpointError(f"the checkpoint has no quantized tensors for {name}")
+    return blocks_of(stored, to)
+
+
 def make_weights(
     role: WeightInput,
     shapes: Mapping[str, tuple[int, ...]],
@@ -245,22 +265,42 @@ def make_weights(
         return {role: make_weight(role, shapes, dtype, source, device)}
     to, plain = role.quantized.to, dataclasses.replace(role, quantized=None)
     channels, depth = _shape(plain, shapes)
-    dtypes: dict[Part, torch.dtype] = {"weight": to.dtype, "scale": to.scale_dtype}
     out = {
         part: empty_in_huge_pages(to.shape(part, channels, depth), kind, device)
-        for part, kind in dtypes.items()
+        for part, kind in to.dtypes.items()
     }
     start = 0
-    for piece in _whole_blocks(plain, shapes):
-        rows = make_weight(piece, shapes, dtype, source, torch.device("cpu"), passing=True)
-        for some in rows.split(_rows_at_once(depth)):
-            end = start + len(some) // CHANNELS
-            out["weight"][start:end], out["scale"][start:end] = quantize(some.to(device), to)
-            start = end
+    for made in _low_bit(plain, to, role.quantized.stored, shapes, dtype, source, device):
+        end = start + len(made["weight"])
+        for part, blocks in made.items():
+            out[part][start:end] = blocks
+        start = end
     return {
-        dataclasses.replace(role, quantized=QuantizedPart(to=to, part=part)): tensor
+        dataclasses.replace(role, quantized=dataclasses.replace(role.quantized, part=part)): tensor
         for part, tensor in out.items()
     }
+
+
+def _low_bit(
+    role: WeightInput,
+    to: Quantization,
+    stored: bool,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    source: WeightSource,
+    device: torch.device,
+) -> Iterator[dict[Part, Tensor]]:
+    """Some blocks of channels at a time: as they are stored, or quantized from what is."""
+    if stored:
+        for name in role.parts:
+            yield source.blocks(name, to)
+        return
+    depth = _shape(role, shapes)[1]
+    for piece in _whole_blocks(role, shapes):
+        rows = make_weight(piece, shapes, dtype, source, torch.device("cpu"), passing=True)
+        for some in rows.split(_rows_at_once(depth)):
+            weight, scale = quantize(some.to(device), to)
+            yield {"weight": weight, "scale": scale}
 
 
 def _shape(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ class EngineOptions(TypedDict, total=False):
     dtype: str
     device: str
     load_format: str
-    quantization: Literal["int8", "int4", "fp8"] | None
+    quantization: Literal["int8", "int4", "fp8", "none"] | None
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int

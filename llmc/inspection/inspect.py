@@ -16,6 +16,8 @@ import torch
 from llmc.choices import check_model_len, model_context, pick_device, pick_dtype
 from llmc.compiler.build import BuiltModel
 from llmc.compiler.forms import build_any, build_plain, capture_any
+from llmc.compiler.held import Held, expected_weights, held_weights
+from llmc.compiler.quantization_config import StoredQuantization
 from llmc.config import EngineConfig
 from llmc.engine.layout import WHOLE, Reach
 from llmc.errors import CompileError
@@ -24,8 +26,8 @@ from llmc.inspection.facts import LayerFacts, layer_facts, num_bytes, size_hint,
 from llmc.inspection.fit import Sizes, cache_kinds
 from llmc.inspection.shorten import Shortened, shorten
 from llmc.inspection.stages import Stage, change, run_stages
-from llmc.load import pipeline_options
-from llmc.model_files import load_config, load_quantization, resolve_model
+from llmc.load import pipeline_options, tensors_of
+from llmc.model_files import ModelFiles, load_config, load_quantization, resolve_model
 from llmc.passes.base import OUTLINE
 from llmc.passes.group_caches import widest
 from llmc.passes.inputs import StepInput
@@ -80,19 +82,21 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
     config = dataclasses.replace(config, load_format="dummy")  # a hub model's weights stay there
     files = resolve_model(config)
     hf_config = load_config(files, config)
-    load_quantization(files)  # one that can't be read is refused here too
+    stored = load_quantization(files)
     check_model_len(config, hf_config)
     device = torch.device("cuda") if config.device == "cuda" else pick_device(config.device)
     dtype = pick_dtype(config.dtype, hf_config, device)
     model_len = config.max_model_len or model_context(hf_config)
     extra = user_passes(config.extra_passes)
     processors = user_processors(config.logits_processors)
-    passes = pipeline(pipeline_options(config, device, model_len), extra, processors)
     start = time.perf_counter()
     built, shortened, stages = None, None, None
     for keep_all in (True,) if all_layers else (False, True):
         built = build_any(copy.deepcopy(hf_config), dtype)
         parameters = sum(p.numel() for p in built.module.parameters())
+        held = _held(config, stored, files, built)
+        options = pipeline_options(config, device, model_len, held)
+        passes = pipeline(options, extra, processors)
         shortened = shorten(built.module, built.config, keep_all=keep_all)
         plain = functools.partial(_plain, hf_config, dtype, keep_all)
         outline = config.passes.get(OUTLINE, True)
@@ -126,6 +130,17 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
         sizes=sizes,
         stages=tuple(stages),
     )
+
+
+def _held(
+    config: EngineConfig, stored: StoredQuantization | None, files: ModelFiles, built: BuiltModel
+) -> Held:
+    """Weights that would stay as they are stored; by config.json alone where no file is at hand."""
+    if stored is None or config.quantization == "none":
+        return ()
+    if not any(files.path.glob("*.safetensors")):
+        return expected_weights(stored, built.module)
+    return held_weights(tensors_of(files, stored, built.dtype)())
 
 
 def _plain(hf_config: Any, dtype: torch.dtype, keep_all: bool) -> BuiltModel:

@@ -11,7 +11,7 @@ from llmc.choices import check_model_len, model_context, pick_device, pick_dtype
 from llmc.compiler.cache import program_key
 from llmc.compiler.quantization_config import StoredQuantization
 from llmc.config import EngineConfig
-from llmc.load import pipeline_options
+from llmc.load import held_forms, pipeline_options, tensors_of
 from llmc.model_files import ModelFiles, load_config, load_quantization, resolve_model
 from llmc.passes.base import Pass
 from llmc.passes.pipeline import PipelineOptions
@@ -45,7 +45,8 @@ def identify(config: EngineConfig) -> Identity:
     dtype = pick_dtype(config.dtype, hf_config, device)
     level = pick_level(config.opt_level, device)
     model_len = config.max_model_len or model_context(hf_config)
-    options = pipeline_options(config, device, model_len)
+    held = held_forms(config, stored, tensors_of(files, stored, dtype))
+    options = pipeline_options(config, device, model_len, held)
     extra = user_passes(config.extra_passes)
     dummy = config.load_format == "dummy"
     weights = f"made up from seed {config.seed}" if dummy else fingerprint(files.path)

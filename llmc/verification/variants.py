@@ -16,6 +16,7 @@ from llmc.compiler.lower import StepFunction, lower
 from llmc.compiler.parameters import Parameters
 from llmc.compiler.program import graph_weights
 from llmc.compiler.weights import WeightSource
+from llmc.kernels.quantized_linear import Part, Quantization
 from llmc.kernels.registry import OPS
 from llmc.passes.base import Pass, PassReport, run_passes
 from llmc.passes.canonicalize import canonicalize
@@ -151,6 +152,9 @@ class RoundedWeights:
 
     def check(self, names: Iterable[str]) -> None:
         self._source.check(names)
+
+    def blocks(self, name: str, to: Quantization) -> dict[Part, Tensor]:
+        return self._source.blocks(name, to)
 
     def fill(self, name: str, out: Tensor) -> None:
         rounded = torch.empty(out.shape, dtype=self._dtype, device=out.device)

@@ -8,39 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from packed_checkpoints import PACKINGS, awq, fp8, gptq, mxfp4, pack_quantized
-from safetensors.torch import save_file
-from torch import Tensor
+from packed_checkpoints import (
+    MODULE,
+    PACKINGS,
+    awq,
+    drawn,
+    fp8,
+    gptq,
+    mxfp4,
+    pack_quantized,
+    read_stored,
+    store_one,
+)
 
-from llmc.compiler.checkpoint import open_checkpoint
 from llmc.compiler.quantization_config import read_quantization
-from llmc.compiler.stored_weights import dequantized
 from llmc.errors import CheckpointError
-
-MODULE = "model.layers.0.mlp.up_proj"
-
-
-def drawn(channels: int = 56, depth: int = 96) -> Tensor:
-    weight = torch.randn(channels, depth, generator=torch.Generator().manual_seed(0))
-    weight[3:6] = weight[3:6].abs()  # whose zero points are 0
-    return weight
-
-
-def read(path: Path, tensors: dict[str, Tensor], config: Any, dtype: torch.dtype) -> Any:
-    save_file({n: t.contiguous() for n, t in tensors.items()}, path / "model.safetensors")
-    quantization = read_quantization({"quantization_config": config})
-    return dequantized(open_checkpoint(path), quantization, dtype)
-
-
-def stored(path: Path, packing: Any, weight: Tensor, dtype: torch.dtype = torch.float32) -> Any:
-    tensors, numbers = packing.pack(weight)
-    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
-    return read(path, named, packing.config, dtype), numbers
 
 
 @pytest.mark.parametrize("name", PACKINGS)
 def test_numbers_are_those_of_the_packer(name: str, tmp_path: Path) -> None:
-    found, numbers = stored(tmp_path, PACKINGS[name](), drawn())
+    found, numbers = store_one(tmp_path, PACKINGS[name](), drawn())
     assert set(found) == {f"{MODULE}.weight"}, "scales and the like are not left over"
     weight = found[f"{MODULE}.weight"]
     assert weight.shape == (56, 96)
@@ -49,12 +36,12 @@ def test_numbers_are_those_of_the_packer(name: str, tmp_path: Path) -> None:
 
 def test_sizes_that_fill_no_whole_words(tmp_path: Path) -> None:
     packing = pack_quantized(4, -1, symmetric=False)
-    found, numbers = stored(tmp_path, packing, drawn(50, 90))
+    found, numbers = store_one(tmp_path, packing, drawn(50, 90))
     torch.testing.assert_close(found[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
 
 
 def test_numbers_are_rounded_once(tmp_path: Path) -> None:
-    found, numbers = stored(tmp_path, awq(32), drawn(), torch.bfloat16)
+    found, numbers = store_one(tmp_path, awq(32), drawn(), torch.bfloat16)
     weight = found[f"{MODULE}.weight"]
     out = torch.full((58, 96), float("nan"), dtype=torch.bfloat16)
     weight.read(out[1:57])
@@ -64,7 +51,7 @@ def test_numbers_are_rounded_once(tmp_path: Path) -> None:
 
 def test_long_weights_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmc.compiler.unpack._AT_ONCE", 96 * 5)
-    found, numbers = stored(tmp_path, fp8((32, 48)), drawn())
+    found, numbers = store_one(tmp_path, fp8((32, 48)), drawn())
     torch.testing.assert_close(found[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
 
 
@@ -72,7 +59,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
     weight = torch.stack([drawn(64, 48), drawn(64, 48) * 3])
     tensors, numbers = mxfp4(weight)
     named = {f"experts.down_proj{suffix}": t for suffix, t in tensors.items()}
-    got = read(tmp_path, named, {"quant_method": "mxfp4"}, torch.float32)
+    got = read_stored(tmp_path, named, {"quant_method": "mxfp4"}, torch.float32)
     assert torch.equal(got["experts.down_proj"].read(), numbers)
     assert got["experts.down_proj"].shape == (2, 64, 48)
 
@@ -81,7 +68,7 @@ def test_stacked_experts_with_scales_of_columns(tmp_path: Path) -> None:
     """As `fbgemm_fp8` stores [experts, inputs, channels]."""
     q, scale = drawn(64, 96).view(2, 32, 96).to(torch.float8_e4m3fn), torch.rand(2, 1, 96)
     tensors = {"experts.gate_up_proj": q, "experts.gate_up_proj_scale": scale}
-    got = read(tmp_path, tensors, {"quant_method": "fbgemm_fp8"}, torch.float32)
+    got = read_stored(tmp_path, tensors, {"quant_method": "fbgemm_fp8"}, torch.float32)
     assert torch.equal(got["experts.gate_up_proj"].read(), q.float() * scale)
 
 
@@ -94,7 +81,7 @@ def test_scales_that_are_powers_of_two_in_a_byte(tmp_path: Path) -> None:
     ].repeat_interleave(48, 1)
     for scale in (exponent, exponent.view(torch.float8_e8m0fnu)):
         tensors = {f"{MODULE}.weight": q, f"{MODULE}.weight_scale_inv": scale}
-        got = read(tmp_path, tensors, config, torch.float32)
+        got = read_stored(tmp_path, tensors, config, torch.float32)
         assert torch.equal(got[f"{MODULE}.weight"].read(), want)
 
 
@@ -110,7 +97,7 @@ def test_groups_of_config_json_go_by_name(tmp_path: Path) -> None:
     for packing, module in ((small, "mlp.down_proj"), (wide, "mlp.up_proj")):
         tensors, want[f"{module}.weight"] = packing.pack(drawn())
         named |= {f"{module}.{suffix}": t for suffix, t in tensors.items()}
-    got = read(tmp_path, named, config, torch.float32)
+    got = read_stored(tmp_path, named, config, torch.float32)
     for name, numbers in want.items():
         torch.testing.assert_close(got[name].read(), numbers, rtol=1e-6, atol=0)
 
@@ -120,7 +107,7 @@ def test_modules_of_gptq_may_have_bits_of_their_own(tmp_path: Path) -> None:
     config = {**four.config, "dynamic": {"+:.*up": {"bits": 8, "group_size": 64}, "-:.*gate": {}}}
     tensors, numbers = eight.pack(drawn())
     named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
-    got = read(tmp_path, named, config, torch.float32)
+    got = read_stored(tmp_path, named, config, torch.float32)
     torch.testing.assert_close(got[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
 
 
@@ -129,7 +116,7 @@ def test_what_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFi
     tensors, _ = fp8(None).pack(drawn())
     named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
     named["model.layers.0.self_attn.k_scale"] = torch.tensor(1.0)
-    got = read(tmp_path, named, fp8(None).config, torch.float32)
+    got = read_stored(tmp_path, named, fp8(None).config, torch.float32)
     assert set(got) == {f"{MODULE}.weight"}
     assert "fp8 quantizes activations too: here the weights alone are" in caplog.text
     assert "1 scales of the KV cache in the checkpoint are not used" in caplog.text
@@ -178,7 +165,7 @@ def test_tensors_that_do_not_fit_are_named(
     change(tensors)
     named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
     with pytest.raises(CheckpointError) as caught:
-        read(tmp_path, named, packing.config, torch.float32)
+        read_stored(tmp_path, named, packing.config, torch.float32)
     assert MODULE in str(caught.value) and words in str(caught.value)
 
 
@@ -186,7 +173,7 @@ def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
     tensors, _ = gptq(4, 32).pack(drawn())
     tensors["g_idx"][5] = 3
     named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
-    got = read(tmp_path, named, gptq(4, 32).config, torch.float32)
+    got = read_stored(tmp_path, named, gptq(4, 32).config, torch.float32)
     with pytest.raises(CheckpointError, match="g_idx names group 3, of which there are 3"):
         got[f"{MODULE}.weight"].read()
 
@@ -195,7 +182,7 @@ def test_bits_of_another_layout_are_refused(tmp_path: Path) -> None:
     tensors, _ = awq(32).pack(drawn())
     named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
     with pytest.raises(CheckpointError, match=r"describes for it \(fp8, plain, 8 bits\)"):
-        read(tmp_path, named, fp8(None).config, torch.float32)
+        read_stored(tmp_path, named, fp8(None).config, torch.float32)
 
 
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}

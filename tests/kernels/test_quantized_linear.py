@@ -87,6 +87,20 @@ def test_layout_by_hand() -> None:
     assert float(dequantize(weight, scale)[3, 12]) == 3.5, "8 stands for zero"
 
 
+def grouped(format: Format, n: int, k: int, group: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weight, scale and zero as checkpoints have them: every code, scales of groups in float32."""
+    to = Quantization(format=format, group=group, wide_scale=True, zero=format == "int4")
+    gen = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(0, 256, to.shape("weight", n, k), generator=gen, dtype=torch.uint8)
+    if format == "fp8":
+        codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+    scale = 0.01 + 0.01 * torch.rand(to.shape("scale", n, k), generator=gen)
+    zero = None
+    if to.zero:
+        zero = torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8)
+    return codes.view(to.dtype), scale, zero
+
+
 def run(x: Tensor, weight: Tensor, scale: Tensor, *rest: Tensor | None) -> Tensor:
     op_cases.require_cpu_ops()
     zero, bias = [*rest, None, None][:2]
@@ -116,6 +130,21 @@ def test_every_row_count(format: Format, rows: int, threads: int) -> None:
         weight, scale = quantize(rand(n, k) * k**-0.5, held(format, n, k))
         x = rand(rows, k, seed=1).bfloat16()
         assert_near(run(x, weight, scale), x, weight, scale)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rows", [1, 3, 8, 17, 50])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_scales_of_groups(format: Format, rows: int, group: int) -> None:
+    weight, scale, zero = grouped(format, 80, 384, group)
+    for dtype in op_cases.DTYPES:
+        x = rand(rows, 384, seed=1).to(dtype)
+        got = run(x, weight, scale, zero)
+        want = quantized_linear.reference(x, weight, scale, zero, None)
+        room = op_cases.TOLERANCE[dtype] | {"atol": float(want.abs().max()) * 2**-8}
+        if dtype == torch.float32:
+            room["atol"] = float(want.abs().max()) * 1e-6
+        torch.testing.assert_close(got, want, **room)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -202,6 +231,8 @@ def test_wrong_arguments_are_named() -> None:
     x = rand(2, 64).bfloat16()
     with pytest.raises(RuntimeError, match=r"has 64 inputs and does not fit x \[2, 60\]"):
         run(x[:, :60], weight, scale)
+    with pytest.raises(RuntimeError, match=r"scale \[2, 4, 16\] does not fit"):
+        run(x, weight, torch.ones(2, 4, 16))
     with pytest.raises(RuntimeError, match="scale must be float32"):
         run(x, weight, scale.bfloat16())
     with pytest.raises(RuntimeError, match="weight must be int8, uint8 or float8_e4m3fn"):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_engine
-from packed_checkpoints import PACKINGS, fp8, write_mxfp4, write_packed
+from packed_checkpoints import PACKINGS, fp8, pack_quantized, write_mxfp4, write_packed
+from tiny_engine import Running
 from tiny_models import continue_greedily, load_reference, prompts, save_checkpoint
 
+from llmc.compiler.checkpoint import open_checkpoint
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
 from llmc.inspection.inspect import inspect_model
@@ -22,34 +25,80 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint("qwen3", tmp_path_factory.mktemp("stored"), **SIZES)
 
 
-def same_as_transformers(stored: Path, wide: Path) -> None:
+def same_as_transformers(stored: Path, wide: Path, **options: Any) -> Running:
+    running = tiny_engine.start(stored, **options)
     asked = prompts((3, 9, 17))
-    got = tiny_engine.generate(tiny_engine.start(stored).engine(), asked, 6)
+    got = tiny_engine.generate(running.engine(), asked, 6)
     model = load_reference(wide)
     want = [continue_greedily(model, prompt, 6) for prompt in asked]
     assert tiny_engine.differences(want, got) == (0, [])
+    return running
 
 
-# One of each layout; tests/compiler/test_stored_weights.py has all of them.
+def report_of(running: Running) -> str:
+    (report,) = [r for r in running.started.info.pass_reports if "quantize_linears" in r]
+    return report
+
+
+# What stays as it is stored; tests/compiler/test_held.py has all of them.
 @pytest.mark.parametrize(
     "name",
     [
-        "fp8 in blocks",
+        "fp8 in blocks of 32",
         "float-quantized channel",
         "int-quantized",
-        "pack-quantized int4 asymmetric",
+        "pack-quantized int4 group",
         "gptq 4 bits",
-        "gptq in another order",
         "awq",
     ],
 )
-def test_tokens_are_those_of_transformers(name: str, plain: Path, tmp_path: Path) -> None:
-    same_as_transformers(*write_packed(plain, tmp_path, PACKINGS[name]()))
+def test_stored_bits_give_the_tokens_of_transformers(
+    name: str, plain: Path, tmp_path: Path
+) -> None:
+    stored, wide = write_packed(plain, tmp_path, PACKINGS[name]())
+    running = same_as_transformers(stored, wide)
+    assert "+[8 llmc.quantized_linear.default]" in report_of(running), "two layers of four"
 
 
-def test_experts_that_are_stored_one_by_one_in_fp8(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["fp8 in blocks", "gptq in another order", "gptq 8 bits"],
+)
+def test_others_are_widened(
+    name: str, plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored, wide = write_packed(plain, tmp_path, PACKINGS[name]())
+    caplog.set_level("INFO")
+    same_as_transformers(stored, wide)
+    assert "of 14 weights that are stored quantized are widened to float32" in caplog.text
+
+
+def test_so_are_all_on_request(plain: Path, tmp_path: Path) -> None:
+    stored, wide = write_packed(plain, tmp_path, PACKINGS["awq"]())
+    running = same_as_transformers(stored, wide, quantization="none")
+    assert "no --quantization was asked for" in report_of(running)
+
+
+def test_bytes_are_those_that_are_stored(plain: Path, tmp_path: Path) -> None:
+    """In memory and in what `llmc inspect` works out, with the files at hand and without."""
+    stored, _ = write_packed(plain, tmp_path, pack_quantized(4, 32, symmetric=True))
+    running = tiny_engine.start(stored)
+    held = running.started.info.weight_bytes
+    in_files = sum(t.num_bytes for n, t in open_checkpoint(stored).items() if "_shape" not in n)
+    assert held == in_files
+    config = EngineConfig(model=str(stored), device="cpu", dtype="float32", max_model_len=64)
+    assert inspect_model(config).sizes.weight_bytes == held
+    (stored / "model.safetensors").unlink()
+    assert inspect_model(config).sizes.weight_bytes == held
+
+
+def test_experts_that_are_stored_one_by_one_in_fp8(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plain = save_checkpoint("mixtral", tmp_path / "plain", **SIZES)
+    caplog.set_level("INFO")
     same_as_transformers(*write_packed(plain, tmp_path, fp8((32, 32))))
+    assert "24 of 32 weights that are stored quantized are widened" in caplog.text, "the experts"
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
@@ -69,8 +118,7 @@ def test_check_compares_with_the_same_numbers(plain: Path, tmp_path: Path) -> No
 def test_they_are_quantized_again_on_request(plain: Path, tmp_path: Path) -> None:
     stored, _ = write_packed(plain, tmp_path, PACKINGS["awq"]())
     running = tiny_engine.start(stored, quantization="int8")
-    (report,) = [r for r in running.started.info.pass_reports if "quantize_linears" in r]
-    assert "+[9 llmc.quantized_linear.default]" in report
+    assert "+[9 llmc.quantized_linear.default]" in report_of(running)
 
 
 def test_a_scheme_that_is_not_known_is_refused(plain: Path, tmp_path: Path) -> None:

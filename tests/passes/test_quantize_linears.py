@@ -22,7 +22,7 @@ from tiny_graphs import (
 )
 from torch import Tensor
 
-from llmc.kernels.quantized_linear import FORMATS, Format
+from llmc.kernels.quantized_linear import FORMATS, Format, Quantization
 from llmc.passes.inputs import WeightInput
 from llmc.passes.merge_linears import merge_linears
 from llmc.passes.quantize_linears import quantize_linears
@@ -91,6 +91,44 @@ def test_nothing_is_done_unless_asked() -> None:
     same, (report,) = apply(gm, quantize_linears(format=None))
     assert ops(same) == ops(gm)
     assert report.notes == ("no --quantization was asked for",)
+
+
+def test_stored_weights_keep_their_form() -> None:
+    """Merged ones that have one form too; what is stored in full, or in two forms, stays plain."""
+    inputs = {"x": X, "w": W, "v": V, "u": made("u", 32, 64), "t": made("t", 32, 64)}
+
+    def linears(x: Tensor, w: Tensor, v: Tensor, u: Tensor, t: Tensor) -> list[Tensor]:
+        y = x + 1
+        return [F.linear(x, w), F.linear(x, v), F.linear(y, u), F.linear(y, t)]
+
+    four = Quantization(format="int4", group=32, wide_scale=True, zero=True)
+    eight = Quantization(format="int8")
+    gm, _ = apply(trace(linears, **inputs), merge_linears())
+    held = (("w", four), ("v", four), ("u", four), ("t", eight))
+    quantized, (report,) = apply(gm, quantize_linears(format=None, stored=held))
+    assert report.added == {"llmc.quantized_linear.default": 1}
+    roles_of = [r for r in roles(quantized, WeightInput) if r.quantized]
+    assert sorted(r.quantized.part for r in roles_of) == ["scale", "weight", "zero"]
+    assert all(r.parts == ("w", "v") and r.quantized.stored for r in roles_of)
+    assert "merged weights are stored in different ways" in report.notes[0]
+    _, (report,) = apply(gm, quantize_linears(format=None, stored=(("u", four),)))
+    assert report.notes[0].startswith("1 linears: stored in full")
+    again, _ = apply(gm, quantize_linears(format="fp8", stored=held))
+    assert {f for _, f, _ in low(again)} == {"fp8"}, "a format that is asked for goes first"
+    again, _ = apply(gm, quantize_linears(format="int4", stored=held))
+    assert {(r.parts, r.quantized.stored) for r in roles(again, WeightInput) if r.quantized} == {
+        (("w", "v"), True),
+        (("u", "t"), False),
+    }
+
+
+def test_stored_weights_that_other_ops_read_are_widened() -> None:
+    def tied(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, w) + F.embedding(torch.zeros(5, dtype=torch.int64), w).sum()
+
+    held = (("w", Quantization(format="int8")),)
+    _, (report,) = apply(trace(tied, x=X, w=W), quantize_linears(format=None, stored=held))
+    assert not report.added and "shared with another op" in report.notes[0]
 
 
 def left_alone(fn: Any, **inputs: Arg) -> str:

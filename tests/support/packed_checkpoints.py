@@ -18,8 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from llmc.compiler.checkpoint import open_checkpoint
+from llmc.compiler.quantization_config import read_quantization
+from llmc.compiler.stored_weights import dequantized
+
 Packed = tuple[dict[str, Tensor], Tensor]  # by suffix of the module's name; the weight in float32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MODULE = "model.layers.0.mlp.up_proj"  # of a linear that is stored alone
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of a word's i-th four bits
 
 
@@ -78,7 +83,9 @@ def integers(
     return q, zero, stored, torch.from_numpy(numbers).float()
 
 
-def gptq(bits: int, group: int, *, v2: bool = False, order: bool = False) -> Packing:
+def gptq(
+    bits: int, group: int, *, v2: bool = False, order: bool = False, symmetric: bool = False
+) -> Packing:
     """GPTQModel: inputs along words, zero points one less in the first version."""
 
     def pack(weight: Tensor) -> Packed:
@@ -87,7 +94,9 @@ def gptq(bits: int, group: int, *, v2: bool = False, order: bool = False) -> Pac
         group_of = np.arange(depth) // size
         if order:
             group_of = np.random.default_rng(depth).permutation(group_of)
-        q, zero, scale, numbers = integers(weight, bits, group, symmetric=False, group_of=group_of)
+        q, zero, scale, numbers = integers(
+            weight, bits, group, symmetric=symmetric, group_of=group_of
+        )
         zeros = words_of(zero.T, bits, 1)
         if not v2:  # of whole words: a value that is 0 borrows from the next
             ones = np.uint32(sum(1 << i for i in range(0, 32, bits)))
@@ -104,7 +113,7 @@ def gptq(bits: int, group: int, *, v2: bool = False, order: bool = False) -> Pac
         "bits": bits,
         "group_size": group,
         "desc_act": order,
-        "sym": False,
+        "sym": symmetric,
         "lm_head": False,
         "checkpoint_format": "gptq_v2" if v2 else "gptq",
     }
@@ -256,6 +265,7 @@ def float_quantized(strategy: str) -> Packing:
 
 PACKINGS: dict[str, Callable[[], Packing]] = {
     "fp8 in blocks": lambda: fp8((32, 48)),
+    "fp8 in blocks of 32": lambda: fp8((32, 32)),
     "fp8, a scale a tensor": lambda: fp8(None),
     "fbgemm_fp8": fbgemm,
     "float-quantized tensor": lambda: float_quantized("tensor"),
@@ -341,3 +351,23 @@ def _write(
         save_file({n: t.contiguous() for n, t in tensors.items()}, path / "model.safetensors")
     (stored / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     return stored, wide
+
+
+def drawn(channels: int = 56, depth: int = 96) -> Tensor:
+    weight = torch.randn(channels, depth, generator=torch.Generator().manual_seed(0))
+    weight[3:6] = weight[3:6].abs()  # whose zero points are 0
+    return weight
+
+
+def read_stored(path: Path, tensors: dict[str, Tensor], config: Any, dtype: torch.dtype) -> Any:
+    save_file({n: t.contiguous() for n, t in tensors.items()}, path / "model.safetensors")
+    quantization = read_quantization({"quantization_config": config})
+    return dequantized(open_checkpoint(path), quantization, dtype)
+
+
+def store_one(
+    path: Path, packing: Packing, weight: Tensor, dtype: torch.dtype = torch.float32
+) -> Any:
+    tensors, numbers = packing.pack(weight)
+    named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
+    return read_stored(path, named, packing.config, dtype), numbers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llmc.kernels.fp8 import FP8
-from llmc.kernels.quantized_linear import Format, quantization_of
+from llmc.kernels.quantized_linear import Format, Quantization, quantization_of
 from llmc.kernels.triton import (
     act_mul,
     causal_conv,
@@ -162,12 +162,15 @@ def step_inputs() -> Plan[None]:
     )
 
 
-def low_bit(rows: int, format: Format, *, zero: bool = False) -> Plan[Tensor]:
+def low_bit(rows: int, format: Format, *, group: int = 0) -> Plan[Tensor]:
+    """`group`: as checkpoints have them, with scales in float32 and, in int4, zero points."""
     to = quantization_of(format, 4096, 14336)
+    if group:
+        to = Quantization(format=format, group=group, wide_scale=True, zero=format == "int4")
     assert to is not None
     weight = meta(*to.shape("weight", 4096, 14336), dtype=to.dtype)
     scale = meta(*to.shape("scale", 4096, 14336), dtype=to.scale_dtype)
-    zeros = meta(*scale.shape, dtype=torch.uint8) if zero else None
+    zeros = meta(*scale.shape, dtype=torch.uint8) if to.zero else None
     return quantized_linear.plan(meta(rows, 14336), weight, scale, zeros, meta(4096))
 
 
@@ -275,7 +278,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear int4 row": lambda: low_bit(1, "int4"),
     "quantized_linear int8 row": lambda: low_bit(1, "int8"),
     "quantized_linear fp8 row": lambda: low_bit(1, "fp8"),
-    "quantized_linear int4 few": lambda: low_bit(8, "int4", zero=True),
+    "quantized_linear fp8 row, groups": lambda: low_bit(1, "fp8", group=128),
+    "quantized_linear int4 few": lambda: low_bit(8, "int4", group=128),
     "quantized_linear int4 many": lambda: low_bit(4096, "int4"),
     "quantized_linear fp8 many": lambda: low_bit(4096, "fp8"),
     "delta_rule": lambda: delta(64, 64),
