@@ -72,6 +72,8 @@ def expected_weights(stored: StoredQuantization, module: nn.Module) -> Held:
         scheme = stored.expected(name)
         if not isinstance(child, nn.Linear) or scheme is None or child is head:
             continue
+        if scheme.reorders:
+            continue
         block = scheme.block or (1, ALL)
         shape = tuple(child.weight.shape)
         scale = torch.float16 if scheme.layout in ("gptq", "awq") else torch.bfloat16

@@ -265,6 +265,7 @@ def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> Weight
         block=block,
         is_float=kind == "float",
         symmetric=weights.get("symmetric", True) is not False,
+        reorders=weights.get("actorder") in (True, "group", "dynamic"),
         targets=names_in(group, "targets") or ("Linear",),
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 
@@ -54,18 +55,24 @@ def dequantized(
     finder = _Finder(tensors, quantization, dtype)
     found = finder.find()
     if quantization.quantizes_activations:
-        log.info(
-            "%s quantizes activations too: here the weights alone are, activations keep their type",
-            quantization.method,
+        _tell(
+            f"{quantization.method} quantizes activations too: here the weights alone are, "
+            "activations keep their type"
         )
     unused = {n for n in finder.left if n.rpartition(".")[2] in _OF_ACTIVATIONS}
     of_cache = {n for n in finder.left if n.rpartition(".")[2] in _OF_CACHE}
     if of_cache:
-        log.info("%d scales of the KV cache in the checkpoint are not used", len(of_cache))
+        _tell(f"{len(of_cache)} scales of the KV cache in the checkpoint are not used")
     plain = {n: t for n, t in finder.left.items() if n not in unused | of_cache}
     if not found:
         log.warning("config.json says %s, but no weight is quantized", quantization.method)
     return {**plain, **found}
+
+
+@cache
+def _tell(message: str) -> None:
+    """Once, however often a checkpoint is opened."""
+    log.info("%s", message)
 
 
 class _Finder:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from packed_checkpoints import MODULE, PACKINGS, drawn, gptq, store_one
+from torch import nn
 
-from llmc.compiler.held import blocks_of, held_weights
+from llmc.compiler.held import blocks_of, expected_weights, held_weights
+from llmc.compiler.quantization_config import read_quantization
 from llmc.compiler.quantized_tensor import QuantizedTensor
 from llmc.errors import CheckpointError
 from llmc.kernels.quantized_linear import Quantization, dequantize
@@ -84,3 +87,31 @@ def test_sizes_that_are_no_whole_blocks_are_widened(tmp_path: Path) -> None:
     for channels, depth in ((40, 96), (48, 80)):
         found, _ = store_one(tmp_path, PACKINGS["int-quantized"](), drawn(channels, depth))
         assert held_weights(found) == ()
+
+
+def test_what_config_json_alone_lets_expect() -> None:
+    """As inspect does where no weights are at hand: names that are left plain, and the order."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(96, 48)}) for _ in range(3))
+            self.gate, self.lm_head = nn.Linear(96, 48), nn.Linear(96, 64)
+            self.norm, self.small = nn.LayerNorm(48), nn.Linear(20, 20)
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.lm_head
+
+    def expected(config: dict[str, Any]) -> dict[str, Quantization]:
+        stored = read_quantization({"quantization_config": config})
+        assert stored is not None
+        return dict(expected_weights(stored, Model()))
+
+    found = expected(PACKINGS["awq"]().config | {"modules_to_not_convert": ["gate", "layers.1"]})
+    assert found == {"layers.0.up.weight": INT4, "layers.2.up.weight": INT4}
+    fp8 = expected({"quant_method": "fp8", "modules_to_not_convert": ["layers"]})
+    assert fp8 == {"gate.weight": Quantization(format="fp8")}
+    assert expected(gptq(4, 32, order=True).config) == {}
+    config = PACKINGS["int-quantized"]().config
+    config["config_groups"]["group_0"]["targets"] = [r"re:.*layers\.[01]\.up$"]
+    assert set(expected(config)) == {"layers.0.up.weight", "layers.1.up.weight"}

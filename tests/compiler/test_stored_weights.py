@@ -21,6 +21,7 @@ from packed_checkpoints import (
     store_one,
 )
 
+from llmc.compiler import stored_weights
 from llmc.compiler.quantization_config import read_quantization
 from llmc.errors import CheckpointError
 
@@ -113,6 +114,7 @@ def test_modules_of_gptq_may_have_bits_of_their_own(tmp_path: Path) -> None:
 
 def test_what_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
+    stored_weights._tell.cache_clear()
     tensors, _ = fp8(None).pack(drawn())
     named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
     named["model.layers.0.self_attn.k_scale"] = torch.tensor(1.0)
@@ -120,6 +122,8 @@ def test_what_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert set(got) == {f"{MODULE}.weight"}
     assert "fp8 quantizes activations too: here the weights alone are" in caplog.text
     assert "1 scales of the KV cache in the checkpoint are not used" in caplog.text
+    read_stored(tmp_path, named, fp8(None).config, torch.float32)
+    assert caplog.text.count("quantizes activations") == 1
 
 
 def without(suffix: str) -> Any:
