@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed: its ops cannot be
 PARTS = {"ops": 60, "prompts": 15, "tuning": 8, "linears": 10, "engine": 2}
 
 
-@pytest.mark.interpreted  # conftest.py starts them
+@pytest.mark.interpreted  # tests/conftest.py starts them
 @pytest.mark.parametrize("part", PARTS)
 def test_under_the_interpreter(part: str, background: Any) -> None:
     code, report = background.reports[part].result()
