@@ -30,8 +30,9 @@ from llmc.front.stream import Stream as Stream
 from llmc.front.watchdog import Watchdog
 from llmc.outputs import FinishReason, RequestOutput
 from llmc.sampling_params import SamplingParams
-from llmc.text.chat import Message, render_chat
+from llmc.text.chat import Message, Tool, check_tools, render_chat
 from llmc.text.tokenizer import Tokenizer
+from llmc.text.tools.tool_format import ToolFormat
 
 if TYPE_CHECKING:
     from llmc.start import ModelInfo, Phase, Started
@@ -180,6 +181,7 @@ class AsyncLLM:
         messages: Sequence[Message],
         sampling: SamplingParams,
         *,
+        tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -191,24 +193,34 @@ class AsyncLLM:
             ids = render_chat(
                 tokenizer,
                 messages,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template_kwargs=template_kwargs,
             )
             return self.inputs.process(ids, sampling)
 
+        source = await self._within_time(render)
+        await self._try_grammar(sampling)
+        return source
+
+    async def check_tools(self, tools: Sequence[Tool]) -> ToolFormat:
+        """How the model writes calls of tools; InvalidRequestError where it can't be told of
+        these."""
+        tokenizer = self.inputs.need_tokenizer("tools")
+        return await self._within_time(functools.partial(check_tools, tokenizer, tools))
+
+    async def _within_time(self, render: Callable[[], T]) -> T:
+        """Always in a worker: a template is a program, and may take its time."""
         try:
-            # Always in a worker: a template is a program, and may take its time.
             async with asyncio.timeout(RENDER_TIMEOUT_S):
-                source = await self._work(LONG_TEXT + 1, render)
+                return await self._work(LONG_TEXT + 1, render)
         except TimeoutError:
             raise InvalidRequestError(
                 f"the chat template took more than {RENDER_TIMEOUT_S:g} s on these messages",
                 param="messages",
                 code="chat_template_error",
             ) from None
-        await self._try_grammar(sampling)
-        return source
 
     @contextlib.asynccontextmanager
     async def submit(

@@ -27,7 +27,7 @@ from llmc.front.outputs import ActiveRequest, OutputProcessor
 from llmc.front.progress import GenerationProgress
 from llmc.outputs import BeamSearchOutput, RequestOutput
 from llmc.sampling_params import BeamSearchParams, SamplingParams
-from llmc.text.chat import Message, render_chat
+from llmc.text.chat import Message, Tool, render_chat
 from llmc.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params = None,
         *,
+        tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -125,7 +126,8 @@ class LLM:
         """Answer one conversation (a list of messages) or many (a list of those).
 
         As `generate`, with the model's chat template; without `sampling_params` the answer may
-        fill the context.
+        fill the context. `tools` (OpenAI's form) go to the template; calls stay in the answer's
+        text, as the model writes them.
         """
         chats = _conversations(messages)
         default = dataclasses.replace(self.get_default_sampling_params(), max_tokens=None)
@@ -134,6 +136,7 @@ class LLM:
         render = functools.partial(
             render_chat,
             self._inputs.need_tokenizer("messages"),
+            tools=tools,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
             template_kwargs=chat_template_kwargs,

@@ -63,6 +63,7 @@ class Completion:
                 stop=sampling.stop_strings,
                 include_stop=self._include_stop,
                 skip_special_tokens=sampling.skip_special_tokens,
+                shown_ids=source.shown_ids,
                 min_tokens=sampling.min_tokens,
             )
 

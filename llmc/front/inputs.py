@@ -55,6 +55,7 @@ class Input:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str | None = None  # only requests of the same salt share cached prefixes
+    shown_ids: frozenset[int] = frozenset()  # special tokens that the answer's text has in any case
 
     def salted(self, cache_salt: str | None) -> Input:
         admission.check_cache_salt(cache_salt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from starlette.requests import Request
 
 from llmc.async_llm import AsyncLLM, Stream
 from llmc.errors import InvalidRequestError
-from llmc.front.completion import PositionLogprobs
+from llmc.front.completion import CompletionDelta, PositionLogprobs
 from llmc.front.inputs import Input
 from llmc.sampling_params import SamplingParams
 from llmc.server import answer
@@ -19,6 +20,8 @@ from llmc.server.protocol import ChatBody, TokenizeBody
 from llmc.server.respond import Deltas, GenerationResponse
 from llmc.server.sampling import cache_salt, priority, sampling_params
 from llmc.server.structured import blaming
+from llmc.server.tools import ToolUse, delta_fields, message_fields, tool_use
+from llmc.text.tools.parse import ToolParser
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAY_LACK_CONTENT = ("assistant",)
@@ -40,9 +43,21 @@ async def create_chat_completion(request: Request) -> GenerationResponse:
     extra = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         extra["reasoning_effort"] = body.reasoning_effort
+    use = await tool_use(llm, body)
+    if use is not None and sampling.structured_outputs is not None:
+        raise InvalidRequestError(
+            "tools can't be combined with a grammar for the answer; leave one of them out, or "
+            "set tool_choice to none",
+            param="tools",
+        )
+    tools = () if use is None else use.tools
     with blaming(body):
-        source = await prepare_messages(llm, body, body.messages, sampling, extra)
-    call = ChatCall(llm, body, model, source.salted(cache_salt(request, body)))
+        source = await prepare_messages(llm, body, body.messages, sampling, extra, tools)
+    if use is not None:
+        source = dataclasses.replace(
+            source, shown_ids=use.shown_ids(llm.inputs.need_tokenizer("tools"))
+        )
+    call = ChatCall(llm, body, model, source.salted(cache_salt(request, body)), use)
     rank = priority(llm, body)
     return GenerationResponse(llm, call, state.settings, state.metrics, priority=rank)
 
@@ -53,12 +68,14 @@ async def prepare_messages(
     messages: Sequence[Mapping[str, Any]],
     sampling: SamplingParams,
     extra: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Input:
     for index, message in enumerate(messages):
         _check_message(f"messages[{index}]", message)
     return await llm.prepare_chat(
         messages,
         sampling,
+        tools=tools,
         # Said or not, a new turn can't begin inside the one that is continued.
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
@@ -78,13 +95,27 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
             f"{where}.content is missing; a message of role {role} needs text",
             param=f"{where}.content",
         )
+    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        raise InvalidRequestError(
+            f"{where}.tool_call_id must be the id of the call that this answers, "
+            f"got {message.get('tool_call_id')!r:.80}",
+            param=f"{where}.tool_call_id",
+        )
+    if role != "assistant" and message.get("tool_calls"):
+        raise InvalidRequestError(
+            f"{where}.tool_calls is for messages of role assistant", param=f"{where}.tool_calls"
+        )
 
 
 class ChatCall:
     """Writes down the answer of one chat call."""
 
-    def __init__(self, llm: AsyncLLM, body: ChatBody, model: str, source: Input) -> None:
+    def __init__(
+        self, llm: AsyncLLM, body: ChatBody, model: str, source: Input, use: ToolUse | None
+    ) -> None:
         self.sources: Sequence[Input] = [source]
+        self._use = use
+        self._parsers: list[ToolParser] = []  # of the choices of a stream with tools
         self.stream = body.stream
         self._tokenizer = llm.tokenizer
         self._top = (body.top_logprobs or 0) if body.logprobs else None
@@ -102,9 +133,34 @@ class ChatCall:
                 yield self._chunk(
                     stream, completion.index, {"role": "assistant", "content": ""}, (), (), None
                 )
+            if self._use is not None:
+                count = len(stream.requests[0].completions)
+                self._parsers = [self._use.parser(streams=True) for _ in range(count)]
         for _, delta in deltas:
+            if self._parsers:
+                yield from self._tool_chunks(stream, delta, self._parsers[delta.index])
+                continue
             content = {"content": delta.text} if delta.text else {}
             yield self._chunk(stream, delta.index, content, delta.token_ids, delta.logprobs, delta)
+
+    def _tool_chunks(
+        self, stream: Stream, delta: CompletionDelta, parser: ToolParser
+    ) -> Iterable[dict[str, Any]]:
+        """An event for the content and one for each piece of a call; what tokens say comes with
+        the first, and the end with the last."""
+        found = [parser.push(delta.text)]
+        if delta.finish_reason is not None:
+            found.append(parser.finish())
+        said = "".join(one.content for one in found)
+        events: list[dict[str, Any]] = [{"content": said}] if said else []
+        events += [{"tool_calls": [call]} for one in found for call in map(delta_fields, one.calls)]
+        if not events and (delta.finish_reason or self._top is not None or self._token_ids):
+            events.append({})
+        called = delta.finish_reason == "stop" and parser.num_calls > 0
+        for place, fields in enumerate(events):
+            tokens = (delta.token_ids, delta.logprobs) if place == 0 else ((), ())
+            last = delta if place == len(events) - 1 else None
+            yield self._chunk(stream, delta.index, fields, *tokens, last, called=called)
 
     def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
         if self._options is not None and self._options.include_usage:
@@ -114,12 +170,18 @@ class ChatCall:
         [request] = stream.requests
         choices = []
         for one in request.output().outputs:
-            message = {"role": "assistant", "content": one.text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": one.text, "refusal": None}
+            reason: str | None = one.finish_reason
+            if self._use is not None:
+                message["content"], calls = message_fields(self._use, one.text)
+                if calls:
+                    message["tool_calls"] = calls
+                    reason = "tool_calls" if reason == "stop" else reason
             choice = {
                 "index": one.index,
                 "message": message,
                 "logprobs": self._logprobs(one.token_ids, one.logprobs or ()),
-                "finish_reason": one.finish_reason,
+                "finish_reason": reason,
                 "stop_reason": one.stop_reason,
             }
             if self._token_ids:
@@ -139,13 +201,16 @@ class ChatCall:
         delta: dict[str, Any],
         token_ids: Sequence[int],
         logprobs: Sequence[PositionLogprobs],
-        end: Any,
+        end: CompletionDelta | None,
+        *,
+        called: bool = False,
     ) -> dict[str, Any]:
+        reason: str | None = end.finish_reason if end is not None else None
         choice = {
             "index": index,
             "delta": delta,
             "logprobs": self._logprobs(token_ids, logprobs) if token_ids else None,
-            "finish_reason": end.finish_reason if end is not None else None,
+            "finish_reason": "tool_calls" if reason and called else reason,
         }
         if end is not None and end.finish_reason is not None:
             choice["stop_reason"] = end.stop_reason

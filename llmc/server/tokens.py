@@ -16,6 +16,7 @@ from llmc.server.chat import prepare_messages
 from llmc.server.errors import json_response
 from llmc.server.models import model_name
 from llmc.server.protocol import DetokenizeBody, TokenizeBody
+from llmc.server.tools import template_tools
 
 ONE_TOKEN = SamplingParams(max_tokens=1)
 
@@ -33,7 +34,8 @@ async def tokenize(request: Request) -> Response:
     else:
         assert body.messages is not None, "one of the two is there"
         extra = body.chat_template_kwargs or {}
-        source = await prepare_messages(llm, body, body.messages, ONE_TOKEN, extra)
+        tools = template_tools(body.tools)
+        source = await prepare_messages(llm, body, body.messages, ONE_TOKEN, extra, tools)
         tokens = source.prompt_token_ids
     answer: dict[str, Any] = {
         "count": len(tokens),

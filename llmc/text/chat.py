@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
 
 from llmc.errors import InvalidRequestError
 from llmc.text.tokenizer import Tokenizer, check_text
+from llmc.text.tools.history import with_arguments
+from llmc.text.tools.learn import learn_format
+from llmc.text.tools.tool_format import ToolFormat
 
 Message = Mapping[str, Any]
+Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 
 # What chat_template_kwargs may not set.
 RESERVED = frozenset(
@@ -39,6 +44,7 @@ def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
+    tools: Sequence[Tool] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -58,6 +64,15 @@ def render_chat(
         )
     parts = _reads_parts_alone(tokenizer, tokenizer.chat_template)
     conversation = [_flat(index, message, parts) for index, message in enumerate(messages)]
+    if any("tool_calls" in message for message in conversation):
+        form = tool_format(tokenizer)
+        as_text = form is not None and form.arguments_as_text
+        conversation = [
+            with_arguments(f"messages[{index}]", message, as_text=as_text)
+            for index, message in enumerate(conversation)
+        ]
+    if tools:
+        check_tools(tokenizer, tools)
     if not conversation:
         raise InvalidRequestError("messages must not be empty", param="messages")
     extra = dict(template_kwargs or {})
@@ -67,7 +82,10 @@ def render_chat(
         )
     extra["add_generation_prompt"] = add_generation_prompt
     extra["continue_final_message"] = continue_final_message
-    if _spells_control_token(tokenizer, conversation) and can_sanitize(tokenizer.hf):
+    extra["tools"] = list(tools) if tools else None
+    if _spells_control_token(tokenizer, [conversation, extra["tools"]]) and can_sanitize(
+        tokenizer.hf
+    ):
         # Transformers marks the text while rendering, so it must tokenize too.
         with tokenizer.isolated() as hf:
             ids = _apply(hf, conversation, tokenize=True, sanitize_control_tokens=True, **extra)
@@ -88,6 +106,47 @@ def _apply(hf: Any, conversation: list[dict[str, Any]], **options: Any) -> Any:
             param="messages",
             code="chat_template_error",
         ) from exc
+
+
+def check_tools(tokenizer: Tokenizer, tools: Sequence[Tool]) -> ToolFormat:
+    """The format of the calls; InvalidRequestError where these tools can't go to the template."""
+    form = tool_format(tokenizer)
+    if form is None:
+        raise InvalidRequestError(
+            "this model's chat template has no tools, or writes calls in a way that llmc can't "
+            "learn; leave tools out",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    try:
+        text = json.dumps([dict(tool) for tool in tools], ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise InvalidRequestError(
+            f"tools must be a list of JSON objects: {str(exc)[:200]}", param="tools"
+        ) from exc
+    check_text(text, "tools")
+    return form
+
+
+def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
+    """How the model writes calls of tools, learned once; None where its template has none."""
+    template = tokenizer.chat_template
+    return None if template is None else _learned(tokenizer, template)
+
+
+@functools.lru_cache(maxsize=8)
+def _learned(tokenizer: Tokenizer, template: str) -> ToolFormat | None:
+    parts = _reads_parts_alone(tokenizer, template)
+
+    def render(messages: Sequence[Message], tools: Sequence[Tool]) -> str | None:
+        flat = [_flat(index, message, parts) for index, message in enumerate(messages)]
+        try:
+            text: str = _apply(tokenizer.hf, flat, tools=list(tools), tokenize=False)
+        except InvalidRequestError:
+            return None
+        return text
+
+    return learn_format(render, tokenizer.special_texts)
 
 
 @functools.lru_cache(maxsize=8)
@@ -120,9 +179,16 @@ def _flat(index: int, message: Message, parts: bool) -> dict[str, Any]:
             f"{where}.role must be a name such as user or assistant, got {role!r:.80}",
             param=f"{where}.role",
         )
-    flat = dict(message)
+    # A null, or no calls, is the same as nothing; templates ask whether the key is there.
+    flat = {
+        key: value
+        for key, value in message.items()
+        if key == "content" or not (value is None or (key == "tool_calls" and value == []))
+    }
     content = message.get("content")
     if content is None:
+        if "tool_calls" in flat:
+            flat["content"] = [] if parts else ""
         return flat
     if isinstance(content, str):
         texts = [content]
@@ -152,16 +218,19 @@ def _part(where: str, part: Any) -> str:
     )
 
 
-def _spells_control_token(tokenizer: Tokenizer, conversation: list[dict[str, Any]]) -> bool:
-    texts = [value for message in conversation for value in message.values()]
-    parts = [m["content"] for m in conversation if isinstance(m.get("content"), list)]
-    texts += [part["text"] for content in parts for part in content]
-    return any(
-        special in text
-        for text in texts
-        if isinstance(text, str)
-        for special in tokenizer.special_texts
-    )
+def _spells_control_token(tokenizer: Tokenizer, given: Any) -> bool:
+    return any(special in text for text in _texts(given) for special in tokenizer.special_texts)
+
+
+def _texts(given: Any) -> Iterator[str]:
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, Mapping):
+        for value in given.values():
+            yield from _texts(value)
+    elif isinstance(given, list | tuple):
+        for value in given:
+            yield from _texts(value)
 
 
 def can_sanitize(hf: Any) -> bool:

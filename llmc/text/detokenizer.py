@@ -32,10 +32,17 @@ class IncrementalDecoder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, context: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        context: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = frozenset[int]()
+        if skip_special_tokens:
+            self._skipped = tokenizer.special_ids - shown_ids
         self._window = [i for i in context[-CONTEXT_TOKENS:] if i not in tokenizer.special_ids]
         self._read = len(self._window)
 
@@ -131,10 +138,14 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),  # of special tokens that are never skipped
         min_tokens: int = 0,
     ) -> None:
         self._decoder = IncrementalDecoder(
-            tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens
+            tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=skip_special_tokens,
+            shown_ids=shown_ids,
         )
         self._finder = StopFinder(stop, include=include_stop)
         self._tokens_before_stop = min_tokens  # stop strings don't count in the first ones

@@ -163,7 +163,7 @@ BAD: list[tuple[str, str, bytes, int, str | None, str | None]] = [
     ("23 1 MB", COMPLETIONS, prompt(stop="x" * 2**20), 400, None, "stop"),
     ("23 number", COMPLETIONS, prompt(stop=3), 400, None, "stop"),
     ("24 format", CHAT, messages(response_format={"type": "json_object"}), 400, None, None),
-    ("27 tools", CHAT, messages(tools=[{"type": "function"}]), 400, None, "tools"),
+    ("27 tools", CHAT, messages(tools=[{"type": "function"}]), 400, None, "tools[0].function"),
     ("27 choice", CHAT, messages(tool_choice="required"), 400, None, "tool_choice"),
     ("29 template", CHAT, messages(chat_template="{{ 1 }}"), 400, None, "chat_template"),
     (

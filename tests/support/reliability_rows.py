@@ -12,6 +12,7 @@ _BAD = "server/test_server_bad_requests.py"
 _WIRE = "server/test_server_transport.py"
 _PROCESSES = "server/test_server_processes.py"
 _WORKERS = "server/test_server_workers.py"
+_TOOLS = "server/test_server_tools.py"
 _HERE = "server/test_server_reliability.py"
 _STORM = "server/test_server_storm.py"
 _SOAK = "e2e/test_soak.py::test_a_short_soak"
@@ -33,7 +34,11 @@ ELSEWHERE: dict[int, tuple[str, ...]] = {
         "structured/test_grammars.py::test_a_crash_refuses_the_grammar_and_nothing_else",
     ),
     26: (f"{_HERE}::test_only_so_many_grammars_are_kept",),
-    27: (_TABLE,),
+    27: (_TABLE, f"{_TOOLS}::test_wrong_fields_are_named"),
+    28: (
+        "front/test_tools.py::test_a_broken_call_stays_content",
+        f"{_TOOLS}::test_what_is_no_call_stays_content",
+    ),
     30: (f"{_HERE}::test_template_that_misbehaves",),
     33: (_TABLE, f"{_HERE}::test_two_requests_of_one_id_are_both_served"),
     34: (_TABLE, f"{_WIRE}::test_bodies"),
@@ -108,8 +113,6 @@ ELSEWHERE: dict[int, tuple[str, ...]] = {
 }
 
 LEFT_OUT: dict[int, str] = {
-    27: "tools are refused by name; what they may say is for the day when they are served",
-    28: "the server parses no tool calls, so nothing that a model says is read as one",
     30: "a template that computes for ever: 400 after 5 s, but Python can't stop its thread; "
     "templates come with the model, whose owner is trusted",
     35: "there are no adapters to load; the probes see that nothing answers to their names",

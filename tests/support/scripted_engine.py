@@ -8,7 +8,7 @@ token, and then (with ignore_eos) the reply again.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,9 @@ CHAT_TEMPLATE = (
 VOCAB_WIDTH = 400  # of the logits: wider than the tokenizer, as padded checkpoints are
 
 
-def make_hf_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Any:
+def make_hf_tokenizer(
+    chat_template: str | None = CHAT_TEMPLATE, special_tokens: Sequence[str] = ()
+) -> Any:
     """Byte-level BPE with few merges, so that characters are split over tokens."""
     rust = RustTokenizer(models.BPE())
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,9 +57,11 @@ def make_hf_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Any:
     rust.train_from_iterator(
         ["the quick brown fox says hello world one two three four"] * 4, trainer
     )
-    return PreTrainedTokenizerFast(
+    hf = PreTrainedTokenizerFast(
         tokenizer_object=rust, bos_token=BOS, eos_token=EOS, chat_template=chat_template
     )
+    hf.add_tokens(list(special_tokens), special_tokens=True)
+    return hf
 
 
 class ScriptedRunner:
@@ -66,6 +70,7 @@ class ScriptedRunner:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._rows: dict[int, tuple[Any, list[int]]] = {}
+        self.scripts = dict(SCRIPTS)
         self.delay_s = 0.0
         self.fail_next: Exception | None = None
         self.nan_word: str | None = None
@@ -108,7 +113,7 @@ class ScriptedRunner:
         prompt = self._tokenizer.decode(tokens[: new.num_prompt_tokens], skip_special_tokens=False)
         if self.nan_word is not None and self.nan_word in prompt:
             return None, None
-        reply = next((text for word, text in SCRIPTS.items() if word in prompt), REPLY)
+        reply = next((text for word, text in self.scripts.items() if word in prompt), REPLY)
         script = [*self._tokenizer.encode(reply), self._tokenizer.eos_token_id]
         token = script[(len(tokens) - new.num_prompt_tokens) % len(script)]
         tokens.append(token)
@@ -179,9 +184,10 @@ def make_scripted(
     max_num_seqs: int = 4,
     max_num_queued: int | None = None,
     chat_template: str | None = CHAT_TEMPLATE,
+    special_tokens: Sequence[str] = (),
     **info: Any,
 ) -> Scripted:
-    tokenizer = Tokenizer(make_hf_tokenizer(chat_template))
+    tokenizer = Tokenizer(make_hf_tokenizer(chat_template, special_tokens))
     model = ScriptedInfo(**info)
     runner = ScriptedRunner(tokenizer)
     engine = EngineCore(

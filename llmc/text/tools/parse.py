@@ -1,0 +1,268 @@
+"""An answer's text -> its content and its calls, while it comes, as the ToolFormat says.
+
+The text is gone over once; only the head of what turns out to be no call is read again, and that
+is at most MAX_HEAD letters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmc.text.tools.arguments import decoded, from_literal, from_text
+from llmc.text.tools.reader import Reader, Steps
+from llmc.text.tools.tool_format import ToolFormat, first_word
+
+MAX_HEAD = 1024
+_NAME = re.compile(r"[A-Za-z0-9_-]*")
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """News of one call: the first has the id and the name."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What more text brought."""
+
+    content: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+
+class ToolParser:
+    """Reads one answer. With `streams`, arguments are told while they come; else whole calls are,
+    and what turns out to be broken stays content.
+
+    `tools`: the parameters' schema of each function that may be called, by name. Without
+    `parallel` there is one call at most, and what follows it is left out.
+    """
+
+    def __init__(
+        self,
+        form: ToolFormat,
+        tools: Mapping[str, Mapping[str, Any]],
+        *,
+        streams: bool,
+        parallel: bool = True,
+    ) -> None:
+        self.num_calls = 0
+        self._form = form
+        self._tools = tools
+        self._streams = streams
+        self._parallel = parallel
+        self._in = Reader()
+        self._out = Delta()
+        self._space = ""  # of content, told when more content follows
+        self._is_told = False  # the call at hand, at least its name
+        self._name = ""
+        self._arguments = ""
+        self._steps = self._answer()
+
+    def push(self, text: str) -> Delta:
+        self._in.text += text
+        return self._go_on()
+
+    def finish(self) -> Delta:
+        """The text has ended: nothing is held back any more."""
+        self._in.closed = True
+        return self._go_on()
+
+    def _go_on(self) -> Delta:
+        next(self._steps, None)
+        out, self._out = self._out, Delta()
+        return out
+
+    # ---- content ----
+
+    def _answer(self) -> Generator[None, None, None]:
+        trigger = "" if self._form.is_anchored else self._form.trigger
+        if not trigger:  # then at the beginning, or not at all
+            yield from self._in.skip_space()
+            self._say(self._in.at)
+            yield from self._section()
+        while True:
+            start = self._in.text.find(trigger) if trigger else -1
+            if start >= 0:
+                self._say(start)
+                yield from self._section()
+                continue
+            self._say(len(self._in.text) - _half_of(trigger, self._in.text))
+            if self._in.closed:
+                self._say(len(self._in.text))
+                if not self.num_calls:
+                    self._out.content += self._space
+                return
+            yield
+
+    def _say(self, end: int) -> None:
+        """What is before `end` is content; white space waits for what it is before."""
+        text = self._space + self._in.text[:end]
+        self._in.at = end
+        self._in.drop()
+        told = text.rstrip()
+        self._space = text[len(told) :]
+        if not self._is_over:
+            self._out.content += told
+
+    @property
+    def _is_over(self) -> bool:
+        return not self._parallel and self.num_calls > 0
+
+    # ---- calls ----
+
+    def _section(self) -> Generator[None, None, None]:
+        """Calls, from the first one's beginning on."""
+        form = self._form
+        begin = form.section_begin + form.call_begin
+        while (yield from self._call(begin)):
+            yield from self._in.skip(form.call_end)
+            self._in.drop()
+            begin = (form.between or "") + form.call_begin
+            if form.between is None or not begin.strip():
+                break
+            if not (yield from self._in.comes(begin, read=False)):
+                break
+        else:
+            return
+        yield from self._in.skip(form.section_end)
+        self._in.drop()
+
+    def _call(self, begin: str) -> Steps:
+        """One call; whether it was one. If not, its text is content."""
+        self._is_told, self._name, self._arguments = False, "", ""
+        read = {"object": self._object, "named": self._named, "keyed": self._keyed}
+        is_whole = (yield from self._in.match(begin)) and (yield from read[self._form.kind]())
+        if is_whole and isinstance(decoded(self._arguments), dict):
+            if not self._is_told:
+                self._tell(self._arguments)
+            self.num_calls += 1
+            self._space = ""
+            self._in.drop()
+            return True
+        if self._is_told:  # it can't be taken back
+            self.num_calls += 1
+            self._in.drop()
+            return False
+        num_read = self._in.put_back()
+        self._say(num_read if num_read > MAX_HEAD else min(num_read, len(first_word(begin)) or 1))
+        return False
+
+    def _object(self) -> Steps:
+        form, text = self._form, self._in
+        arguments = None
+        if not (yield from text.match("{")):
+            return False
+        is_empty = yield from text.comes("}")
+        while not is_empty:
+            key = decoded((yield from text.value()))
+            if not isinstance(key, str) or not (yield from text.match(":")):
+                return False
+            if key == form.arguments_key and arguments is None:
+                arguments = yield from text.value(self._stream if self._name else None)
+            else:
+                value = decoded((yield from text.value()))
+                if key == form.name_key and not self._is_known(value):
+                    return False
+            if (yield from text.comes("}")):
+                break
+            if not (yield from text.match(",")):
+                return False
+        if arguments is None or arguments == "null":
+            arguments = "{}"
+        elif arguments.startswith('"'):
+            arguments = decoded(arguments)
+        self._arguments = str(arguments)
+        return bool(self._name)
+
+    def _named(self) -> Steps:
+        if not (yield from self._known_name()):
+            return False
+        yield from self._in.skip_space()
+        if not self._in.text.startswith("{", self._in.at):
+            return False
+        self._arguments = yield from self._in.value(self._stream)
+        return True
+
+    def _keyed(self) -> Steps:
+        form, text = self._form, self._in
+        if not (yield from self._known_name()):
+            return False
+        properties = self._tools[self._name].get("properties")
+        schemas = properties if isinstance(properties, Mapping) else {}
+        end = first_word(form.call_end) or first_word(form.section_end)
+        parts: list[str] = []
+        while not (yield from text.comes(end, read=False)):
+            separator = form.value_sep if parts else ""
+            if not (yield from text.match(separator + form.key_begin)):
+                return False
+            key = yield from text.until(form.key_end)
+            value = None if key is None else (yield from self._keyed_value(schemas, key.strip()))
+            if key is None or value is None:
+                return False
+            name = json.dumps(key.strip(), ensure_ascii=False)
+            parts.append(f"{', ' if parts else '{'}{name}: {value}")
+            self._stream(parts[-1])
+        parts.append("}" if parts else "{}")
+        self._stream(parts[-1])
+        self._arguments = "".join(parts)
+        return True
+
+    def _keyed_value(
+        self, schemas: Mapping[str, Any], key: str
+    ) -> Generator[None, None, str | None]:
+        form, text = self._form, self._in
+        if form.values_are_json:
+            value = from_literal((yield from text.value()))
+            return value if (yield from text.match(form.value_end)) else None
+        written = yield from text.until(form.value_end)
+        if written is None:
+            return None
+        # The white space that the template itself writes around a value is no part of it.
+        before = form.key_end[len(form.key_end.rstrip()) :]
+        after = form.value_end[: len(form.value_end) - len(form.value_end.lstrip())]
+        return from_text(written.removeprefix(before).removesuffix(after), schemas.get(key))
+
+    def _known_name(self) -> Steps:
+        yield from self._in.skip_space()
+        name = yield from self._in.run(_NAME)
+        return self._is_known(name) and (yield from self._in.match(self._form.middle))
+
+    def _is_known(self, name: object) -> bool:
+        if isinstance(name, str) and name in self._tools and not self._name:
+            self._name = name
+        return bool(self._name) and self._name == name
+
+    # ---- what is told of a call ----
+
+    def _stream(self, text: str) -> None:
+        if self._streams:
+            self._tell(text)
+
+    def _tell(self, text: str) -> None:
+        if self._is_over:
+            return
+        index, calls = self.num_calls, self._out.calls
+        if not self._is_told:
+            self._is_told, self._space = True, ""
+            calls.append(CallDelta(index, id=f"call_{uuid.uuid4().hex[:24]}", name=self._name))
+        if not calls or calls[-1].index != index or calls[-1].name is not None:
+            calls.append(CallDelta(index))
+        calls[-1].arguments += text
+
+
+def _half_of(trigger: str, text: str) -> int:
+    """Length of the longest end of `text` that may become the trigger."""
+    for length in range(min(len(trigger) - 1, len(text)), 0, -1):
+        if text.endswith(trigger[:length]):
+            return length
+    return 0

@@ -1,0 +1,149 @@
+"""Reads text that comes in pieces: each step waits (yields) for the text that it needs.
+
+So what is read does not depend on where the text was cut. White space between the parts of a
+literal is ignored: models write it as they like.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+
+from llmc.text.tools.tool_format import ANY_ID
+
+_ID = re.compile(r"[\w.:-]*")
+_OUTSIDE = re.compile(r'[^"{}\[\]]*')  # of a string in JSON
+_INSIDE = re.compile(r'[^"\\]*')
+_SCALAR = re.compile(r"[^\s,\]})]*")
+
+Steps = Generator[None, None, bool]
+
+
+class Reader:
+    """`text` from `at` on is not read yet; `cut_off` holds what was read of the call at hand and
+    is no longer in `text`."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.closed = False
+        self.cut_off: list[str] = []
+
+    def drop(self) -> None:
+        """What was read is not asked for again."""
+        self.text, self.at, self.cut_off = self.text[self.at :], 0, []
+
+    def cut(self) -> None:
+        """What was read is put away, so that a long text costs what it adds."""
+        self.cut_off.append(self.text[: self.at])
+        self.text, self.at = self.text[self.at :], 0
+
+    def put_back(self) -> int:
+        """Begin again where `drop` left off; returns how much had been read."""
+        read = "".join(self.cut_off)
+        num_read = len(read) + self.at
+        self.text, self.at, self.cut_off = read + self.text, 0, []
+        return num_read
+
+    def more(self) -> Steps:
+        """Waits until there is a letter to read; False when the text has ended."""
+        while self.at >= len(self.text):
+            if self.closed:
+                return False
+            yield
+        return True
+
+    def skip_space(self) -> Generator[None, None, None]:
+        while (yield from self.more()) and self.text[self.at].isspace():
+            self.at += 1
+
+    def match(self, literal: str) -> Steps:
+        for letter in literal:
+            if letter.isspace():
+                continue
+            yield from self.skip_space()
+            if letter == ANY_ID:
+                yield from self.run(_ID)
+            elif self.text.startswith(letter, self.at):
+                self.at += 1
+            else:
+                return False
+        return True
+
+    def comes(self, literal: str, *, read: bool = True) -> Steps:
+        """Whether `literal` comes next; it is read then, unless told otherwise."""
+        at = self.at
+        found = yield from self.match(literal)
+        if not (found and read):
+            self.at = at
+        return found
+
+    def skip(self, literal: str) -> Generator[None, None, None]:
+        """Reads `literal` if it comes next, also if the text ends inside it."""
+        at = self.at
+        if not (yield from self.match(literal)) and self.at < len(self.text):
+            self.at = at
+
+    def run(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+        """The longest run of letters that `pattern` allows."""
+        parts = []
+        while (yield from self.more()):
+            found = pattern.match(self.text, self.at)
+            assert found is not None, "these patterns match nothing too"
+            parts.append(found[0])
+            self.at = found.end()
+            if self.at < len(self.text):
+                break
+        return "".join(parts)
+
+    def until(self, literal: str) -> Generator[None, None, str | None]:
+        """The text before `literal`, which is read too; None where it does not come."""
+        wanted = literal.strip()
+        parts: list[str] = []
+        while True:
+            found = self.text.find(wanted, self.at)
+            if found >= 0:
+                parts.append(self.text[self.at : found])
+                self.at = found + len(wanted)
+                return "".join(parts)
+            if self.closed:
+                return None
+            safe = max(self.at, len(self.text) - len(wanted) + 1)
+            parts.append(self.text[self.at : safe])
+            self.at = safe
+            self.cut()
+            yield
+
+    def value(self, tell: Callable[[str], None] | None = None) -> Generator[None, None, str]:
+        """A JSON value as it is written, "" where none begins. An object is also told to `tell`
+        while it comes."""
+        yield from self.skip_space()
+        if not (yield from self.more()):
+            return ""
+        first = self.text[self.at]
+        if first not in '{["':
+            return (yield from self.run(_SCALAR))
+        parts: list[str] = []
+        depth, in_string = 0, False
+        while (yield from self.more()):
+            found = (_INSIDE if in_string else _OUTSIDE).match(self.text, self.at)
+            assert found is not None, "these patterns match nothing too"
+            begin, self.at = self.at, found.end()
+            letter = self.text[self.at : self.at + 1]
+            if letter:
+                self.at += 1
+            if letter == "\\":
+                yield from self.more()
+                self.at = min(self.at + 1, len(self.text))  # whatever it is, it is inside
+            elif letter == '"':
+                in_string = not in_string
+            elif letter:
+                depth += 1 if letter in "{[" else -1
+            parts.append(self.text[begin : self.at])
+            if tell is not None and first == "{":
+                tell(parts[-1])
+            if letter and not in_string and depth <= 0:
+                break
+            if self.at >= len(self.text):
+                self.cut()
+        return "".join(parts)
