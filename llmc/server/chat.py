@@ -20,7 +20,13 @@ from llmc.server.protocol import ChatBody, TokenizeBody
 from llmc.server.respond import Deltas, GenerationResponse
 from llmc.server.sampling import cache_salt, priority, sampling_params
 from llmc.server.structured import blaming
-from llmc.server.tools import ToolUse, delta_fields, message_fields, tool_use
+from llmc.server.tools import (
+    ToolUse,
+    blaming_tools,
+    delta_fields,
+    message_fields,
+    tool_use,
+)
 from llmc.text.tools.parse import ToolParser
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -50,13 +56,14 @@ async def create_chat_completion(request: Request) -> GenerationResponse:
             "set tool_choice to none",
             param="tools",
         )
-    tools = () if use is None else use.tools
-    with blaming(body):
-        source = await prepare_messages(llm, body, body.messages, sampling, extra, tools)
-    if use is not None:
-        source = dataclasses.replace(
-            source, shown_ids=use.shown_ids(llm.inputs.need_tokenizer("tools"))
-        )
+    if use is None:
+        with blaming(body):
+            source = await prepare_messages(llm, body, body.messages, sampling, extra)
+    else:
+        with blaming_tools():
+            sampling = dataclasses.replace(sampling, structured_outputs=use.grammar)
+            source = await prepare_messages(llm, body, body.messages, sampling, extra, use.tools)
+        source = use.applied(source, llm.inputs.need_tokenizer("tools"))
     call = ChatCall(llm, body, model, source.salted(cache_salt(request, body)), use)
     rank = priority(llm, body)
     return GenerationResponse(llm, call, state.settings, state.metrics, priority=rank)

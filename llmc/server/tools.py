@@ -5,15 +5,20 @@ tools, tool_choice, parallel_tool_calls -> ToolUse -> one parser for each choice
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from llmc.async_llm import AsyncLLM
 from llmc.errors import InvalidRequestError
+from llmc.front.inputs import Input
 from llmc.server.protocol import ChatBody, ToolBody
+from llmc.structured_outputs import StructuredOutputs
 from llmc.text.tokenizer import Tokenizer
+from llmc.text.tools.grammar import call_grammar
 from llmc.text.tools.parse import CallDelta, ToolParser
 from llmc.text.tools.tool_format import ToolFormat
 
@@ -29,14 +34,15 @@ class ToolUse:
     tools: Sequence[Mapping[str, Any]]  # as the template takes them
     schemas: Mapping[str, Mapping[str, Any]]  # of the parameters, by the function's name
     parallel: bool
+    grammar: StructuredOutputs | None  # of an answer that must call
 
     def parser(self, *, streams: bool) -> ToolParser:
         return ToolParser(self.form, self.schemas, streams=streams, parallel=self.parallel)
 
-    def shown_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Special tokens that mark calls, so that the parser has to see them."""
-        markers = self.form.marker_tokens(tokenizer.special_texts)
-        return frozenset(tokenizer.hf.convert_tokens_to_ids(list(markers)))
+    def applied(self, source: Input, tokenizer: Tokenizer) -> Input:
+        """With the special tokens that mark calls in the text, so that the parser sees them."""
+        shown = frozenset(_marks(self.form, tokenizer).values())
+        return dataclasses.replace(source, shown_ids=shown)
 
 
 async def tool_use(llm: AsyncLLM, body: ChatBody) -> ToolUse | None:
@@ -46,15 +52,29 @@ async def tool_use(llm: AsyncLLM, body: ChatBody) -> ToolUse | None:
     name = _check_choice(choice, [tool["function"]["name"] for tool in tools])
     if not tools or choice == "none":
         return None
-    if choice != "auto":
-        raise InvalidRequestError(
-            f"tool_choice {name or choice!r} is not supported by this server; use auto",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
     form = await llm.check_tools(tools)
     schemas = {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}
-    return ToolUse(form=form, tools=tools, schemas=schemas, parallel=body.parallel_tool_calls)
+    parallel = body.parallel_tool_calls and name is None
+    grammar = None
+    if choice != "auto":
+        marks = _marks(form, llm.inputs.need_tokenizer("tools"))
+        wanted = schemas if name is None else {name: schemas[name]}
+        with blaming_tools():
+            text = call_grammar(form, wanted, marks, parallel=parallel)
+            grammar = StructuredOutputs(grammar=text)
+    return ToolUse(form=form, tools=tools, schemas=schemas, parallel=parallel, grammar=grammar)
+
+
+@contextmanager
+def blaming_tools() -> Iterator[None]:
+    """Errors about the grammar of an answer that must call name the field that it comes from."""
+    try:
+        yield
+    except InvalidRequestError as exc:
+        if (exc.param or "").startswith("structured_outputs"):
+            text = str(exc).replace(str(exc.param), "tools", 1)
+            raise InvalidRequestError(text, param="tools", code=exc.code) from exc
+        raise
 
 
 def template_tools(given: Sequence[ToolBody] | None) -> list[dict[str, Any]]:
@@ -81,6 +101,12 @@ def template_tools(given: Sequence[ToolBody] | None) -> list[dict[str, Any]]:
             f"tools have {size} bytes; the limit is {MAX_TOOL_BYTES}", param="tools"
         )
     return tools
+
+
+def _marks(form: ToolFormat, tokenizer: Tokenizer) -> dict[str, int]:
+    """The format's special tokens, with their ids."""
+    texts = list(form.marker_tokens(tokenizer.special_texts))
+    return dict(zip(texts, tokenizer.hf.convert_tokens_to_ids(texts), strict=True))
 
 
 def _check_choice(choice: str | dict[str, Any], names: Sequence[str]) -> str | None:

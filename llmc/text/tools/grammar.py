@@ -1,0 +1,164 @@
+"""The grammar of an answer that must call: in the model's own format, by the tools' schemas.
+
+Lark, as llguidance reads it: marks that are special tokens stand as <[id]>, schemas as %json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llmc.errors import InvalidRequestError
+from llmc.text.tools.arguments import is_text
+from llmc.text.tools.tool_format import ANY_ID, ToolFormat
+
+MAX_CALLS = 16  # in an answer
+_WHITE_SPACE = r"(\n[ ]{0,16}|[ ])?"
+# What a schema may say of arguments that are written key by key, apart from notes.
+_OF_KEYS = {"type", "properties", "required", "additionalProperties"}
+_NOTES = {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
+_DEFINITIONS = ("$defs", "definitions")
+# What can't be asked of a text that stands without quotes.
+_OF_TEXT = ("pattern", "format")
+
+
+def call_grammar(
+    form: ToolFormat,
+    tools: Mapping[str, Mapping[str, Any]],
+    special: Mapping[str, int],
+    *,
+    parallel: bool,
+) -> str:
+    """`tools`: the schemas of the functions to choose from, by name. `special`: the ids of the
+    special tokens that the format has."""
+    return _Writer(form, special).grammar(tools, parallel=parallel)
+
+
+class _Writer:
+    def __init__(self, form: ToolFormat, special: Mapping[str, int]) -> None:
+        self._form = form
+        self._special = special
+        marks = sorted(map(re.escape, special), key=len, reverse=True)
+        self._splitter = re.compile("|".join((*marks, re.escape(ANY_ID))))
+        self._rules: list[str] = []
+
+    def grammar(self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> str:
+        form = self._form
+        # What separates the calls from content before them need not be there.
+        begin = form.section_begin + form.call_begin
+        space = begin[: len(begin) - len(begin.lstrip())]
+        start = [f"{self._literal(space)}?" if space else "", self._literal(begin.lstrip()), "call"]
+        if parallel and form.between is not None and form.between + form.call_begin:
+            again = self._literal(form.call_end + form.between + form.call_begin)
+            start.append(f"({again} call){{0,{MAX_CALLS - 1}}}")
+        start.append(self._literal(form.call_end + form.section_end))
+        names = [self._call(index, *tool) for index, tool in enumerate(tools.items())]
+        self._rules.insert(0, "start: " + " ".join(filter(None, start)))
+        self._rules.insert(1, f"call: {' | '.join(names)}")
+        return "\n".join(("%llguidance {}", *self._rules, ""))
+
+    def _call(self, index: int, name: str, schema: Mapping[str, Any]) -> str:
+        form, rule = self._form, f"call_{index}"
+        # No parameters are no arguments.
+        schema = {"type": "object", **(schema or {"additionalProperties": False})}
+        if form.kind == "object":
+            keys = [
+                json.dumps(key, ensure_ascii=False) for key in (form.name_key, form.arguments_key)
+            ]
+            begin = f"{{{keys[0]}: {json.dumps(name)}, {keys[1]}: "
+            parts = [self._literal(begin), _json(schema), self._literal("}")]
+        else:
+            parts = [self._literal(name + form.middle)]
+            parts.append(_json(schema) if form.kind == "named" else self._keys(rule, name, schema))
+        self._rules.append(f"{rule}: {' '.join(filter(None, parts))}")
+        return rule
+
+    def _keys(self, rule: str, name: str, schema: Mapping[str, Any]) -> str:
+        """Arguments key by key, in the schema's order; those that are not required may lack."""
+        unknown = sorted(schema.keys() - _OF_KEYS - _NOTES - set(_DEFINITIONS))
+        if unknown:
+            raise _fail(
+                f"the parameters of {name} have {unknown[0]!r:.80}, which can't be followed"
+            )
+        given, needed = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(given, Mapping) or not isinstance(needed, list):
+            raise _fail(f"the parameters of {name} are no JSON schema")
+        properties = {**given, **{str(key): {} for key in needed if key not in given}}
+        definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+        separator = self._literal(self._form.value_sep)
+        # `none`: no key has been written yet; `some`: others come before.
+        for index, (key, one) in enumerate(properties.items()):
+            pair, here = f"{rule}_pair_{index}", f"{rule}_%s_{index}"
+            following = f"{rule}_some_{index + 1}"
+            self._rules.append(f"{pair}: {' '.join(self._pair(pair, key, one, definitions))}")
+            optional = key not in needed
+            skip = f" | {rule}_none_{index + 1}" if optional else ""
+            self._rules.append(f"{here % 'none'}: {pair} {following}{skip}")
+            self._rules.append(
+                f"{here % 'some'}: ({separator} {pair}){'?' if optional else ''} {following}"
+            )
+        for kind in ("none", "some"):
+            self._rules.append(f'{rule}_{kind}_{len(properties)}: ""')
+        return f"{rule}_none_0"
+
+    def _pair(
+        self, rule: str, key: str, schema: object, definitions: Mapping[str, Any]
+    ) -> Iterator[str]:
+        form = self._form
+        yield f"{self._literal(form.key_begin)} {_text(key)} {self._literal(form.key_end)}"
+        if form.values_are_json or not is_text(schema):
+            bound = {**schema, **definitions} if isinstance(schema, Mapping) else schema
+            yield _json(bound)
+            yield self._literal(form.value_end)
+            return
+        assert isinstance(schema, Mapping), "is_text has looked"
+        choices = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(choices, list):
+            texts = [_text(one) for one in choices if isinstance(one, str)]
+            yield f"({' | '.join(texts)})"
+            yield self._literal(form.value_end)
+            return
+        for word in _OF_TEXT:
+            if word in schema:
+                raise _fail(f"{key!r:.80} has {word!r}, which its text can't be held to")
+        bounds = [schema.get("minLength", 0), schema.get("maxLength", "")]
+        if not all(one == "" or (type(one) is int and one >= 0) for one in bounds):
+            raise _fail(f"{key!r:.80} has bounds of its length that are no numbers")
+        # The template's own white space comes before what ends the value, as always.
+        space = form.value_end[: len(form.value_end) - len(form.value_end.lstrip())]
+        after = "".join(f"\\x{ord(letter):02x}" for letter in space)
+        end = _text(form.value_end.strip())
+        text = f"/(?s:.{{{bounds[0]},{bounds[1]}}}){after}/"
+        self._rules.append(f"{rule}_text[suffix={end}]: {text}")
+        yield f"{rule}_text"
+
+    def _literal(self, text: str) -> str:
+        """A text as a sequence of strings, special tokens and ids."""
+        parts, place = [], 0
+        for found in self._splitter.finditer(text):
+            parts.append(text[place : found.start()])
+            mark = found[0]
+            parts.append("/[a-zA-Z0-9]{9}/" if mark == ANY_ID else f"<[{self._special[mark]}]>")
+            place = found.end()
+        parts.append(text[place:])
+        return " ".join(
+            part if index % 2 else _text(part) for index, part in enumerate(parts) if part
+        )
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: object) -> str:
+    if isinstance(schema, Mapping):
+        schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+    return "%json " + json.dumps(schema, ensure_ascii=False)
+
+
+def _fail(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"tools can't be required of this model: {reason}; use tool_choice auto", param="tools"
+    )

@@ -1,0 +1,129 @@
+"""The built-in model, told that it must call: its answers are calls that fit the schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from live_server import Live, live_server
+from tool_templates import STYLES, TOOLS
+
+from llmc.config import EngineConfig
+from llmc.engine.core import EngineCore
+from llmc.start import ModelInfo, start_engine
+from llmc.text.tokenizer import Tokenizer
+
+CHAT = "/v1/chat/completions"
+# Short texts, for a model that knows no end of them.
+CITY = {"type": "string", "enum": ["Oslo", "S\u00e3o Paulo"]}
+WEATHER = {
+    **TOOLS[0]["function"]["parameters"],
+    "properties": {"city": CITY, "days": {"type": "integer", "minimum": 0, "maximum": 99}},
+}
+FUNCTIONS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "time-now"}},
+]
+SAY = {
+    "messages": [{"role": "user", "content": "A pass?"}],
+    "tools": FUNCTIONS,
+    "max_tokens": 700,
+    "seed": 3,
+}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+# The built-in model has two special tokens of its own, which mark the calls here.
+MARKED = (
+    STYLES["name then json"]
+    .template.replace("<|call|>", "<|im_start|>")
+    .replace("<|endcall|>", "<|im_end|>")
+)
+TEMPLATES = {
+    "json in tags": STYLES["json in tags"].template,
+    "key by key": STYLES["key by key"].template,
+    "special tokens": MARKED,
+}
+
+
+@dataclass(kw_only=True)
+class Builtin:
+    """The built-in model as live_server takes it."""
+
+    engine: EngineCore
+    info: ModelInfo
+    tokenizer: Tokenizer
+    config: EngineConfig
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    config = EngineConfig(opt_level=0, dtype="float32", max_model_len=1024, max_num_seqs=4)
+    started = start_engine(config)
+    path = started.info.tokenizer_path
+    assert path is not None
+    tokenizer = Tokenizer.load(path)
+    model = Builtin(engine=started.engine, info=started.info, tokenizer=tokenizer, config=config)
+    with live_server(over=model) as live:  # type: ignore[arg-type]
+        yield live
+
+
+@pytest.fixture(params=TEMPLATES)
+def styled(request: pytest.FixtureRequest, live: Live) -> Live:
+    live.scripted.tokenizer.hf.chat_template = TEMPLATES[request.param]
+    return live
+
+
+def check(call: dict[str, Any]) -> str:
+    name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+    if name == "weather":
+        assert set(arguments) == {"city", "days"} and arguments["city"] in CITY["enum"]
+        assert type(arguments["days"]) is int and 0 <= arguments["days"] <= 99
+    else:
+        assert (name, arguments) == ("time-now", {})
+    return str(name)
+
+
+def test_a_function_that_is_named_is_called(styled: Live) -> None:
+    body = {**SAY, "tool_choice": NAMED, "n": 2, "temperature": 1.2}
+    for choice in styled.post(CHAT, body).json()["choices"]:
+        assert choice["finish_reason"] == "tool_calls", choice
+        assert choice["message"]["content"] is None
+        [call] = choice["message"]["tool_calls"]
+        assert check(call) == "weather"
+
+
+def test_required_calls_in_a_stream(styled: Live) -> None:
+    body = {**SAY, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.0}
+    events = styled.events(CHAT, body)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    pieces = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    arguments = "".join(call["function"]["arguments"] for call in pieces)
+    assert not any(delta.get("content") for delta in deltas)
+    check({"function": {"name": pieces[0]["function"]["name"], "arguments": arguments}})
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_with_auto_the_answer_is_free(styled: Live) -> None:
+    [choice] = styled.post(CHAT, {**SAY, "max_tokens": 12, "temperature": 0}).json()["choices"]
+    assert "tool_calls" not in choice["message"] and choice["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {"tools": [{**NAMED, "function": {"name": "weather", "parameters": {"$ref": "#/no"}}}]},
+            "tools",
+        ),
+        ({"response_format": {"type": "json_object"}}, "tools"),
+        ({"allowed_token_ids": [5]}, "allowed_token_ids"),
+    ],
+)
+def test_what_can_not_be_forced_is_refused(
+    fields: dict[str, Any], param: str, styled: Live
+) -> None:
+    response = styled.post(CHAT, {**SAY, "tool_choice": NAMED, **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param, response.text
