@@ -113,7 +113,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
     in_flight = 2 if pick_async(config.async_scheduling, device) else 1
     with clock.phase("compile") as detail:
         program = compile_model(source)
-        matched = sum(1 for r in program.reports if r.added or r.removed)
+        matched = sum(1 for r in program.reports if r.changed)
         detail.append(f"{program.num_layers} layers")
         if program.capture_note:
             detail.append(program.capture_note)

@@ -51,7 +51,10 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassReport:
-    """What one pass did: ops that disappeared and appeared, and what it left alone and why."""
+    """What one pass did: ops that disappeared and appeared, and what it left alone and why.
+
+    `changed` is true too where ops stayed and only read something else.
+    """
 
     name: str
     seconds: float
@@ -59,13 +62,15 @@ class PassReport:
     added: Mapping[str, int]
     notes: Sequence[str]
     enabled: bool = True
+    changed: bool = False
 
     def __str__(self) -> str:
         if not self.enabled:
             return f"{self.name}: off"
         minus = ", ".join(f"{n} {op}" for op, n in sorted(self.removed.items()))
         plus = ", ".join(f"{n} {op}" for op, n in sorted(self.added.items()))
-        change = f"-[{minus}] +[{plus}]" if minus or plus else "no match"
+        same = "other inputs" if self.changed else "no match"
+        change = f"-[{minus}] +[{plus}]" if minus or plus else same
         return f"{self.name}: {change}" + "".join(f"; {note}" for note in self.notes)
 
 
@@ -115,6 +120,16 @@ def histogram(gm: fx.GraphModule) -> Counter[str]:
     return Counter(op_name(node) for node in gm.graph.nodes if node.op == "call_function")
 
 
+def _edges(gm: fx.GraphModule) -> int:
+    """A number that differs where a node, or what a node reads, does."""
+    return hash(
+        tuple(
+            (n.name, n.target, *(source.name for source in n.all_input_nodes))
+            for n in gm.graph.nodes
+        )
+    )
+
+
 def check_names(switches: Mapping[str, bool], passes: Iterable[Pass]) -> None:
     """ConfigError for a switch that names no pass, or switches off a required one."""
     known = {p.name: p for p in passes}
@@ -137,7 +152,7 @@ def run_passes(
     check_names(switches, passes)
     reports = []
     current = fx.GraphModule(gm, copy_graph(gm.graph))
-    before = histogram(current)
+    before, edges = histogram(current), _edges(current)
     for p in passes:
         if not switches.get(p.name, True):
             reports.append(
@@ -149,7 +164,7 @@ def run_passes(
             notes = p.run(current)
         remove_dead_code(current.graph)
         current.graph.lint()
-        after = histogram(current)
+        after, edges_after = histogram(current), _edges(current)
         reports.append(
             PassReport(
                 name=p.name,
@@ -157,9 +172,10 @@ def run_passes(
                 removed=dict(before - after),
                 added=dict(after - before),
                 notes=tuple(notes),
+                changed=edges_after != edges,
             )
         )
-        before = after
+        before, edges = after, edges_after
     current.recompile()
     return current, reports
 

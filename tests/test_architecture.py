@@ -275,7 +275,8 @@ def test_no_code_runs_text_or_pickles() -> None:
 
 def test_tests_keep_the_repository_off_the_import_path() -> None:
     """A root conftest or an __init__ in tests would put `kernels` and `cli` on sys.path."""
-    assert not (ROOT / "conftest.py").exists() and not (ROOT / "tests/conftest.py").exists()
+    assert not {str(ROOT), str(ROOT / "tests")} & set(sys.path)
+    assert not (ROOT / "conftest.py").exists()
     assert not list((ROOT / "tests").rglob("__init__.py"))
     names = [p.name for p in (ROOT / "tests").rglob("test_*.py")]
     assert len(names) == len(set(names))

@@ -64,7 +64,7 @@ class Subject:
     def matches(self, p: Pass) -> bool:
         """Whether a pass changes anything in this model."""
         _, (_, report) = run_passes(self.captured.graph, (canonicalize(), p))
-        return bool(report.added or report.removed)
+        return report.changed
 
     def rewrite(self, variant: Variant) -> tuple[fx.GraphModule, list[PassReport]]:
         """The graph after the passes and, last, with its kernels chosen."""
