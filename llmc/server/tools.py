@@ -53,7 +53,8 @@ async def tool_use(llm: AsyncLLM, body: ChatBody) -> ToolUse | None:
     if not tools or choice == "none":
         return None
     form = await llm.check_tools(tools)
-    schemas = {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}
+    given = body.tools or ()
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in given}
     parallel = body.parallel_tool_calls and name is None
     grammar = None
     if choice != "auto":
@@ -89,7 +90,10 @@ def template_tools(given: Sequence[ToolBody] | None) -> list[dict[str, Any]]:
                 param=f"{where}.name",
             )
         seen.add(function["name"])
-        kind = function.get("parameters", {}).get("type", "object")
+        # Templates ask for these without asking whether they are there.
+        function.setdefault("description", "")
+        parameters = function.setdefault("parameters", {"type": "object", "properties": {}})
+        kind = parameters.get("type", "object")
         if kind != "object":
             raise InvalidRequestError(
                 f"{where}.parameters must be the schema of an object, got type {kind!r:.80}",

@@ -138,10 +138,11 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
 def _learned(tokenizer: Tokenizer, template: str) -> ToolFormat | None:
     parts = _reads_parts_alone(tokenizer, template)
 
-    def render(messages: Sequence[Message], tools: Sequence[Tool]) -> str | None:
+    def render(messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str | None:
         flat = [_flat(index, message, parts) for index, message in enumerate(messages)]
+        options: dict[str, Any] = {"add_generation_prompt": prompt, "tokenize": False}
         try:
-            text: str = _apply(tokenizer.hf, flat, tools=list(tools), tokenize=False)
+            text: str = _apply(tokenizer.hf, flat, tools=list(tools), **options)
         except InvalidRequestError:
             return None
         return text

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import CHAT_TEMPLATE, make_hf_tokenizer
-from tool_templates import CALLS, SCHEMAS, STYLES, TOOLS, TOOLS_WITHOUT_CALLS
+from tool_templates import CALL_IS_A_TURN, CALLS, SCHEMAS, STYLES, TOOLS, TOOLS_WITHOUT_CALLS
 
 from llmc.errors import InvalidRequestError
 from llmc.text.chat import render_chat, tool_format
 from llmc.text.tokenizer import Tokenizer
+from llmc.text.tools.arguments import from_literal
 from llmc.text.tools.parse import ToolParser
 from llmc.text.tools.tool_format import ToolFormat
 
@@ -193,7 +194,31 @@ def test_values_without_quotes_follow_the_schema() -> None:
     assert values(read(form, [text], streams=False))[0][1]["city"] == "12"
 
 
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, TOOLS_WITHOUT_CALLS])
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("'x'", "x"),
+        ("'it\\'s \"so\"'", 'it\'s "so"'),
+        (r"'a\n\d\\'", "a\n\\d\\"),
+        ("['a', True, {'b': None, \"c'd\": 1.5}]", ["a", True, {"b": None, "c'd": 1.5}]),
+        ("False", False),
+        ("'True'", "True"),
+        ("12", 12),
+    ],
+)
+def test_literals_of_python(written: str, value: Any) -> None:
+    found = from_literal(written)
+    assert found is not None and json.loads(found) == value
+
+
+@pytest.mark.parametrize(
+    "written", ["x", "'x", "f('x')", "{1}", "1+1", "__import__", "(", "'a' 'b'", ""]
+)
+def test_what_is_no_literal(written: str) -> None:
+    assert from_literal(written) is None
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, TOOLS_WITHOUT_CALLS, CALL_IS_A_TURN])
 def test_a_template_without_tools_refuses_them(template: str) -> None:
     tokenizer = Tokenizer(make_hf_tokenizer(template))
     assert tool_format(tokenizer) is None

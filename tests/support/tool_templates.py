@@ -155,5 +155,27 @@ STYLES = {
         answer=f"Let me see.<|python|>[weather(city={_QUOTED}, days=3), time-now()]",
         special_tokens=("<|python|>",),
     ),
+    "as Python does": Style(
+        template=_TOOLS
+        + _TURN
+        + "{% if m.tool_calls %}<|python|>["
+        + _CALLS
+        + "{{ f.name }}("
+        + _KEYS
+        + "{{ k }}={% if v is string %}'{{ v | replace('\\\\', '\\\\\\\\') }}'"
+        "{% else %}{{ v }}{% endif %}"
+        "{% if not loop.last %}, {% endif %}{% endfor %})"
+        "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}" + _END,
+        answer="Let me see.<|python|>[weather(city='P\"a}r\\\\is <\u00e9\U0001f642', days=3), "
+        "time-now()]",
+        special_tokens=("<|python|>",),
+    ),
 }
+CALL_IS_A_TURN = (
+    _TOOLS
+    + _TURN
+    + _CALLS
+    + "<|end|>\n<|turn|>assistant\nto={{ f.name }}<|args|>{{ f.arguments | tojson }}{% endfor %}"
+    + _END
+)
 TOOLS_WITHOUT_CALLS = _TOOLS + _TURN + _END

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_LITERALS = re.compile(
+    r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\b(?:True|False|None)\b""", re.DOTALL
+)
+_ESCAPES = re.compile(r'\\(["\\/bfnrtu])|\\(.)|"', re.DOTALL)
 
 
 def decoded(text: str) -> Any:
@@ -19,8 +24,26 @@ def decoded(text: str) -> Any:
 
 def from_literal(text: str) -> str | None:
     """A value as JSON or Python writes it, as JSON; None for anything else."""
-    text = _OF_PYTHON.get(text, text)
-    return text if text == "null" or decoded(text) is not None else None
+    for written in (text, _LITERALS.sub(_as_json, text)):
+        if written == "null" or decoded(written) is not None:
+            return written
+    return None
+
+
+def _as_json(literal: re.Match[str]) -> str:
+    """A literal of Python's, or a text of JSON, which stays as it is."""
+    text = literal[0]
+    if text[0] != "'":
+        return _OF_PYTHON.get(text, text)
+    return f'"{_ESCAPES.sub(_escaped, text[1:-1])}"'
+
+
+def _escaped(found: re.Match[str]) -> str:
+    if found[1]:
+        return found[0]
+    if found[2]:  # \' is an apostrophe; what JSON has not keeps its backslash
+        return "'" if found[2] == "'" else "\\\\" + found[2]
+    return '\\"'
 
 
 def from_text(text: str, schema: object) -> str:

@@ -21,8 +21,8 @@ from typing import Any
 
 from llmc.text.tools.tool_format import ANY_ID, ToolFormat, first_word
 
-# (messages, tools) -> text; None when the template refuses them.
-Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str | None]
+# (messages, tools, add_generation_prompt) -> text; None when the template refuses them.
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str | None]
 
 USER = "zuserz"
 CONTENT = "\u017acontent\u017a"  # begins and ends as no marker does
@@ -64,13 +64,16 @@ class _Call:
 
 def learn_format(render: Render, special_texts: Sequence[str] = ()) -> ToolFormat | None:
     """None for a template that writes no tools, no calls, or calls in a way not known here."""
-    told = render([{"role": "user", "content": USER}], TOOLS)
-    if told is None or any(name not in told for name in NAMES):
+    question = [{"role": "user", "content": USER}]
+    told, asked = render(question, TOOLS, False), render(question, TOOLS, True)
+    if told is None or asked is None or any(name not in told for name in NAMES):
         return None
+    turn = asked.removeprefix(told).strip()
     words = _splitter(special_texts)
     for as_text in (False, True):
         found = _learn(render, words, as_text)
-        if found is not None:
+        # A call that is a turn of its own does not begin where the answer does.
+        if found is not None and not (turn and turn in found.section_begin + found.call_begin):
             return found
     return None
 
@@ -81,8 +84,8 @@ def _splitter(special_texts: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def _learn(render: Render, words: Callable[[str], list[str]], as_text: bool) -> ToolFormat | None:
-    plain = render(_conversation(0, as_text), TOOLS)
-    one = render(_conversation(1, as_text), TOOLS)
+    plain = render(_conversation(0, as_text), TOOLS, False)
+    one = render(_conversation(1, as_text), TOOLS, False)
     if plain is None or one is None or CONTENT not in plain:
         return None
     tail = plain[plain.rindex(CONTENT) + len(CONTENT) :]
@@ -100,7 +103,7 @@ def _learn(render: Render, words: Callable[[str], list[str]], as_text: bool) -> 
         "between": None,
         "section_end": "",
     }
-    two = render(_conversation(2, as_text), TOOLS)
+    two = render(_conversation(2, as_text), TOOLS, False)
     first = _find_call(two, head, NAMES[0]) if two is not None else None
     second = _find_call(two, first.end, NAMES[1]) if two is not None and first else None
     if two is not None and first is not None and second is not None:

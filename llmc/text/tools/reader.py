@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator
 from llmc.text.tools.tool_format import ANY_ID
 
 _ID = re.compile(r"[\w.:-]*")
-_OUTSIDE = re.compile(r'[^"{}\[\]]*')  # of a string in JSON
-_INSIDE = re.compile(r'[^"\\]*')
+_OUTSIDE = re.compile(r"""[^"'{}\[\]]*""")  # of a string in JSON, or in Python
+_INSIDE = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 _SCALAR = re.compile(r"[^\s,\]})]*")
 
 Steps = Generator[None, None, bool]
@@ -115,18 +115,18 @@ class Reader:
             yield
 
     def value(self, tell: Callable[[str], None] | None = None) -> Generator[None, None, str]:
-        """A JSON value as it is written, "" where none begins. An object is also told to `tell`
-        while it comes."""
+        """A value of JSON or Python as it is written, "" where none begins. An object is also told
+        to `tell` while it comes."""
         yield from self.skip_space()
         if not (yield from self.more()):
             return ""
         first = self.text[self.at]
-        if first not in '{["':
+        if first not in "{[\"'":
             return (yield from self.run(_SCALAR))
         parts: list[str] = []
-        depth, in_string = 0, False
+        depth, quote = 0, ""
         while (yield from self.more()):
-            found = (_INSIDE if in_string else _OUTSIDE).match(self.text, self.at)
+            found = _INSIDE.get(quote, _OUTSIDE).match(self.text, self.at)
             assert found is not None, "these patterns match nothing too"
             begin, self.at = self.at, found.end()
             letter = self.text[self.at : self.at + 1]
@@ -135,14 +135,14 @@ class Reader:
             if letter == "\\":
                 yield from self.more()
                 self.at = min(self.at + 1, len(self.text))  # whatever it is, it is inside
-            elif letter == '"':
-                in_string = not in_string
+            elif letter in ('"', "'"):
+                quote = "" if quote else letter
             elif letter:
                 depth += 1 if letter in "{[" else -1
             parts.append(self.text[begin : self.at])
             if tell is not None and first == "{":
                 tell(parts[-1])
-            if letter and not in_string and depth <= 0:
+            if letter and not quote and depth <= 0:
                 break
             if self.at >= len(self.text):
                 self.cut()
