@@ -60,12 +60,19 @@ def measure(shape: Shape, device: torch.device, *, budget_s: float = 0.1) -> Mea
     query, key, value, start, length, table, scale, *flags = case
     prompts = Prompts(lengths=((shape.tokens, context),))
 
-    def own(query: Tensor, start: Tensor, length: Tensor, table: Tensor) -> Tensor:
-        return paged_attention.plan(query, key, value, start, length, table, scale, *flags).run()
+    step = prompt_attention.Paged(
+        query=query, key_cache=key, value_cache=value, query_start=start, context_len=length,
+        block_table=table, scale=scale,
+    )  # fmt: skip
+
+    def own(s: prompt_attention.Paged) -> Tensor:
+        return paged_attention.plan(
+            s.query, s.key_cache, s.value_cache, s.query_start, s.context_len, s.block_table,
+            s.scale, *flags,
+        ).run()  # fmt: skip
 
     def run(name: str) -> Callable[[], Tensor]:
-        args = (query, key, value, start, length, table, prompts, scale)
-        return partial(prompt_attention.attend, name, own, *args)
+        return partial(prompt_attention.attend, name, own, step, prompts)
 
     ms = {OWN: time_call(run(OWN), device, budget_s=budget_s).seconds * 1e3}
     for name in torch_attention.KERNELS:

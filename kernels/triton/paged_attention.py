@@ -23,6 +23,7 @@ from llmc.kernels.triton.configs import attention_config, rows_capacity
 from llmc.kernels.triton.define import define, needs_upcast, takes
 from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors, power_of_2
+from llmc.kernels.triton.prompt_attention import Paged
 from llmc.kernels.triton.write_kv import cache_strides
 
 _MAX_HEAD_DIM = 256
@@ -123,14 +124,19 @@ def _run(*args: Any) -> Tensor:
     if prompts is None or not is_plain(query, key_cache, value_cache, *flags[:5]):
         return plan(*plain).run()
 
-    def own(query: Tensor, start: Tensor, context: Tensor, table: Tensor) -> Tensor:
-        return plan(query, key_cache, value_cache, start, context, table, scale, *flags).run()
+    def own(s: Paged) -> Tensor:
+        return plan(
+            s.query, s.key_cache, s.value_cache, s.query_start, s.context_len, s.block_table,
+            s.scale, *flags,
+        ).run()  # fmt: skip
 
+    step = Paged(
+        query=query, key_cache=key_cache, value_cache=value_cache, query_start=start,
+        context_len=context, block_table=table, scale=scale,
+    )  # fmt: skip
     hint = Prompts.read(prompts)
     name = prompt_attention.choose_kernel(query, key_cache, hint)
-    return prompt_attention.attend(
-        name, own, query, key_cache, value_cache, start, context, table, hint, scale
-    )
+    return prompt_attention.attend(name, own, step, hint)
 
 
 def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any) -> Tensor:

@@ -10,6 +10,7 @@ few per cent of the attention that follows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -20,9 +21,32 @@ from llmc.kernels import prompt_table
 from llmc.kernels.prompt_table import OWN, Measured, choose
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.triton import gather_pages, torch_attention
+from llmc.kernels.triton.torch_attention import Packed
 
-# attention of our kernel over (query, query_start, context_len, block_table)
-Own = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paged:
+    """What `paged_attention` is given, where it has no window, softcap, sinks or slopes, and caches
+    of query's dtype."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    query_start: Tensor
+    context_len: Tensor
+    block_table: Tensor
+    scale: float
+
+    def part(self, requests: slice, tokens: slice) -> Paged:
+        """Some requests next to each other, and their tokens."""
+        ends = slice(requests.start, requests.stop + 1)
+        return replace(
+            self,
+            query=self.query[tokens],
+            query_start=self.query_start[ends] - tokens.start,
+            context_len=self.context_len[requests],
+            block_table=self.block_table[requests],
+        )
 
 
 @lru_cache
@@ -41,65 +65,34 @@ def choose_kernel(query: Tensor, key_cache: Tensor, prompts: Prompts) -> str:
     return name if is_right else OWN
 
 
-def attend(
-    name: str,
-    own: Own,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    block_table: Tensor,
-    prompts: Prompts,
-    scale: float,
-) -> Tensor:
-    """`paged_attention` without window, softcap, sinks or slopes, over caches of query's dtype.
-
-    `name`: the kernel for the prompts.
-    """
+def attend(name: str, own: Callable[[Paged], Tensor], step: Paged, prompts: Prompts) -> Tensor:
+    """[T, H, D]. `name`: the kernel for the prompts; `own`: ours, for any step."""
     if name == OWN:
-        return own(query, query_start, context_len, block_table)
-    first, end = prompts.first_request, prompts.end_request
+        return own(step)
     begin, stop = prompts.first_token, prompts.first_token + prompts.num_tokens
-    of_prompts = _of_prompts(
-        name,
-        query[begin:stop],
-        key_cache,
-        value_cache,
-        query_start[first : end + 1] - begin,
-        context_len[first:end],
-        block_table[first:end],
-        prompts,
-        scale,
+    requests = slice(prompts.first_request, prompts.end_request)
+    of_prompts = torch_attention.KERNELS[name](
+        _packed(step.part(requests, slice(begin, stop)), prompts)
     )
-    if stop - begin == query.shape[0]:
+    if stop - begin == step.query.shape[0]:
         return of_prompts
-    out = query.new_zeros(query.shape[0], query.shape[1], value_cache.shape[3])
+    out = torch.zeros_like(step.query)
     out[begin:stop] = of_prompts
     if begin:
-        out[:begin] = own(
-            query[:begin], query_start[: first + 1], context_len[:first], block_table[:first]
-        )
+        out[:begin] = own(step.part(slice(0, prompts.first_request), slice(0, begin)))
     return out  # what comes after the prompts is padding
 
 
-def _of_prompts(
-    name: str,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    block_table: Tensor,
-    prompts: Prompts,
-    scale: float,
-) -> Tensor:
-    key_start = query_start
+def _packed(step: Paged, prompts: Prompts) -> Packed:
+    """The prompts alone, with their keys and values out of the pages."""
+    key_start = step.query_start
     if not prompts.are_fresh:
-        key_start = F.pad(context_len.cumsum(0, dtype=torch.int32), (1, 0))
+        key_start = F.pad(step.context_len.cumsum(0, dtype=torch.int32), (1, 0))
     longest = max(context for _, context in prompts.lengths)
-    pages = gather_pages.plan(
-        key_cache, value_cache, key_start, block_table, prompts.num_keys, longest
-    )
-    key, value = pages.run()
-    return torch_attention.KERNELS[name](query, key, value, query_start, key_start, prompts, scale)
+    key, value = gather_pages.plan(
+        step.key_cache, step.value_cache, key_start, step.block_table, prompts.num_keys, longest
+    ).run()
+    return Packed(
+        query=step.query, key=key, value=value, query_start=step.query_start,
+        key_start=key_start, prompts=prompts, scale=step.scale,
+    )  # fmt: skip

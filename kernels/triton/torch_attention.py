@@ -1,13 +1,10 @@
-"""Attention of torch's own libraries over packed prompts: how each is called, and what it takes.
-
-All compute causal attention of P requests laid end to end, whose queries are the last tokens of
-their contexts: query [T, H, D], key and value [K, Hkv, D] in 16 bits -> [T, H, D].
-"""
+"""Attention of torch's own libraries over packed prompts: how each is called, and what it takes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -20,57 +17,55 @@ from llmc.kernels.prompts import Prompts
 
 log = logging.getLogger(__name__)
 
-# (query, key, value, query_start [P + 1] int32, key_start [P + 1] int32, prompts, scale)
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Prompts, float], Tensor]
-
 _TOLERANCE = 2e-2
 
 
-def flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_start: Tensor,
-    key_start: Tensor,
-    prompts: Prompts,
-    scale: float,
-) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """P requests end to end, whose queries are the last tokens of their contexts; causal.
+
+    query [T, H, D], key and value [K, Hkv, D] in 16 bits; query_start, key_start [P + 1] int32 on
+    the device say where each request begins, `prompts` the same on the host.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_start: Tensor
+    key_start: Tensor
+    prompts: Prompts
+    scale: float
+
+
+def flash(p: Packed) -> Tensor:
     """FlashAttention 2 as torch builds it (https://arxiv.org/abs/2307.08691), all in one launch."""
-    most_new = max(new for new, _ in prompts.lengths)
-    most_keys = max(context for _, context in prompts.lengths)
+    most_new = max(new for new, _ in p.prompts.lengths)
+    most_keys = max(context for _, context in p.prompts.lengths)
     out: Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, query_start, key_start, most_new, most_keys, 0.0, True, False,
-        scale=scale,
+        p.query, p.key, p.value, p.query_start, p.key_start, most_new, most_keys, 0.0, True, False,
+        scale=p.scale,
     )[0]  # fmt: skip
     return out
 
 
-def cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_start: Tensor,
-    key_start: Tensor,
-    prompts: Prompts,
-    scale: float,
-) -> Tensor:
+def cudnn(p: Packed) -> Tensor:
     """cuDNN's attention, one launch a request. Fresh prompts only: its diagonal starts at 0, 0."""
-    if not prompts.are_fresh:
+    if not p.prompts.are_fresh:
         raise ValueError("cuDNN's causal mask takes prompts from their first token on")
     parts = []
     first = 0
-    for new, _ in prompts.lengths:
-        q, k, v = (x[first : first + new].transpose(0, 1)[None] for x in (query, key, value))
+    for new, _ in p.prompts.lengths:
+        q, k, v = (x[first : first + new].transpose(0, 1)[None] for x in (p.query, p.key, p.value))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+                q, k, v, is_causal=True, scale=p.scale, enable_gqa=q.shape[1] != k.shape[1]
             )
         parts.append(out[0].transpose(0, 1))
         first += new
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-KERNELS: Mapping[str, Attend] = {"flash": flash, "cudnn": cudnn}
+KERNELS: Mapping[str, Callable[[Packed], Tensor]] = {"flash": flash, "cudnn": cudnn}
 
 
 @cache
@@ -86,34 +81,41 @@ def works(name: str, head_dim: int, group: int, dtype: torch.dtype, device: torc
     def rand(tokens: int, heads: int) -> Tensor:
         return torch.randn(tokens, heads, head_dim, generator=gen).to(device, dtype)
 
-    query = rand(prompts.num_tokens, 2 * group)
-    key, value = (rand(prompts.num_keys, 2) for _ in "kv")
+    def starts(*places: int) -> Tensor:
+        return torch.tensor(places, dtype=torch.int32, device=device)
+
     (new, context), _ = lengths
-    query_start = torch.tensor([0, new, prompts.num_tokens], dtype=torch.int32, device=device)
-    key_start = torch.tensor([0, context, prompts.num_keys], dtype=torch.int32, device=device)
+    probe = Packed(
+        query=rand(prompts.num_tokens, 2 * group),
+        key=rand(prompts.num_keys, 2),
+        value=rand(prompts.num_keys, 2),
+        query_start=starts(0, new, prompts.num_tokens),
+        key_start=starts(0, context, prompts.num_keys),
+        prompts=prompts,
+        scale=head_dim**-0.5,
+    )
     try:
-        got = KERNELS[name](query, key, value, query_start, key_start, prompts, head_dim**-0.5)
+        got = KERNELS[name](probe)
     except (RuntimeError, TypeError, AttributeError) as e:  # another build or version of torch
         log.warning("torch's %s attention is not used: %s", name, str(e).splitlines()[0][:200])
         return False
-    want = expected(query, key, value, prompts, head_dim**-0.5)
-    error = (got.float() - want.float()).abs().max().item()
+    error = (got.float() - expected(probe).float()).abs().max().item()
     if not error <= _TOLERANCE:
         log.warning("torch's %s attention is not used: it is %.3g away", name, error)
         return False
     return True
 
 
-def expected(query: Tensor, key: Tensor, value: Tensor, prompts: Prompts, scale: float) -> Tensor:
+def expected(p: Packed) -> Tensor:
     """The same by the reference, request by request."""
     parts = []
     first = first_key = 0
-    for new, context in prompts.lengths:
-        place = torch.arange(context, device=query.device)
-        keys, values = (x[first_key : first_key + context] for x in (key, value))
+    for new, context in p.prompts.lengths:
+        place = torch.arange(context, device=p.query.device)
+        keys, values = (x[first_key : first_key + context] for x in (p.key, p.value))
+        query, query_place = p.query[first : first + new], place[context - new :]
         parts.append(
-            attend(query[first : first + new], keys, values, place[context - new :], place, scale,
-                   0, 0, 0.0, None, None)
-        )  # fmt: skip
+            attend(query, keys, values, query_place, place, p.scale, 0, 0, 0.0, None, None)
+        )
         first, first_key = first + new, first_key + context
     return torch.cat(parts)

@@ -17,6 +17,7 @@ from llmc.kernels.prompts import Prompts
 from llmc.kernels.registry import OPS
 from llmc.kernels.triton import paged_attention as triton_attention
 from llmc.kernels.triton import prompt_attention, torch_attention
+from llmc.kernels.triton.torch_attention import Packed
 
 CPU = torch.device("cpu")
 ATTENTION = OPS["paged_attention"]
@@ -33,22 +34,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Prompts]:
     """The prompts that the other kernel was given: it is fastest from 8 tokens on."""
     seen: list[Prompts] = []
 
-    def stand_in(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_start: Tensor,
-        key_start: Tensor,
-        prompts: Prompts,
-        scale: float,
-    ) -> Tensor:
-        seen.append(prompts)
+    def stand_in(packed: Packed) -> Tensor:
+        seen.append(packed.prompts)
         for starts, lengths in zip(
-            (query_start, key_start), zip(*prompts.lengths, strict=True), strict=True
+            (packed.query_start, packed.key_start),
+            zip(*packed.prompts.lengths, strict=True),
+            strict=True,
         ):
             assert starts.dtype == torch.int32
             assert starts.diff().tolist() == list(lengths) and starts[0] == 0
-        return torch_attention.expected(query, key, value, prompts, scale)
+        return torch_attention.expected(packed)
 
     ms = {"triton": 2.0, "flash": 1.0}
     lines = tuple(

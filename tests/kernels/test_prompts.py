@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator
@@ -107,19 +108,21 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 def test_a_kernel_serves_only_where_it_is_right(
     name: str, kernels: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from llmc.kernels.triton.torch_attention import expected, works
+    from llmc.kernels.triton.torch_attention import Packed, expected, works
 
-    def right(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        return expected(q, k, v, *rest[2:])
+    def right(packed: Packed) -> Tensor:
+        return expected(packed)
 
-    def top_left(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        fresh = Prompts(lengths=tuple((new, new) for new, _ in rest[2].lengths))
-        return expected(q, k[: len(q)], v[: len(q)], fresh, rest[3])
+    def top_left(packed: Packed) -> Tensor:
+        fresh = Prompts(lengths=tuple((new, new) for new, _ in packed.prompts.lengths))
+        count = len(packed.query)
+        key, value = packed.key[:count], packed.value[:count]
+        return expected(dataclasses.replace(packed, key=key, value=value, prompts=fresh))
 
-    def nan(*args: Any) -> Tensor:
-        return right(*args) * float("nan")
+    def nan(packed: Packed) -> Tensor:
+        return right(packed) * float("nan")
 
-    def missing(*args: Any) -> Tensor:
+    def missing(packed: Packed) -> Tensor:
         raise RuntimeError("no kernel image is available")
 
     def probe() -> bool:
@@ -141,7 +144,7 @@ def test_a_kernel_serves_only_where_it_is_right(
 def test_flash_is_called_as_this_torch_declares_it() -> None:
     """Shapes and argument types only: nothing but a GPU runs it."""
     pytest.importorskip("triton", reason="triton is not installed: prompts are not divided")
-    from llmc.kernels.triton.torch_attention import flash
+    from llmc.kernels.triton.torch_attention import Packed, flash
 
     query, key = (
         torch.empty(n, heads, 128, dtype=torch.bfloat16, device="meta")
@@ -149,14 +152,20 @@ def test_flash_is_called_as_this_torch_declares_it() -> None:
     )
     starts = torch.empty(3, dtype=torch.int32, device="meta")
     prompts = Prompts(lengths=((40, 56), (40, 40)))
-    out = flash(query, key, key, starts, starts, prompts, 0.1)
+    out = flash(
+        Packed(query=query, key=key, value=key, query_start=starts, key_start=starts,
+               prompts=prompts, scale=0.1)
+    )  # fmt: skip
     assert (out.shape, out.dtype) == (query.shape, query.dtype)
 
 
 def test_cudnn_refuses_what_its_mask_gets_wrong() -> None:
     pytest.importorskip("triton", reason="triton is not installed: prompts are not divided")
-    from llmc.kernels.triton.torch_attention import cudnn
+    from llmc.kernels.triton.torch_attention import Packed, cudnn
 
     query, starts = torch.empty(4, 2, 16), torch.empty(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="from their first token on"):
-        cudnn(query, query, query, starts, starts, Prompts(lengths=((4, 9),)), 0.1)
+        cudnn(
+            Packed(query=query, key=query, value=query, query_start=starts, key_start=starts,
+                   prompts=Prompts(lengths=((4, 9),)), scale=0.1)
+        )  # fmt: skip
