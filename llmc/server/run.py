@@ -180,6 +180,9 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self._await_head()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """No warnings in the log, which any client could fill with them: the answer says it."""
+
     def _await_head(self) -> None:
         self._head_deadline = self.loop.time() + HEAD_TIMEOUT_S
         self.loop.call_later(HEAD_TIMEOUT_S, self._check_head)

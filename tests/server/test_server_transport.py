@@ -341,6 +341,15 @@ def test_survivors_are_not_disturbed(slow: Live) -> None:
     slow.wait_idle()
 
 
+def test_a_request_for_another_protocol_is_answered_and_not_logged(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    with caplog.at_level("WARNING"):
+        assert live.client.get("/v1/models", headers=wanted).status_code == 200
+    assert "pgrade" not in caplog.text and "WebSocket" not in caplog.text
+
+
 def test_leaving_inside_the_body(live: Live) -> None:
     with live.connect() as sock:
         sock.sendall(json_head(100) + b'{"prompt"')
