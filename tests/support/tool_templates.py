@@ -170,6 +170,21 @@ STYLES = {
         "time-now()]",
         special_tokens=("<|python|>",),
     ),
+    "quotes of its own": Style(
+        template=_TOOLS
+        + "{% for m in messages %}<|turn|>{{ m.role }}\n"
+        + _CALLS
+        + "<|call|>call:{{ f.name + '{' }}"
+        + _KEYS
+        + '{{ k }}:{% if v is string %}<|"|>{{ v }}<|"|>{% else %}{{ v | tojson }}{% endif %}'
+        "{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}<call|>{% endfor %}"
+        "{{ m.content or '' }}"
+        "{% if m.tool_calls %}<|reply|>{% endif %}" + _END,
+        answer='Let me see.<|call|>call:weather{city:<|"|>'
+        + str(_CITY)
+        + '<|"|>,days:3}<call|><|call|>call:time-now{}<call|>',
+        special_tokens=("<|call|>", "<call|>", '<|"|>', "<|reply|>"),
+    ),
 }
 CALL_IS_A_TURN = (
     _TOOLS

@@ -92,7 +92,8 @@ class _Writer:
         for index, (key, one) in enumerate(properties.items()):
             pair, here = f"{rule}_pair_{index}", f"{rule}_%s_{index}"
             following = f"{rule}_some_{index + 1}"
-            self._rules.append(f"{pair}: {' '.join(self._pair(pair, key, one, definitions))}")
+            written = filter(None, self._pair(pair, key, one, definitions))
+            self._rules.append(f"{pair}: {' '.join(written)}")
             optional = key not in needed
             skip = f" | {rule}_none_{index + 1}" if optional else ""
             self._rules.append(f"{here % 'none'}: {pair} {following}{skip}")
@@ -108,7 +109,7 @@ class _Writer:
     ) -> Iterator[str]:
         form = self._form
         yield f"{self._literal(form.key_begin)} {_text(key)} {self._literal(form.key_end)}"
-        if form.values_are_json or not is_text(schema):
+        if (form.values_are_json and not form.quote) or not is_text(schema):
             bound = {**schema, **definitions} if isinstance(schema, Mapping) else schema
             yield _json(bound)
             yield self._literal(form.value_end)
@@ -117,8 +118,8 @@ class _Writer:
         choices = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(choices, list):
             texts = [_text(one) for one in choices if isinstance(one, str)]
-            yield f"({' | '.join(texts)})"
-            yield self._literal(form.value_end)
+            yield f"{self._literal(form.quote)} ({' | '.join(texts)})"
+            yield self._literal(form.quote + form.value_end)
             return
         for word in _OF_TEXT:
             if word in schema:
@@ -127,12 +128,17 @@ class _Writer:
         if not all(one == "" or (type(one) is int and one >= 0) for one in bounds):
             raise _fail(f"{key!r:.80} has bounds of its length that are no numbers")
         # The template's own white space comes before what ends the value, as always.
-        space = form.value_end[: len(form.value_end) - len(form.value_end.lstrip())]
+        end = form.quote or form.value_end
+        space = end[: len(end) - len(end.lstrip())]
         after = "".join(f"\\x{ord(letter):02x}" for letter in space)
-        end = _text(form.value_end.strip())
         text = f"/(?s:.{{{bounds[0]},{bounds[1]}}}){after}/"
-        self._rules.append(f"{rule}_text[suffix={end}]: {text}")
+        yield self._literal(form.quote)
+        if end in self._special:  # which no text has in it
+            yield f"{text} {self._literal(end + form.value_end)}"
+            return
+        self._rules.append(f"{rule}_text[suffix={_text(end.strip())}]: {text}")
         yield f"{rule}_text"
+        yield self._literal(form.value_end if form.quote else "")
 
     def _literal(self, text: str) -> str:
         """A text as a sequence of strings, special tokens and ids."""

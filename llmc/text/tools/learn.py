@@ -13,6 +13,7 @@ What X and Z end with alike begins a call, and what X and Y begin with alike end
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -70,11 +71,12 @@ def learn_format(render: Render, special_texts: Sequence[str] = ()) -> ToolForma
         return None
     turn = asked.removeprefix(told).strip()
     words = _splitter(special_texts)
-    for as_text in (False, True):
-        found = _learn(render, words, as_text)
-        # A call that is a turn of its own does not begin where the answer does.
-        if found is not None and not (turn and turn in found.section_begin + found.call_begin):
-            return found
+    for as_text, content in itertools.product((False, True), (CONTENT, "")):
+        found = _learn(render, words, as_text, content)
+        if found is not None:
+            # A call that is a turn of its own does not begin where the answer does.
+            is_turn = turn and turn in found.section_begin + found.call_begin
+            return None if is_turn else found
     return None
 
 
@@ -83,9 +85,11 @@ def _splitter(special_texts: Sequence[str]) -> Callable[[str], list[str]]:
     return re.compile(f"{special}|{_WORDS}" if special else _WORDS).findall
 
 
-def _learn(render: Render, words: Callable[[str], list[str]], as_text: bool) -> ToolFormat | None:
-    plain = render(_conversation(0, as_text), TOOLS, False)
-    one = render(_conversation(1, as_text), TOOLS, False)
+def _learn(
+    render: Render, words: Callable[[str], list[str]], as_text: bool, content: str
+) -> ToolFormat | None:
+    plain = render(_conversation(0, as_text, CONTENT), TOOLS, False)
+    one = render(_conversation(1, as_text, content), TOOLS, False)
     if plain is None or one is None or CONTENT not in plain:
         return None
     tail = plain[plain.rindex(CONTENT) + len(CONTENT) :]
@@ -103,7 +107,7 @@ def _learn(render: Render, words: Callable[[str], list[str]], as_text: bool) -> 
         "between": None,
         "section_end": "",
     }
-    two = render(_conversation(2, as_text), TOOLS, False)
+    two = render(_conversation(2, as_text, content), TOOLS, False)
     first = _find_call(two, head, NAMES[0]) if two is not None else None
     second = _find_call(two, first.end, NAMES[1]) if two is not None and first else None
     if two is not None and first is not None and second is not None:
@@ -124,9 +128,9 @@ def _learn(render: Render, words: Callable[[str], list[str]], as_text: bool) -> 
     return found if _is_sound(found) else None
 
 
-def _conversation(num_calls: int, as_text: bool) -> list[dict[str, Any]]:
+def _conversation(num_calls: int, as_text: bool, content: str) -> list[dict[str, Any]]:
     arguments = json.dumps(ARGUMENTS) if as_text else ARGUMENTS
-    answer: dict[str, Any] = {"role": "assistant", "content": CONTENT}
+    answer: dict[str, Any] = {"role": "assistant", "content": content}
     if num_calls:
         answer["tool_calls"] = [
             {
@@ -197,11 +201,10 @@ def _as_keyed(text: str, at: int, name: str) -> _Call | None:
         pieces.append(text[place:found])
         place = found + len(sentinel)
     opening, key_end, following, key_end_2 = pieces
-    quoted = key_end != key_end_2
-    if quoted:
-        if key_end not in (key_end_2 + '"', key_end_2 + "'") or following[:1] != key_end[-1]:
-            return None
-        key_end, following = key_end_2, following[1:]
+    quote = key_end.removeprefix(key_end_2)
+    if not (key_end.startswith(key_end_2) and following.startswith(quote)):
+        return None
+    key_end, following = key_end_2, following.removeprefix(quote)
     words = re.compile(_WORDS).findall
     first, second = words(opening), words(following)
     same = _common_end(first, second)
@@ -216,7 +219,8 @@ def _as_keyed(text: str, at: int, name: str) -> _Call | None:
         "key_end": key_end,
         "value_end": value_end,
         "value_sep": "".join(gap[ended:]),
-        "values_are_json": quoted,
+        "values_are_json": bool(quote),
+        "quote": "" if quote in ("'", '"') else quote,
     }
     return _Call(start=at, end=place + len(value_end), inside=inside)
 

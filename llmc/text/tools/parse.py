@@ -222,7 +222,10 @@ class ToolParser:
     ) -> Generator[None, None, str | None]:
         form, text = self._form, self._in
         if form.values_are_json:
-            value = from_literal((yield from text.value()))
+            if form.quote:
+                value = from_literal((yield from text.quoted_value(form.quote)))
+            else:
+                value = from_literal((yield from text.value()))
             return value if (yield from text.match(form.value_end)) else None
         written = yield from text.until(form.value_end)
         if written is None:

@@ -6,6 +6,7 @@ literal is ignored: models write it as they like.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Generator
 
@@ -14,6 +15,7 @@ from llmc.text.tools.tool_format import ANY_ID
 _ID = re.compile(r"[\w.:-]*")
 _OUTSIDE = re.compile(r"""[^"'{}\[\]]*""")  # of a string in JSON, or in Python
 _INSIDE = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
+_BARE = re.compile(r"[\w.+$-]*")
 _SCALAR = re.compile(r"[^\s,\]})]*")
 
 Steps = Generator[None, None, bool]
@@ -147,3 +149,37 @@ class Reader:
             if self.at >= len(self.text):
                 self.cut()
         return "".join(parts)
+
+    def quoted_value(self, quote: str) -> Generator[None, None, str]:
+        """A value whose texts stand in quotes of the model's own and whose keys in none, as JSON;
+        "" where none begins."""
+        yield from self.skip_space()
+        parts: list[str] = []
+        depth = 0
+        while (yield from self.more()):
+            if (yield from self.comes(quote)):
+                text = yield from self.until(quote)
+                if text is None:
+                    return ""
+                parts.append(json.dumps(text, ensure_ascii=False))
+            elif self.text[self.at] == '"':
+                parts.append((yield from self.value()))
+            elif self.text[self.at] in "{[}],:":
+                letter = self.text[self.at]
+                if depth == 0 and letter not in "{[":
+                    break
+                depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(letter, 0)
+                self.at += 1
+                if letter == ":" and parts and not parts[-1].startswith('"'):
+                    parts[-1] = json.dumps(parts[-1].strip(), ensure_ascii=False)
+                parts.append(letter)
+            else:
+                parts.append((yield from self.run(_BARE)) or self._letter())
+            if depth == 0:
+                break
+            yield from self.skip_space()
+        return "".join(parts)
+
+    def _letter(self) -> str:
+        self.at += 1
+        return self.text[self.at - 1]

@@ -33,7 +33,8 @@ class ToolFormat:
     key_end: str = ""
     value_end: str = ""
     value_sep: str = ""
-    values_are_json: bool = False  # else texts stand as they are, without quotes
+    values_are_json: bool = False  # or Python's literals; else texts stand as they are
+    quote: str = ""  # around texts, where it is none of JSON's or Python's
     arguments_as_text: bool = False  # what the template takes for the arguments of a call
 
     @property
@@ -51,7 +52,7 @@ class ToolFormat:
         whole = "\n".join(
             (self.section_begin, self.call_begin, self.call_end, self.between or "")
             + (self.section_end, self.middle, self.key_begin, self.key_end)
-            + (self.value_end, self.value_sep)
+            + (self.value_end, self.value_sep, self.quote)
         )
         return tuple(text for text in special_texts if text in whole)
 
