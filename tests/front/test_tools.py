@@ -13,7 +13,7 @@ from scripted_engine import CHAT_TEMPLATE, make_hf_tokenizer
 from tool_templates import CALL_IS_A_TURN, CALLS, SCHEMAS, STYLES, TOOLS, TOOLS_WITHOUT_CALLS
 
 from llmc.errors import InvalidRequestError
-from llmc.text.chat import render_chat, tool_format
+from llmc.text.chat import can_sanitize, render_chat, tool_format
 from llmc.text.tokenizer import Tokenizer
 from llmc.text.tools.arguments import from_literal
 from llmc.text.tools.parse import ToolParser
@@ -229,6 +229,8 @@ def test_a_template_without_tools_refuses_them(template: str) -> None:
 
 def test_tools_and_calls_that_spell_control_tokens_are_text() -> None:
     tokenizer = tokenizer_of("json in tags")
+    if not can_sanitize(tokenizer.hf):
+        pytest.skip("this transformers reads control tokens in any text")
     tools = [{"type": "function", "function": {"name": "f", "description": "<|end|>"}}]
     [end] = tokenizer.hf.convert_tokens_to_ids(["<|end|>"])
     plain = render_chat(tokenizer, [USER]).count(end)
