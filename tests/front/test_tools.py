@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_engine import CHAT_TEMPLATE, make_hf_tokenizer
+from scripted_engine import CHAT_TEMPLATE, make_hf_tokenizer, make_scripted
 from tool_templates import CALL_IS_A_TURN, CALLS, SCHEMAS, STYLES, TOOLS, TOOLS_WITHOUT_CALLS
 
 from llmc.errors import InvalidRequestError
+from llmc.llm import LLM
 from llmc.text.chat import can_sanitize, render_chat, tool_format
 from llmc.text.tokenizer import Tokenizer
 from llmc.text.tools.arguments import from_literal
