@@ -219,6 +219,30 @@ def test_what_is_no_literal(written: str) -> None:
     assert from_literal(written) is None
 
 
+def test_chat_from_python_tells_the_template_of_tools() -> None:
+    style = STYLES["json in tags"]
+    scripted = make_scripted(
+        chat_template=style.template, max_model_len=2048, num_blocks=256, blocks_per_request=128
+    )
+    scripted.runner.scripts = {"time-now": style.answer}  # the name of a tool
+    with LLM.from_started(scripted, scripted.config, scripted.tokenizer) as llm:  # type: ignore[arg-type]
+        [answer] = llm.chat([USER], tools=TOOLS, progress=False)
+        assert answer.outputs[0].text == style.answer
+        [answer] = llm.chat([USER], progress=False)
+        assert answer.outputs[0].text != style.answer
+
+
+def test_values_in_quotes_of_the_models_own() -> None:
+    style = "quotes of its own"
+    text = '<|call|>call:weather{city:{a:[<|"|>x: "y"<|"|>, {b-c:true}],"d":"e"},days:-1.5}<call|>'
+    expected = {"city": {"a": ['x: "y"', {"b-c": True}], "d": "e"}, "days": -1.5}
+    for pieces in ([text], list(text)):
+        found = read(learned(style), pieces, streams=False)
+        assert values(found) == [("weather", expected)] and found[0] == ""
+    broken = text.replace("true", "{1}")
+    assert read(learned(style), [broken], streams=False) == (broken, [])
+
+
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, TOOLS_WITHOUT_CALLS, CALL_IS_A_TURN])
 def test_a_template_without_tools_refuses_them(template: str) -> None:
     tokenizer = Tokenizer(make_hf_tokenizer(template))
