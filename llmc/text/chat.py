@@ -64,6 +64,10 @@ def render_chat(
         )
     parts = _reads_parts_alone(tokenizer, tokenizer.chat_template)
     conversation = [_flat(index, message, parts) for index, message in enumerate(messages)]
+    if "developer" not in tokenizer.chat_template:
+        # OpenAI's newer name; a template that does not know it drops or misreads such a message
+        for message in conversation:
+            message["role"] = {"developer": "system"}.get(message["role"], message["role"])
     if any("tool_calls" in message for message in conversation):
         form = tool_format(tokenizer)
         as_text = form is not None and form.arguments_as_text

@@ -54,3 +54,14 @@ def test_control_tokens_in_a_part_are_plain_text() -> None:
 def test_a_template_that_takes_both_gets_one_string() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert rendered(EITHER, parts) == "one\ntwo"
+
+
+@pytest.mark.parametrize("knows_it", [False, True])
+def test_developer_is_system_where_the_template_does_not_name_it(knows_it: bool) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer(make_hf_tokenizer(template + "{# developer #}" * knows_it))
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    ids = render_chat(tokenizer, messages, add_generation_prompt=False)
+    role = "developer" if knows_it else "system"
+    assert tokenizer.decode(ids) == f"[{role}]be brief[user]hi"
+    assert messages[0]["role"] == "developer", "the caller's own stays"
