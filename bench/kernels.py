@@ -82,6 +82,10 @@ def cpu_work() -> Iterator[Maker]:
         for rows in (1, 512):
             yield partial(row_work, name, rows, 1024)
     yield partial(decode_work, "bf16", [4096] * 8, 16, 8, 128, cache=torch.float8_e4m3fn)
+    for rows in (1, 8):
+        for format in FORMATS:
+            yield partial(low_bit_work, format, rows, 4096, 4096)
+    yield partial(expert_work, 1, 128, 8, 2048, 768)
     for kind in ("greedy", "plain", "top_k", "top_p", "top_k+top_p"):
         yield partial(sample_work, 8, 151_936, kind)
     yield partial(process_work, 8, 151_936)

@@ -1,7 +1,8 @@
-"""What bench.kernels times of the linears on a GPU: few rows, low bits, routed experts.
+"""What bench.kernels times of the linears: few rows, low bits, routed experts.
 
-Beside each stands torch's own over the bfloat16 weight (cuBLAS), with the norm, the activation or
-the sum that our op takes in. Calls take turns over more weights than any cache holds.
+Beside each stands torch's own over the bfloat16 weight (cuBLAS on a GPU, oneDNN on a CPU), with the
+norm, the activation or the sum that our op takes in. Calls take turns over more weights than any
+cache holds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from bench.kernel_work import CPU, Work, fast
 from llmc.kernels.quantized_linear import Format, quantization_of, quantize
 
 _COLD_BYTES = 2**28
+_MOST_COPIES = 64
 _BF16 = torch.bfloat16
 
 
@@ -30,7 +32,7 @@ def fused_work(rows: int, depth: int, channels: int, device: torch.device = CPU)
         case=f"{rows} x {depth} -> {2 * channels}, norm, silu",
         run=_in_turn([fast("fused_linear", (x, w, None, norm, 1e-6, 0.0, "silu", None))
                       for w in wide]),
-        peers={"cublas": _in_turn([partial(_gated, x, norm, w) for w in wide])},
+        peers={"linear": _in_turn([partial(_gated, x, norm, w) for w in wide])},
         num_bytes=float(wide[0].nbytes),
         device=device,
     )  # fmt: skip
@@ -41,7 +43,7 @@ def fused_work(rows: int, depth: int, channels: int, device: torch.device = CPU)
         case=f"{rows} x {channels} -> {depth}, residual",
         run=_in_turn([fast("fused_linear", (inner, w, None, None, None, 0.0, None, x))
                       for w in back]),
-        peers={"cublas": _in_turn([partial(_added, inner, w, x) for w in back])},
+        peers={"linear": _in_turn([partial(_added, inner, w, x) for w in back])},
         num_bytes=float(back[0].nbytes),
         device=device,
     )  # fmt: skip
@@ -64,7 +66,7 @@ def low_bit_work(
         op="quantized_linear",
         case=f"{format}, {rows} x {depth} -> {channels}",
         run=_in_turn([fast("quantized_linear", (x, w, scale, None, None)) for w in held]),
-        peers={"cublas bf16": _in_turn([partial(F.linear, x, w) for w in plain])},
+        peers={"linear, bf16": _in_turn([partial(F.linear, x, w) for w in plain])},
         num_bytes=0.0 if many else float(size),
         num_flops=2.0 * rows * depth * channels if many else 0.0,
         limit="bf16" if many else "read",
@@ -100,7 +102,7 @@ def expert_work(
         op="expert_linear",
         case=f"{rows} rows, {top_k} of {experts} of {depth} -> {channels}",
         run=fast("expert_linear", (x, weight, None, picked, False)),
-        peers={"cublas, one by one": loop},
+        peers={"linear, one by one": loop},
         num_bytes=0.0 if many else float(len(used) * channels * depth * _BF16.itemsize),
         num_flops=2.0 * rows * top_k * depth * channels if many else 0.0,
         limit="bf16" if many else "read",
@@ -117,9 +119,9 @@ def _weight(channels: int, depth: int, device: torch.device) -> Tensor:
 
 
 def _copies(make: Callable[[], Tensor]) -> list[Tensor]:
-    """As many as no cache holds together: at least two, on a CPU no more."""
+    """As many as no cache holds together."""
     first = make()
-    count = 2 if first.device.type == "cpu" else max(2, _COLD_BYTES // first.nbytes)
+    count = min(_MOST_COPIES, max(2, _COLD_BYTES // first.nbytes))
     return [first, *(make() for _ in range(count - 1))]
 
 
