@@ -3,7 +3,7 @@
 A machine of two cores has one idle while most tests run. `interpreted` parts are files for Triton's
 interpreter: Triton reads TRITON_INTERPRET when its own library is imported, and this process may
 need, or may already have, the compiler. `beside` tests are ordinary ones: with many others, pytest
-runs them over there and reports here; alone, they run as any test does.
+runs those of a file over there and reports here; alone, they run as any test does.
 """
 
 from __future__ import annotations
@@ -90,15 +90,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             environ = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
             background.submit(part, [file], environ)
     if len(session.items) >= MANY and INSIDE not in os.environ:
-        for item in session.items:
-            if "beside" in item.keywords:
-                background.submit(item.nodeid, _rerun(item), {INSIDE: "1"})
+        apart = [item for item in session.items if "beside" in item.keywords]
+        for file in sorted({str(item.path) for item in apart}):
+            background.submit(file, [file, "-m", "beside"], {INSIDE: "1"})
+        for item in apart:
+            item.fixturenames = []  # type: ignore[attr-defined]  # made over there
     session.config.stash[BACKGROUND] = background
-
-
-def _rerun(item: pytest.Item) -> list[str]:
-    """Arguments that select this test alone, from the repository's root."""
-    return [str(item.path), "-k", item.name.partition("[")[0]]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -113,10 +110,10 @@ def background(pytestconfig: pytest.Config) -> Background:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
-    """A test that ran beside the others: what became of it there."""
+    """A test that ran beside the others: what became of its file there."""
     if "beside" not in pyfuncitem.keywords:
         return None
-    report = pyfuncitem.config.stash[BACKGROUND].reports.get(pyfuncitem.nodeid)
+    report = pyfuncitem.config.stash[BACKGROUND].reports.get(str(pyfuncitem.path))
     if report is None:
         return None
     code, printed = report.result()

@@ -14,6 +14,7 @@ from tiny_models import make_config
 
 from llmc.compiler.build import build
 
+pytestmark = pytest.mark.beside
 SIZES = {
     "vocab_size": 8192,
     "hidden_size": 1536,

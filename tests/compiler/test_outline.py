@@ -21,6 +21,7 @@ from llmc.compiler.outline import capture_outlined
 from llmc.errors import CompileError
 from llmc.passes.inputs import ConstantInput, input_of
 
+pytestmark = pytest.mark.beside
 CPU = torch.device("cpu")
 
 

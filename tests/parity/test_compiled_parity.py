@@ -11,6 +11,7 @@ from tiny_configs import save_random, tiny_config
 from tiny_engine import differences, generate
 from tiny_models import FAMILIES, continue_greedily, load_reference, prompts, save_checkpoint
 
+pytestmark = pytest.mark.beside
 LENGTHS = (1, 5, 19, 33)
 NUM_TOKENS = 10
 MOST_SECONDS = 300  # compiling is slow on a busy machine; an error ends the wait at once

@@ -24,6 +24,7 @@ from llmc.verification.certificate import Certificate, CertificateStore, fingerp
 from llmc.verification.check import check_model, cured_config, find_certificate
 from llmc.verification.identity import identify
 
+pytestmark = pytest.mark.beside
 _THREE = {"num_hidden_layers": 3}  # one first, one last, one between
 _SPEC = importlib.util.spec_from_file_location(
     "llmc_planted_passes", Path(__file__).with_name("planted_passes.py")
