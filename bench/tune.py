@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from bench import prompts
 from bench.clock import time_call
 from bench.tune_searches import SEARCHES, Search
-from llmc.benchmark.machine import describe_machine, package_versions
 from llmc.benchmark.report import write_json
-from llmc.kernels.chip import chip_of
 from llmc.kernels.triton import tuned
 from llmc.kernels.triton.tuned import TABLE
 
@@ -157,13 +155,10 @@ def merged(table: Mapping[str, Any], found: Sequence[Found], run: Mapping[str, A
     return {"measured": [*table["measured"], run], "lines": [*kept, *new]}
 
 
-def describe_run(device: torch.device, found: Sequence[Found]) -> dict[str, Any]:
+def describe_search(device: torch.device, found: Sequence[Found]) -> dict[str, Any]:
     """Where and when, and what was sought, with what became of it."""
     return {
-        "chip": chip_of(device),
-        "machine": describe_machine(),
-        "date": date.today().isoformat(),
-        "versions": package_versions(),
+        **prompts.describe_run(device),
         "sought": [
             {"kernel": one.key[1], "shape": one.key[2], "tried": one.tried, "ms": one.ms,
              "default_ms": one.default_ms, "failed": list(one.failed)}
@@ -201,7 +196,7 @@ def main() -> None:
                 flush=True,
             )
             table = json.loads(TABLE.read_text(encoding="utf-8"))
-            write_json(args.output, merged(table, found, describe_run(device, found)))
+            write_json(args.output, merged(table, found, describe_search(device, found)))
 
 
 if __name__ == "__main__":

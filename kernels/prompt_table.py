@@ -1,6 +1,6 @@
 """Which kernel attends fastest to prompts, as measured: prompt_table.json, by chip and head size.
 
-`python -m bench.prompts --write` measures and writes it; nothing is tuned at start. A chip that
+`python -m bench.prompts` measures and writes it; nothing is tuned at start. A chip that
 nobody has measured has no lines, and every prompt there goes to this project's own kernel.
 """
 
