@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from builtin_engine import start_builtin
 from live_server import Live, live_server
 from tool_templates import STYLES, TOOLS
-
-from llmc.config import EngineConfig
-from llmc.engine.core import EngineCore
-from llmc.start import ModelInfo, start_engine
-from llmc.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 # Short texts, for a model that knows no end of them.
@@ -47,24 +42,9 @@ TEMPLATES = {
 }
 
 
-@dataclass(kw_only=True)
-class Builtin:
-    """The built-in model as live_server takes it."""
-
-    engine: EngineCore
-    info: ModelInfo
-    tokenizer: Tokenizer
-    config: EngineConfig
-
-
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Live]:
-    config = EngineConfig(opt_level=0, dtype="float32", max_model_len=1024, max_num_seqs=4)
-    started = start_engine(config)
-    path = started.info.tokenizer_path
-    assert path is not None
-    tokenizer = Tokenizer.load(path)
-    model = Builtin(engine=started.engine, info=started.info, tokenizer=tokenizer, config=config)
+    model = start_builtin(max_model_len=1024, max_num_seqs=4)
     with live_server(over=model) as live:  # type: ignore[arg-type]
         yield live
 

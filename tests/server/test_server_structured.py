@@ -6,16 +6,11 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from builtin_engine import start_builtin
 from live_server import Live, live_server
-
-from llmc.config import EngineConfig
-from llmc.engine.core import EngineCore
-from llmc.start import ModelInfo, start_engine
-from llmc.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA = {
@@ -53,31 +48,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@dataclass(kw_only=True)
-class Builtin:
-    """The built-in model as live_server takes it."""
-
-    engine: EngineCore
-    info: ModelInfo
-    tokenizer: Tokenizer
-    config: EngineConfig
-
-
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Live]:
-    config = EngineConfig(
-        opt_level=0,
-        dtype="float32",
-        max_model_len=512,
-        max_num_seqs=8,
-        async_scheduling=True,
-        scheduling_policy="priority",
-    )
-    started = start_engine(config)
-    path = started.info.tokenizer_path
-    assert path is not None
-    model = Builtin(
-        engine=started.engine, info=started.info, tokenizer=Tokenizer.load(path), config=config
+    model = start_builtin(
+        max_model_len=512, max_num_seqs=8, async_scheduling=True, scheduling_policy="priority"
     )
     with live_server(over=model) as live:
         assert live.llm._trial._process is None, "nobody has asked for a grammar"
