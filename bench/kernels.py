@@ -31,10 +31,10 @@ from bench.kernel_work import (
 )
 from bench.linear_work import expert_work, fused_work, low_bit_work
 from bench.state_work import state_work
-from llmc.benchmark.machine import describe_machine, package_versions
-from llmc.benchmark.report import context, write_json
 from llmc.kernels.cpu.build import load
 from llmc.kernels.quantized_linear import FORMATS
+from llmc.load_test.machine import describe_machine, package_versions
+from llmc.load_test.report import context, write_json
 
 UNIFORM = [4096] * 64
 SKEWED = [131072] + [4096] * 31

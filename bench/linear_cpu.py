@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import llmc.kernels.cpu  # noqa: F401
-from llmc.benchmark.machine import (
+from llmc.kernels.cpu.build import load
+from llmc.load_test.machine import (
     describe_machine,
     measure_read_bandwidth,
     package_versions,
 )
-from llmc.benchmark.report import context, write_json
-from llmc.kernels.cpu.build import load
+from llmc.load_test.report import context, write_json
 
 SHAPES = "1024x4096,2048x1024,1024x6144,3072x1024,1024x151936"
 ROWS = "1,2,4,8,16,32,64,128,256,1024"

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 import llmc.kernels.cpu  # noqa: F401
-from llmc.benchmark.machine import (
+from llmc.kernels.cpu.build import load
+from llmc.kernels.cpu.pages import empty_in_huge_pages
+from llmc.kernels.quantized_linear import FORMATS, quantization_of, quantize
+from llmc.load_test.machine import (
     describe_machine,
     measure_read_bandwidth,
     package_versions,
 )
-from llmc.benchmark.report import context, write_json
-from llmc.kernels.cpu.build import load
-from llmc.kernels.cpu.pages import empty_in_huge_pages
-from llmc.kernels.quantized_linear import FORMATS, quantization_of, quantize
+from llmc.load_test.report import context, write_json
 
 SHAPES = "1024x6144,4096x4096"
 COLD_BYTES = 300e6

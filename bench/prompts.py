@@ -21,11 +21,11 @@ from torch import Tensor
 
 from bench.clock import time_call
 from bench.kernel_work import attention_case
-from llmc.benchmark.machine import describe_machine, package_versions
-from llmc.benchmark.report import write_json
 from llmc.kernels.chip import chip_of
 from llmc.kernels.prompt_table import CONTEXT, OWN, TABLE, Measured
 from llmc.kernels.prompts import Prompts
+from llmc.load_test.machine import describe_machine, package_versions
+from llmc.load_test.report import write_json
 
 HEADS, KV_HEADS = 32, 8
 

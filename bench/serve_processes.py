@@ -25,12 +25,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmc.benchmark.client import Target
-from llmc.benchmark.machine import describe_machine, package_versions
-from llmc.benchmark.metrics import compute_metrics
-from llmc.benchmark.prompts import random_prompts
-from llmc.benchmark.report import context, write_json
-from llmc.benchmark.serving import Load, find_model, run_load
+from llmc.load_test.client import Target
+from llmc.load_test.machine import describe_machine, package_versions
+from llmc.load_test.metrics import compute_metrics
+from llmc.load_test.prompts import random_prompts
+from llmc.load_test.report import context, write_json
+from llmc.load_test.serving import Load, find_model, run_load
 
 MODES = {
     "one": ("--no-engine-process",),

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from bench.soak_cases import Case, draw_case
 from bench.soak_ends import Answer, End, Holdings, SoakError, in_process, over_http
-from llmc.benchmark.report import write_json
+from llmc.load_test.report import write_json
 
 ENDS = {"process": in_process, "http": over_http}
 CASES = 20  # of a round

@@ -25,9 +25,9 @@ from bench.soak_cases import BAD_FIELDS, CONTEXT, Case
 from llmc.async_llm import AsyncLLM
 from llmc.config import EngineConfig
 from llmc.errors import InvalidRequestError
-from llmc.front.engine import load_tokenizer
+from llmc.frontend.engine_options import load_tokenizer
 from llmc.sampling_params import SamplingParams
-from llmc.start import Started, start_engine
+from llmc.startup.start import Started, start_engine
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32",

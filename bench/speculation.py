@@ -29,14 +29,14 @@ from typing import Any
 
 import torch
 
-from llmc.benchmark.machine import describe_machine, package_versions
-from llmc.benchmark.report import context, write_json
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
+from llmc.load_test.machine import describe_machine, package_versions
+from llmc.load_test.report import context, write_json
 from llmc.sampling_params import SamplingParams
 from llmc.speculative_config import METHODS
-from llmc.start import Started, start_engine
+from llmc.startup.start import Started, start_engine
 
 NUM_OUTPUT = 128
 NUM_PROMPT = 64

@@ -40,8 +40,8 @@ def main() -> None:
     ]
     print_table(results)
     if args.output_json:
-        from llmc.benchmark.machine import describe_machine, package_versions
-        from llmc.benchmark.report import context, write_json
+        from llmc.load_test.machine import describe_machine, package_versions
+        from llmc.load_test.report import context, write_json
 
         facts = {**context(), "versions": package_versions(), "machine": describe_machine()}
         write_json(args.output_json, {**facts, "command": " ".join(sys.argv), "starts": results})
@@ -99,7 +99,7 @@ def _start(model: Path, since: float, disabled: Sequence[str], await_ops: bool) 
     from llmc.config import EngineConfig
     from llmc.engine.messages import AddRequest
     from llmc.sampling_params import SamplingParams
-    from llmc.start import start_engine
+    from llmc.startup.start import start_engine
 
     parts["imports"] = time.time() - before
     config = EngineConfig(

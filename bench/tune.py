@@ -27,9 +27,9 @@ from torch import Tensor
 from bench import prompts
 from bench.clock import time_call
 from bench.tune_searches import SEARCHES, Search
-from llmc.benchmark.report import write_json
 from llmc.kernels.triton import tuned
 from llmc.kernels.triton.tuned import TABLE
+from llmc.load_test.report import write_json
 
 Options = Mapping[str, int]
 Key = tuple[str, str, str]

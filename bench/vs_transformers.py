@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from llmc import LLM, SamplingParams
-from llmc.benchmark.machine import (
+from llmc.load_test.machine import (
     describe_machine,
     measure_read_bandwidth,
     package_versions,
 )
-from llmc.benchmark.report import context, write_json
+from llmc.load_test.report import context, write_json
 
 DECODE_TOKENS = 32
 PREFILL_TOKENS = 1024

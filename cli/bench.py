@@ -1,4 +1,4 @@
-"""`llmc bench throughput|latency|serve`: flags only; `bench_run` and llmc.benchmark do the work."""
+"""`llmc bench throughput|latency|serve`: flags only; `bench_run` and llmc.load_test do the work."""
 
 from __future__ import annotations
 

@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmc.benchmark import machine, report
-from llmc.benchmark.metrics import RequestTrace, compute_metrics, parse_percentiles
-from llmc.benchmark.offline import (
+from llmc.cli.bench import Output, Workload
+from llmc.cli.bench_show import progress_bar, write_files
+from llmc.cli.console import stderr_console
+from llmc.cli.loading import load_engine
+from llmc.config import EngineConfig
+from llmc.errors import ConfigError, LlmcError
+from llmc.load_test import machine, report
+from llmc.load_test.metrics import RequestTrace, compute_metrics, parse_percentiles
+from llmc.load_test.offline import (
     DecodeSteps,
     OfflineRun,
     bandwidth_result,
@@ -20,17 +26,11 @@ from llmc.benchmark.offline import (
     speculation_result,
     usable_token_ids,
 )
-from llmc.benchmark.workloads import BenchRequest, load_dataset, random_workload
-from llmc.cli.bench import Output, Workload
-from llmc.cli.bench_show import progress_bar, write_files
-from llmc.cli.console import stderr_console
-from llmc.cli.loading import load_engine
-from llmc.config import EngineConfig
-from llmc.errors import ConfigError, LlmcError
+from llmc.load_test.workloads import BenchRequest, load_dataset, random_workload
 from llmc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from llmc.start import ModelInfo
+    from llmc.startup.start import ModelInfo
     from llmc.text.tokenizer import Tokenizer
 
 LATENCY_PERCENTILES = (10, 25, 50, 75, 90, 99)

@@ -8,17 +8,17 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from llmc.benchmark import metrics as bench_metrics
-from llmc.benchmark import report
-from llmc.benchmark.client import Target
-from llmc.benchmark.metrics import BenchMetrics, RequestTrace
-from llmc.benchmark.prompts import random_prompts
-from llmc.benchmark.serving import Load, find_model, run_load
-from llmc.benchmark.workloads import BenchRequest, load_dataset
 from llmc.cli.bench import Output, Workload
 from llmc.cli.bench_show import progress_bar, write_files
 from llmc.cli.console import note, stderr_console
 from llmc.errors import ConfigError
+from llmc.load_test import metrics as bench_metrics
+from llmc.load_test import report
+from llmc.load_test.client import Target
+from llmc.load_test.metrics import BenchMetrics, RequestTrace
+from llmc.load_test.prompts import random_prompts
+from llmc.load_test.serving import Load, find_model, run_load
+from llmc.load_test.workloads import BenchRequest, load_dataset
 
 if TYPE_CHECKING:
     from llmc.text.tokenizer import Tokenizer

@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from llmc.benchmark import report
-from llmc.benchmark.machine import describe_machine, package_versions
-from llmc.benchmark.metrics import RequestTrace
 from llmc.cli.bench import Output
 from llmc.cli.console import note, stderr_console
+from llmc.load_test import report
+from llmc.load_test.machine import describe_machine, package_versions
+from llmc.load_test.metrics import RequestTrace
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from llmc.cli.chat_backends import Chunk, Messages
 
 if TYPE_CHECKING:
     from llmc.async_llm import AsyncLLM
-    from llmc.front.inputs import Input
+    from llmc.frontend.inputs import Input
 
 
 class EngineBackend:

@@ -25,8 +25,8 @@ def command(
     disable_guilty: Annotated[
         bool,
         option(
-            "--disable-guilty",
-            help="Certify the model without the pass that is to blame, and print the switch.",
+            "--disable-culprit",
+            help="Certify the model without the pass that is to bisect, and print the switch.",
             panel=CHECK_PANEL,
         ),
     ] = False,
@@ -50,7 +50,7 @@ def command(
     console = stderr_console()
     try:
         with phases(console) as on_phase:
-            from llmc.verification.check import check_model
+            from llmc.check.check import check_model
 
             certificate = check_model(
                 config,

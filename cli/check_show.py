@@ -11,7 +11,7 @@ from rich.text import Text
 from llmc.cli.console import plain_table, print_table, stdout_console
 
 if TYPE_CHECKING:
-    from llmc.verification.certificate import Certificate, LayerResult
+    from llmc.check.certificate import Certificate, LayerResult
 
 _MAX_LAYERS = 12  # more are shown by the worst ones
 
@@ -136,16 +136,16 @@ def _passes_and_kernels(console: Console, certificate: Certificate) -> None:
 def _way_out(console: Console, certificate: Certificate) -> None:
     console.print()
     for culprit in certificate.culprits:
-        console.print(Text(f"  to blame: {culprit}", style="bold red"))
+        console.print(Text(f"  to bisect: {culprit}", style="bold red"))
     switches = " ".join(certificate.switches)
-    if certificate.cured and switches:
+    if certificate.fixed_by and switches:
         console.print(Text(f"  without it the model is right; use it with {switches}"))
-    elif not certificate.cured:
+    elif not certificate.fixed_by:
         console.print(Text("  no switch makes it right: please report this model"))
 
 
 def _where(console: Console, certificate: Certificate) -> None:
-    from llmc.verification.check import certificate_path
+    from llmc.check.check import certificate_path
 
     path = certificate_path(certificate)
     kept = f"kept in {path}" if path else "not kept: a pass of yours has no code that names it"

@@ -8,7 +8,7 @@ import shutil
 
 def command() -> None:
     """Print versions, devices and settings, to paste into a bug report."""
-    from llmc.benchmark.machine import GIB, describe_machine, package_versions
+    from llmc.load_test.machine import GIB, describe_machine, package_versions
 
     rows = {name: str(value) for name, value in package_versions().items()}
     for name, value in describe_machine().items():

@@ -70,8 +70,8 @@ def command(
 
     console = stderr_console()
     with spinner(console, "reading the model"):
-        from llmc.inspection.inspect import inspect_model
-        from llmc.inspection.machine import find_machine
+        from llmc.inspect.inspect import inspect_model
+        from llmc.inspect.machine import find_machine
 
         inspection = inspect_model(config, all_layers=all_layers)
         machine = find_machine(
@@ -82,7 +82,7 @@ def command(
     else:
         inspect_show.show(inspection, machine)
     if graph is not None:
-        from llmc.inspection.page import write_page
+        from llmc.inspect.page import write_page
 
         graph.write_text(write_page(inspection), encoding="utf-8")
         note(console, f"page written to {graph}")

@@ -12,17 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from llmc.cli.console import plain_table, print_table, stdout_console
-from llmc.inspection.units import say_bytes, say_count
+from llmc.inspect.units import say_bytes, say_count
 
 if TYPE_CHECKING:
-    from llmc.inspection.facts import LayerFacts
-    from llmc.inspection.fit import Row
-    from llmc.inspection.inspect import Inspection, PassFacts
-    from llmc.inspection.machine import Machine
+    from llmc.inspect.facts import LayerFacts
+    from llmc.inspect.fit import Row
+    from llmc.inspect.inspect import Inspection, PassFacts
+    from llmc.inspect.machine import Machine
 
 
 def show(inspection: Inspection, machine: Machine) -> None:
-    from llmc.inspection.fit import fit
+    from llmc.inspect.fit import fit
 
     console = stdout_console()
     _head(console, inspection)
@@ -159,7 +159,7 @@ def _fit_title(inspection: Inspection, machine: Machine) -> str:
 
 
 def _fit(rows: Sequence[Row], machine: Machine) -> Table:
-    from llmc.inspection.fit import BATCHES
+    from llmc.inspect.fit import BATCHES
 
     heads = ["context", "a request"]
     if machine.memory_bytes is not None:
@@ -208,7 +208,7 @@ def _kernels(inspection: Inspection) -> Table:
 
 
 def print_json(inspection: Inspection, machine: Machine) -> None:
-    from llmc.inspection.fit import BATCHES, fit
+    from llmc.inspect.fit import BATCHES, fit
 
     data: dict[str, Any] = {
         f.name: _plain(getattr(inspection, f.name))

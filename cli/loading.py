@@ -12,7 +12,7 @@ from llmc.config import EngineConfig
 
 if TYPE_CHECKING:
     from llmc.async_llm import AsyncLLM
-    from llmc.start import Started
+    from llmc.startup.start import Started
 
 
 def _options(config: EngineConfig) -> dict[str, Any]:
@@ -29,6 +29,6 @@ def load_async_llm(config: EngineConfig, console: Console, *, quiet: bool = Fals
 def load_engine(config: EngineConfig, console: Console) -> Started:
     """An engine without the text side, for benchmarks."""
     with phases(console) as on_phase:
-        from llmc.start import start_engine
+        from llmc.startup.start import start_engine
 
         return start_engine(config, on_phase)

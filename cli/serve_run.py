@@ -26,7 +26,7 @@ from llmc.server.unix_socket import unix_socket
 
 if TYPE_CHECKING:
     from llmc.async_llm import AsyncLLM
-    from llmc.front.supervisor import Supervisor
+    from llmc.processes.supervisor import Supervisor
 
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -86,7 +86,7 @@ def _load_in_process(
     run: _Run, sock: socket.socket, stack: contextlib.ExitStack
 ) -> tuple[AsyncLLM, Companions | None]:
     """The engine in a process of its own, which ends with `stack`."""
-    from llmc.front.supervisor import Supervisor
+    from llmc.processes.supervisor import Supervisor
 
     with phases(run.console) as on_phase:
         supervisor = stack.enter_context(
@@ -105,8 +105,8 @@ def _load_in_process(
         engine = supervisor.wait_ready()
 
     from llmc.async_llm import AsyncLLM
-    from llmc.front.engine import load_tokenizer
-    from llmc.front.remote import RemoteEngine
+    from llmc.frontend.engine_options import load_tokenizer
+    from llmc.processes.remote_engine import RemoteEngine
 
     tokenizer = load_tokenizer(run.config, engine.info)
     llm = AsyncLLM.from_link(

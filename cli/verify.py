@@ -10,7 +10,7 @@ from llmc.errors import CompileError
 def require_certificate(config: EngineConfig) -> None:
     """Use the certificate that `llmc check` left, or check now; CompileError when it says no."""
     console = stderr_console()
-    from llmc.verification.check import check_model, find_certificate
+    from llmc.check.check import check_model, find_certificate
 
     certificate = find_certificate(config)
     if certificate is None:
@@ -20,9 +20,9 @@ def require_certificate(config: EngineConfig) -> None:
     if certificate.certified:
         note(console, f"certified on {certificate.created}", style="green")
         return
-    blame = "; ".join(map(str, certificate.culprits)) or "no cause was found"
-    error = CompileError(f"the rewritten model is not certified, so it is not served: {blame}")
+    bisect = "; ".join(map(str, certificate.culprits)) or "no cause was found"
+    error = CompileError(f"the rewritten model is not certified, so it is not served: {bisect}")
     switches = " ".join(certificate.switches)
-    way = f"serve it with {switches}" if certificate.cured and switches else "leave --verify out"
+    way = f"serve it with {switches}" if certificate.fixed_by and switches else "leave --verify out"
     error.hint = f"{way}, or see `llmc check`"  # type: ignore[attr-defined]
     raise error

@@ -1,7 +1,7 @@
 """`AsyncLLM`: many requests at once from asyncio, with streaming and cancellation.
 
-The engine runs behind a link (front/link.py): in a thread, or in a process of its own. Everything
-here runs on one event loop.
+The engine runs behind a link (frontend/engine_link.py): in a thread, or in a process of its own.
+Everything here runs on one event loop.
 
     submit() --messages--> link --EngineNews--> _hear() --> ActiveRequest --> Stream --> reader
 """
@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from llmc.config import EngineConfig
 from llmc.engine.messages import AbortRequest, EngineStats
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
-from llmc.front.engine import EngineOptions, load_tokenizer, make_config, start
-from llmc.front.engine_thread import EngineThread
-from llmc.front.grammar_trial import make_trial
-from llmc.front.inputs import Input, InputProcessor, Prompt
-from llmc.front.link import EngineLink, EngineNews, Processes
-from llmc.front.outputs import OutputProcessor
-from llmc.front.stream import Stream as Stream
-from llmc.front.watchdog import Watchdog
+from llmc.frontend.engine_link import EngineLink, EngineNews, Processes
+from llmc.frontend.engine_options import EngineOptions, load_tokenizer, make_config, start
+from llmc.frontend.engine_thread import EngineThread
+from llmc.frontend.inputs import Input, InputProcessor, Prompt
+from llmc.frontend.outputs import OutputProcessor
+from llmc.frontend.stream import Stream as Stream
 from llmc.outputs import FinishReason, RequestOutput
+from llmc.processes.grammar_trial import make_trial
+from llmc.processes.watchdog import Watchdog
 from llmc.sampling_params import SamplingParams
 from llmc.text.chat import Message, Tool, check_tools, render_chat
 from llmc.text.tokenizer import Tokenizer
 from llmc.text.tools.tool_format import ToolFormat
 
 if TYPE_CHECKING:
-    from llmc.start import ModelInfo, Phase, Started
+    from llmc.startup.start import ModelInfo, Phase, Started
 
 T = TypeVar("T")
 

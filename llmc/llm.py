@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from llmc.config import EngineConfig
 from llmc.errors import EngineDeadError, InvalidRequestError, LlmcError, QueueFullError
-from llmc.front.beams import SearchingEngine, run_searches
-from llmc.front.engine import Engine, EngineOptions, load_tokenizer, make_config, start
-from llmc.front.grammar_trial import make_trial
-from llmc.front.inputs import Input, InputProcessor, Prompt
-from llmc.front.interrupts import uninterrupted
-from llmc.front.outputs import ActiveRequest, OutputProcessor
-from llmc.front.progress import GenerationProgress
+from llmc.frontend.beam_search import SearchingEngine, run_searches
+from llmc.frontend.engine_options import Engine, EngineOptions, load_tokenizer, make_config, start
+from llmc.frontend.inputs import Input, InputProcessor, Prompt
+from llmc.frontend.interrupts import uninterrupted
+from llmc.frontend.outputs import ActiveRequest, OutputProcessor
+from llmc.frontend.progress import GenerationProgress
 from llmc.outputs import BeamSearchOutput, RequestOutput
+from llmc.processes.grammar_trial import make_trial
 from llmc.sampling_params import BeamSearchParams, SamplingParams
 from llmc.text.chat import Message, Tool, render_chat
 from llmc.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llmc.start import ModelInfo, Phase, Started
+    from llmc.startup.start import ModelInfo, Phase, Started
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Outcome = ActiveRequest | InvalidRequestError

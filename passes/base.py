@@ -19,7 +19,7 @@ from llmc.errors import ConfigError
 from llmc.passes.edit import remembered_values
 
 # Switched like a pass, though it comes before them: layers that repeat are captured once
-# (llmc/compiler/outline.py).
+# (llmc/compiler/layer_dedup/outline.py).
 OUTLINE = "outline_layers"
 
 Notes = list[str]

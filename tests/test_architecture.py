@@ -37,8 +37,30 @@ MAY_IMPORT = {
     "llmc.kernels": ("llmc.errors",),
     "llmc.passes": ("llmc.errors", "llmc.kernels"),
     "llmc.engine": LEAVES,
-    "llmc.compiler": ("llmc.errors", "llmc.passes", "llmc.kernels"),
+    "llmc.weights": ("llmc.errors", "llmc.passes", "llmc.kernels"),
+    "llmc.compiler": ("llmc.errors", "llmc.weights", "llmc.passes", "llmc.kernels"),
     "llmc.runner": (*LEAVES, "llmc.engine", "llmc.compiler", "llmc.passes", "llmc.kernels"),
+    "llmc.startup": (
+        *LEAVES,
+        "llmc.engine",
+        "llmc.runner",
+        "llmc.compiler",
+        "llmc.weights",
+        "llmc.passes",
+        "llmc.kernels",
+        "llmc.structured",
+        "llmc.text",
+        "llmc.guide",
+    ),
+    "llmc.frontend": (*LEAVES, "llmc.engine", "llmc.startup", "llmc.text", "llmc.structured"),
+    "llmc.processes": (
+        *LEAVES,
+        "llmc.engine",
+        "llmc.startup",
+        "llmc.frontend",
+        "llmc.structured",
+        "llmc.__version__",
+    ),
     "llmc.text": LEAVES,
 }
 NEVER = {  # ours that a package must not import, where the list above is silent
@@ -52,28 +74,37 @@ THIRD_PARTY = {  # name -> the only modules that may import it
         "llmc.passes",
         "llmc.compiler",
         "llmc.runner",
-        "llmc.load",
-        "llmc.start_draft",
-        "llmc.choices",
+        "llmc.weights",
+        "llmc.startup",
         "llmc.guide",
-        "llmc.benchmark",
-        "llmc.inspection",
-        "llmc.verification",
+        "llmc.load_test",
+        "llmc.inspect",
+        "llmc.check",
         "llmc.cli.collect_env",
     ),
     "triton": ("llmc.kernels.triton",),
     "transformers": (
-        "llmc.verification.reference",
+        "llmc.check.reference",
         "llmc.compiler",
-        "llmc.model_files",
+        "llmc.weights",
+        "llmc.startup.model_files",
         "llmc.text",
         "llmc.guide",
     ),
     "typer": ("llmc.cli",),
-    "rich": ("llmc.cli", "llmc.front.progress"),  # the bar of LLM.generate
+    "rich": ("llmc.cli", "llmc.frontend.progress"),  # the bar of LLM.generate
     "prompt_toolkit": ("llmc.cli",),
-    "zmq": ("llmc.front.remote", "llmc.front.engine_host", "llmc.front.engine_main"),
-    "msgspec": ("llmc.front.wire", "llmc.front.fleet", "llmc.front.supervisor", "llmc.server"),
+    "zmq": (
+        "llmc.processes.remote_engine",
+        "llmc.processes.engine_host",
+        "llmc.processes.engine_main",
+    ),
+    "msgspec": (
+        "llmc.processes.wire",
+        "llmc.processes.server_processes",
+        "llmc.processes.supervisor",
+        "llmc.server",
+    ),
     "llguidance": ("llmc.structured",),
     **dict.fromkeys(SERVER, ("llmc.server",)),
 }
@@ -162,7 +193,13 @@ def violations(rule: object) -> list[str]:
 
 def test_the_tree_was_found() -> None:
     names = {m.name for m in modules()}
-    for name in ("llmc", "llmc.start", "llmc.passes.pipeline", "llmc.kernels", "llmc.cli.main"):
+    for name in (
+        "llmc",
+        "llmc.startup.start",
+        "llmc.passes.pipeline",
+        "llmc.kernels",
+        "llmc.cli.main",
+    ):
         assert name in names
 
 
@@ -206,7 +243,7 @@ def test_the_engine_imports_no_torch_even_lazily() -> None:
 
 def test_the_python_api_needs_no_server() -> None:
     """llmc.LLM and AsyncLLM work where FastAPI is not installed."""
-    api = ("llmc.llm", "llmc.async_llm", "llmc.text", "llmc.front", "llmc.start")
+    api = ("llmc.llm", "llmc.async_llm", "llmc.text", "llmc.frontend", "llmc.startup.start")
     heavy = (*SERVER, "llmc.server")
     assert violations(lambda m, i: under(m.name, *api) and under(i.target, *heavy)) == []
 

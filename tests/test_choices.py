@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import transformers as tf
 
-from llmc.choices import unused_parts
-from llmc.rotary import choose_frequencies
+from llmc.compiler.rotary import choose_frequencies
+from llmc.startup.resolve import unused_parts
 
 
 def test_parts_besides_the_text_are_named() -> None:

@@ -9,7 +9,7 @@ import pytest
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
 from llmc.guide import MODEL_NAME
-from llmc.model_files import load_config, resolve_model
+from llmc.startup.model_files import load_config, resolve_model
 
 
 @pytest.mark.parametrize("spelling", ["{0}", "{0}/", "{0}/../my-model", "."])

@@ -18,8 +18,8 @@ import torch
 
 from bench.ablations.subject import Bench
 from bench.ablations.table import choose, markdown, number
-from llmc.benchmark.machine import describe_machine, package_versions
-from llmc.benchmark.report import context, write_json
+from llmc.load_test.machine import describe_machine, package_versions
+from llmc.load_test.report import context, write_json
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from bench.ablations.row import Figures, Row, computed
 from bench.ablations.subject import Bench
 from llmc.engine.core import EngineCore
-from llmc.engine.layout import WHOLE, Reach
+from llmc.engine.kv.layout import WHOLE, AttentionWindow
 from llmc.engine.messages import AddRequest
 from llmc.engine.plan import PendingStep, StepPlan, StepResult
 from llmc.sampling_params import SamplingParams
@@ -147,7 +147,7 @@ def _windows(bench: Bench) -> Figures:
     """One layer in four sees all of the text, the others the last 512 tokens."""
     prompt, output, count = 8000, 200, bench.size(64, 12)
 
-    def running(reaches: Sequence[Reach]) -> float:
+    def running(windows: Sequence[AttentionWindow]) -> float:
         core = EngineCore(
             NoModel(),
             num_blocks=4 * 8 * 8192 // BLOCK,  # eight such requests, if all layers keep all
@@ -158,7 +158,7 @@ def _windows(bench: Bench) -> Figures:
             vocab_size=100,
             eos_token_ids=(),
             enable_prefix_caching=False,
-            reaches=reaches,
+            windows=windows,
         )
         sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
         for i in range(count):
@@ -173,7 +173,7 @@ def _windows(bench: Bench) -> Figures:
         return max(seen)
 
     note = f"prompts of {prompt} tokens, window 512 in three groups of four; computed"
-    windowed = [WHOLE, *[Reach(window=512)] * 3]
+    windowed = [WHOLE, *[AttentionWindow(window=512)] * 3]
     return computed(running(windowed), running([WHOLE] * 4), note)
 
 

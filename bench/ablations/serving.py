@@ -166,7 +166,7 @@ def _repeating(subject: Subject, length: int) -> list[int]:
 
 
 def _speculation(bench: Bench) -> Figures:
-    from llmc.engine.speculation import Speculation
+    from llmc.engine.spec_decode.speculation import Speculation
     from llmc.speculative_config import SpeculativeConfig
 
     subject = bench.large

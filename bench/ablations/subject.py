@@ -19,11 +19,11 @@ from typing import Any
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
+from llmc.engine.kv.swap import SwapCost, SwapRoom
 from llmc.engine.messages import AddRequest
 from llmc.engine.plan import PendingStep, Runner, StepPlan, StepResult
-from llmc.engine.swap import SwapCost, SwapRoom
 from llmc.sampling_params import SamplingParams
-from llmc.start import Started, start_engine
+from llmc.startup.start import Started, start_engine
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONTEXT = 2048

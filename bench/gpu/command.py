@@ -21,9 +21,9 @@ from bench.gpu import report, settings
 from bench.gpu.parts import Part, choose
 from bench.gpu.process import PartProcess
 from bench.gpu.record import Record, failure, finite
-from llmc.benchmark.machine import describe_machine, package_versions
-from llmc.benchmark.report import context, write_json
 from llmc.kernels.cpu.build import cache_dir
+from llmc.load_test.machine import describe_machine, package_versions
+from llmc.load_test.report import context, write_json
 
 _LAST_S = 5.0  # for the end of the run itself
 _LEAST_S = 15.0  # no part is started with less

@@ -12,7 +12,7 @@ from bench.clock import time_call
 from bench.gpu.record import Record
 from bench.gpu.settings import Settings
 from bench.gpu.shapes import Linear, linears, read_config
-from llmc.benchmark.machine import describe_machine, package_versions
+from llmc.load_test.machine import describe_machine, package_versions
 
 _COLD_BYTES = 2**29  # weights are timed over copies that no cache holds together
 

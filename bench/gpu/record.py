@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmc.benchmark.report import write_json
+from llmc.load_test.report import write_json
 
 
 class Record:

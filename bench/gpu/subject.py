@@ -22,7 +22,7 @@ from bench.gpu.timed_runner import TimedRunner
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.runner.model_runner import ModelRunner
-from llmc.start import ModelInfo, start_engine
+from llmc.startup.start import ModelInfo, start_engine
 
 _COMPILE_S = 400.0
 

@@ -27,9 +27,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import fx
 
-from llmc.compiler.parameters import Parameters
 from llmc.compiler.serialize import CannotSerialize, dump_graph, load_graph
 from llmc.passes.base import PassReport
+from llmc.weights.parameters import Parameters
 
 log = logging.getLogger(__name__)
 

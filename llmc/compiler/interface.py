@@ -62,7 +62,7 @@ def _chosen_by_marker(module: nn.Module, indices: Tensor) -> bool:
     """Whether these are the keys that a sparse indexer chose by the scores under a mask marker.
 
     Up to as many tokens as it chooses it chooses all: the context is limited to them
-    (llmc/choices.py), and attention is dense.
+    (llmc/startup/resolve.py), and attention is dense.
     """
     config = getattr(module, "config", None)
     known = any(getattr(config, name, None) for name in INDEXER_BUDGETS)

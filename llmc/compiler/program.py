@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from llmc.compiler.attention_fallback import build_any, build_plain, capture_any
 from llmc.compiler.cache import CachedProgram, ProgramCache, program_key
-from llmc.compiler.checkpoint import Readable
-from llmc.compiler.forms import build_any, build_plain, capture_any
-from llmc.compiler.parameters import Parameters, describe_parameters
-from llmc.compiler.weights import CheckpointWeights, DirectWeights, WeightSource, make_weights
 from llmc.errors import CompileError
 from llmc.passes.base import OUTLINE, Pass, PassReport, check_names, run_passes
 from llmc.passes.group_caches import CacheGroup, cache_groups
@@ -29,6 +26,9 @@ from llmc.passes.page_attention import CacheSpec
 from llmc.passes.pipeline import PipelineOptions, pipeline
 from llmc.passes.slot_state import StateSpec
 from llmc.passes.user import users_digest
+from llmc.weights.checkpoint import Readable
+from llmc.weights.load import CheckpointWeights, DirectWeights, WeightSource, make_weights
+from llmc.weights.parameters import Parameters, describe_parameters
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@
 
 It knows token ids only; text, HTTP and processes are the front's. One request can't take the
 engine down: what can't be served is refused on arrival, and a step that fails ends the request
-that makes it fail (quarantine.py) and no other.
+that makes it fail (fault_bisection.py) and no other.
 
 Up to `max_in_flight` steps are under way at a time: the runner begins the next one without waiting
 for the host, and a request whose end only the host can see has then computed a token too many for
@@ -22,18 +22,18 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from llmc.config import SchedulingPolicy
-from llmc.engine import forks
+from llmc.engine import parallel_sampling as forks
 from llmc.engine.admission import Limits, admit, derive_seed
-from llmc.engine.beams import BeamSearch
-from llmc.engine.grammar import Antechamber, Arrival, Grammars, Matcher, start_matching
-from llmc.engine.layout import WHOLE, Reach
+from llmc.engine.beam_search import BeamSearch
+from llmc.engine.grammar import Arrival, GrammarQueue, Grammars, Matcher, start_matching
+from llmc.engine.kv.layout import WHOLE, AttentionWindow
+from llmc.engine.kv.swap import SwapRoom
 from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
 from llmc.engine.outcome import aborted, failed
 from llmc.engine.plan import PendingStep, Runner, StepPlan
 from llmc.engine.request import Request
 from llmc.engine.scheduler import Scheduler
-from llmc.engine.speculation import Speculation
-from llmc.engine.swap import SwapRoom
+from llmc.engine.spec_decode.speculation import Speculation
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from llmc.sampling_params import BeamSearchParams
 
@@ -59,7 +59,7 @@ class EngineCore:
     requests may wait in host memory instead of being computed again; not for such models either.
     Without `grammars` requests for structured outputs are refused. `speculation` guesses tokens
     ahead; not for models whose state of a sequence can't go back. `row_states` say what
-    `extra_args` mean to users' logits processors. `reaches`: how far the groups of layers that
+    `extra_args` mean to users' logits processors. `windows`: how far the groups of layers that
     have blocks of their own see (layout.py).
     """
 
@@ -84,12 +84,12 @@ class EngineCore:
         grammars: Grammars | None = None,
         speculation: Speculation | None = None,
         row_states: RowStates | None = None,
-        reaches: Sequence[Reach] = (WHOLE,),
+        windows: Sequence[AttentionWindow] = (WHOLE,),
     ) -> None:
         self._runner = runner
         self._grammars = grammars
         self._row_states = row_states
-        self._antechamber = Antechamber()
+        self._grammar_queue = GrammarQueue()
         self._share_prompts = share_prompts
         self._max_in_flight = runner.max_in_flight if async_scheduling else 1
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
@@ -102,7 +102,7 @@ class EngineCore:
             use_priority=scheduling_policy == "priority",
             swap_room=swap_room,
             speculation=speculation,
-            reaches=reaches,
+            windows=windows,
         )
         self._limits = Limits(
             vocab_size=vocab_size,
@@ -128,7 +128,7 @@ class EngineCore:
                 "try again later"
             )
         request_id = message.request_id
-        if request_id in self._scheduler.requests or request_id in self._antechamber:
+        if request_id in self._scheduler.requests or request_id in self._grammar_queue:
             raise InvalidRequestError(
                 f"a request with id {request_id!r} is being served; choose another id",
                 param="request_id",
@@ -140,10 +140,10 @@ class EngineCore:
         matcher = self._begin_grammar(request)
         if matcher is None:
             self._enter(request, message.fork_of)
-        elif matcher.done() and not self._antechamber:  # in order, so that siblings share
+        elif matcher.done() and not self._grammar_queue:  # in order, so that siblings share
             self._enter_with(request, message.fork_of, matcher.result())
         else:
-            self._antechamber.enter(Arrival(request, message.fork_of, matcher))
+            self._grammar_queue.enter(Arrival(request, message.fork_of, matcher))
         self._num_added += 1
 
     def search(self, message: AddRequest, params: BeamSearchParams) -> BeamSearch:
@@ -186,7 +186,7 @@ class EngineCore:
     def _let_in(self) -> list[RequestUpdate]:
         """Requests whose grammars have been compiled go on; those that can't be, end."""
         refused = []
-        for arrival in self._antechamber.take_ready(may_wait=not self._scheduler.has_work):
+        for arrival in self._grammar_queue.take_ready(may_wait=not self._scheduler.has_work):
             try:
                 self._enter_with(arrival.request, arrival.fork_of, arrival.matcher.result())
             except Exception as error:  # of a foreign library: one request ends
@@ -209,7 +209,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request. None when it is unknown or over: no error, it may just have ended."""
-        arrival = self._antechamber.leave(request_id)
+        arrival = self._grammar_queue.leave(request_id)
         return self._scheduler.abort(request_id) if arrival is None else aborted(arrival)
 
     def step(self) -> list[RequestUpdate]:
@@ -217,7 +217,7 @@ class EngineCore:
 
         An empty list says only that nobody has news.
         """
-        if self._antechamber:
+        if self._grammar_queue:
             return self._let_in() + self._step()
         return self._step()
 
@@ -238,11 +238,11 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._antechamber)
+        return self._scheduler.has_work or bool(self._grammar_queue)
 
     @property
     def _num_waiting(self) -> int:
-        return len(self._scheduler.waiting) + len(self._antechamber)
+        return len(self._scheduler.waiting) + len(self._grammar_queue)
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler

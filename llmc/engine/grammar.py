@@ -1,6 +1,6 @@
 """Grammar: the engine's side of structured outputs. Masks before draws, tokens after them.
 
-    add --Grammars.begin--> compiled beside the engine's thread --Antechamber--> scheduler
+    add --Grammars.begin--> compiled beside the engine's thread --GrammarQueue--> scheduler
     StepPlan.row_masks <--Request.mask-- mask() <--accept(token)-- StepResult
 
 What reads grammars is given to the engine from outside. A matcher belongs to its request, not to
@@ -44,7 +44,7 @@ class Grammars(Protocol):
 
 def start_matching(request: Request, matcher: Matcher) -> str | None:
     """Give a request its matcher. -> what went wrong, if anything did."""
-    request.matcher, request.is_led = matcher, True
+    request.matcher, request.needs_known_token = matcher, True
     return _next_mask(request, matcher)
 
 
@@ -84,7 +84,7 @@ class Arrival:
     matcher: Future[Any]
 
 
-class Antechamber:
+class GrammarQueue:
     """Requests whose grammars are being compiled; they are let in in the order they came."""
 
     def __init__(self) -> None:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from llmc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from llmc.engine.beams import Beam
-    from llmc.engine.forks import Family
+    from llmc.engine.beam_search import Beam
     from llmc.engine.grammar import Matcher
+    from llmc.engine.parallel_sampling import SamplingGroup
     from llmc.engine.plan import TokenLogprobs
-    from llmc.engine.speculation import Drafter
+    from llmc.engine.spec_decode.speculation import Drafter
 
 
 class RequestState(Enum):
@@ -65,9 +65,11 @@ class Request:
     was_scheduled: bool = False
     host_slots: list[int] = field(default_factory=list)  # of its blocks, while it is swapped out
     num_saved: int = 0  # tokens that these hold
-    family: Family | None = None  # others of the same prompt, to share its blocks with
+    group: SamplingGroup | None = None  # others of the same prompt, to share its blocks with
     drafter: Drafter | None = None  # guesses its tokens; None: nobody does
-    is_led: bool = False  # what may follow a token is known only when the token is: one of these
+    needs_known_token: bool = (
+        False  # what may follow a token is known only when the token is: one of these
+    )
     matcher: Matcher | None = None  # of its structured output; has seen the tokens of token_ids
     row_state: Mapping[str, bytes] = field(default_factory=dict)  # see plan.NewRow
     beam: Beam | None = None  # of a search, which chooses its tokens
@@ -93,9 +95,9 @@ class Request:
         return bool(self.scores) and self.scores[-1] is None
 
     @property
-    def must_wait(self) -> bool:
+    def awaits_token(self) -> bool:
         """It is led by a token that is in flight or, in a beam search, has yet to be chosen."""
-        return self.is_led and self.num_tokens > len(self.token_ids)
+        return self.needs_known_token and self.num_tokens > len(self.token_ids)
 
     @property
     def is_finished(self) -> bool:

@@ -18,21 +18,21 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice, repeat
 
-from llmc.engine import forks
-from llmc.engine.beams import Beam
-from llmc.engine.block_pool import BlockPool
-from llmc.engine.draft import StepDraft
-from llmc.engine.layout import WHOLE, CacheLayout, Reach
+from llmc.engine import parallel_sampling as forks
+from llmc.engine.beam_search import Beam
+from llmc.engine.fault_bisection import FaultBisection
+from llmc.engine.kv.block_pool import BlockPool
+from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
+from llmc.engine.kv.prefix_cache import live
+from llmc.engine.kv.row_table import RowTable, new_row
+from llmc.engine.kv.swap import SwapRoom
 from llmc.engine.messages import RequestUpdate
 from llmc.engine.outcome import aborted, failed, not_drawn, take_token
 from llmc.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
-from llmc.engine.prefix import live
-from llmc.engine.quarantine import Quarantine
+from llmc.engine.plan_builder import PlanBuilder
+from llmc.engine.queues import Queues
 from llmc.engine.request import Request, RequestState
-from llmc.engine.row_table import RowTable, new_row
-from llmc.engine.seats import Seats
-from llmc.engine.speculation import Speculation, count_accepted
-from llmc.engine.swap import SwapRoom
+from llmc.engine.spec_decode.speculation import Speculation, count_accepted
 
 Drawn = tuple[int | None, TokenLogprobs | None]
 RUNNING = RequestState.RUNNING
@@ -43,7 +43,7 @@ class Scheduler:
     """Continuous batching over `max_num_seqs` rows and one BlockPool.
 
     With `use_priority` a request of lower `priority` goes before all of higher ones, and takes
-    the place of running ones if need be. `reaches` are those of the groups of layers that have
+    the place of running ones if need be. `windows` are those of the groups of layers that have
     blocks of their own (layout.py); where one sees a window only, nothing is swapped.
     """
 
@@ -58,7 +58,7 @@ class Scheduler:
         use_priority: bool = False,
         swap_room: SwapRoom | None = None,
         speculation: Speculation | None = None,
-        reaches: Sequence[Reach] = (WHOLE,),
+        windows: Sequence[AttentionWindow] = (WHOLE,),
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise ValueError(
@@ -67,16 +67,16 @@ class Scheduler:
             )
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
         self.layout = CacheLayout(
-            block_size=block_size, step_tokens=max_num_batched_tokens, reaches=tuple(reaches)
+            block_size=block_size, step_tokens=max_num_batched_tokens, windows=tuple(windows)
         )
-        room = swap_room if self.layout.reaches == (WHOLE,) else None
+        room = swap_room if self.layout.windows == (WHOLE,) else None
         self.rows = RowTable(max_num_seqs, self.pool, self.layout, room)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.use_priority = use_priority
         self.requests: dict[str, Request] = {}  # all that are not finished
-        self._seats = Seats(self.rows)
-        self.running, self.waiting = self._seats.running, self._seats.waiting
-        self.quarantine = Quarantine()
+        self._queues = Queues(self.rows)
+        self.running, self.waiting = self._queues.running, self._queues.waiting
+        self.fault_bisection = FaultBisection()
         self.speculation = speculation
         self.num_steps = 0
         self.num_prompt_tokens = 0
@@ -86,7 +86,7 @@ class Scheduler:
         self.num_wasted_row_steps = 0  # computed for a request that had ended by then
         self._num_arrivals = 0
         self._turned_away: Request | None = None  # the next in line, for want of room
-        self._in_flight: deque[StepDraft] = deque()
+        self._in_flight: deque[PlanBuilder] = deque()
 
     # Requests come and go
 
@@ -123,7 +123,7 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        return self._seats.num_preemptions
+        return self._queues.num_preemptions
 
     @property
     def num_in_flight(self) -> int:
@@ -134,8 +134,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run (before a result in flight has come)."""
-        draft = StepDraft(self.max_num_batched_tokens)
-        if self.quarantine:
+        draft = PlanBuilder(self.max_num_batched_tokens)
+        if self.fault_bisection:
             self._plan_suspects(draft)
         else:
             if self.speculation is not None:
@@ -160,10 +160,10 @@ class Scheduler:
         self._in_flight.append(draft)
         return draft.plan
 
-    def _plan_all(self, draft: StepDraft) -> None:
+    def _plan_all(self, draft: PlanBuilder) -> None:
         turned_away, self._turned_away = self._turned_away, None
         if turned_away is not None and self.waiting[:1] == [turned_away]:
-            self._seats.make_way(turned_away)
+            self._queues.make_way(turned_away)
         prefills = self._plan_decodes(draft)
         self._plan_prefills(draft, prefills)
         self._plan_waiting(draft)
@@ -175,10 +175,10 @@ class Scheduler:
         """
         if self._in_flight or not (self.running and self.waiting):
             return False
-        self._seats.preempt(self.running[-1])
+        self._queues.preempt(self.running[-1])
         return True
 
-    def _plan_decodes(self, draft: StepDraft) -> list[Request]:
+    def _plan_decodes(self, draft: PlanBuilder) -> list[Request]:
         """One token of each running request that has one left; the others are returned.
 
         A request that needs a block may preempt those after it, and itself: never one before it,
@@ -195,18 +195,18 @@ class Scheduler:
                 prefills.append(request)
             elif num_tokens >= request.max_total_tokens:
                 pass  # its last token is in flight
-            elif (request.is_led and request.must_wait) or (
+            elif (request.needs_known_token and request.awaits_token) or (
                 request.drafter is not None
                 and self._plan_guessed(request, draft, len(running) - index)
             ):
                 pass  # it waits for a token in flight, or its next one is planned with guesses
             elif num_tokens <= request.capacity:
                 draft.put_next(request)
-            elif self._seats.make_room(request):
+            elif self._queues.make_room(request):
                 draft.put_next(request, self.rows.grow(request))
         return prefills
 
-    def _plan_guessed(self, request: Request, draft: StepDraft, num_after: int) -> bool:
+    def _plan_guessed(self, request: Request, draft: PlanBuilder, num_after: int) -> bool:
         """Plan a decode with guesses, or let it wait for a token that they would follow.
 
         False: neither. Guesses take neither the budget nor the blocks of the `num_after` others.
@@ -235,27 +235,27 @@ class Scheduler:
         draft.put_guessed(request, guesses, blocks)
         return True
 
-    def _plan_prefills(self, draft: StepDraft, prefills: list[Request]) -> None:
+    def _plan_prefills(self, draft: PlanBuilder, prefills: list[Request]) -> None:
         """What is left of the prompts of running requests."""
         for request in prefills:
             if draft.has_room(request) and request.state is RUNNING:  # not preempted by a decode
                 self._put_more(draft, request, request.num_tokens - request.num_computed)
 
-    def _put_more(self, draft: StepDraft, request: Request, num_wanted: int) -> None:
+    def _put_more(self, draft: PlanBuilder, request: Request, num_wanted: int) -> None:
         """Compute more of a running request, as far as its blocks reach. It has them all, unless
         layers that see a window only take theirs as they go.
         """
         num_wanted = min(num_wanted, draft.budget)
         blocks: list[int] = []
         while request.capacity < request.num_computed + num_wanted:
-            if not self._seats.make_room(request):
+            if not self._queues.make_room(request):
                 num_wanted = request.capacity - request.num_computed
                 break
             blocks += self.rows.grow(request)
         if request.state is RUNNING and num_wanted > 0:
             draft.put(request, num_wanted, blocks)
 
-    def _plan_waiting(self, draft: StepDraft) -> None:
+    def _plan_waiting(self, draft: PlanBuilder) -> None:
         """Let in who comes next. Only those that wait for their prompt's blocks are passed by,
         and a row is kept for each of them; and beams that have nothing to do.
         """
@@ -280,17 +280,17 @@ class Scheduler:
             num_spare = len(self.running)
             if request.num_in_flight:
                 return
-            if not self.rows.seat(request, num_spare, source):
+            if not self.rows.allocate(request, num_spare, source):
                 self._turned_away = request
                 return
             num_wanted = request.num_tokens - request.num_computed
             self._enter(draft, request, num_wanted, source.request)
 
-    def _plan_suspects(self, draft: StepDraft) -> None:
+    def _plan_suspects(self, draft: PlanBuilder) -> None:
         """One step at a time, of suspects only. They may take the blocks of all others."""
         if self._in_flight:
             return
-        group = self.quarantine.group  # who finds no room waits until others of it are cleared
+        group = self.fault_bisection.group  # who finds no room waits until others of it are cleared
         protected = {suspect.request.request_id for suspect in group}
         for suspect in group:
             request = suspect.request
@@ -298,14 +298,14 @@ class Scheduler:
                 return
             if request.state is RUNNING:
                 self._put_more(draft, request, suspect.num_wanted)
-            elif self._seats.seat_at_any_cost(request, protected):
+            elif self._queues.allocate_by_preemption(request, protected):
                 self._enter(draft, request, suspect.num_wanted)
 
     def _enter(
-        self, draft: StepDraft, request: Request, num_wanted: int, source: Request | None = None
+        self, draft: PlanBuilder, request: Request, num_wanted: int, source: Request | None = None
     ) -> None:
         """A request that was just given a row takes part in its first step."""
-        self._seats.enter(request)
+        self._queues.enter(request)
         if not request.was_scheduled:
             self._count_first(request, source)
         draft.new_rows.append(new_row(request))
@@ -340,14 +340,14 @@ class Scheduler:
         self._in_flight.popleft()
         block_size = self.pool.block_size
         updates: list[RequestUpdate] = []
-        quarantine = self.quarantine if self.quarantine else None
+        fault_bisection = self.fault_bisection if self.fault_bisection else None
         drawn, scores = zip(tokens, logprobs, strict=True), iter(result.scores)
         for request, work in zip(draft.requests, draft.work, strict=True):
             request.num_in_flight -= 1
             if work.draft_token_ids:
                 updates += self._take_guessed(request, work, list(islice(drawn, work.num_samples)))
                 if request.state is not RUNNING:
-                    self._seats.settle(request)
+                    self._queues.settle(request)
                 continue
             token, logprob = next(drawn) if work.sample else _NOTHING_DRAWN
             if work.is_scored:
@@ -361,8 +361,8 @@ class Scheduler:
                 num_computed = work.start + work.num_tokens
                 if num_computed // block_size > request.num_published:
                     self._filled(request, num_computed)
-                if quarantine:
-                    quarantine.pass_by(request, num_computed)
+                if fault_bisection:
+                    fault_bisection.pass_by(request, num_computed)
                 if token is not None and request.beam is not None:
                     self._take_candidates(request.beam, logprob)
                 elif token is not None:
@@ -372,7 +372,7 @@ class Scheduler:
                     if update.finish_reason is not None:
                         self._finish(request)
             if request.state is not RUNNING and not request.num_in_flight:
-                self._seats.settle(request)
+                self._queues.settle(request)
         if self.speculation is not None:
             self.speculation.saw_step(draft.work, is_last=not self.requests)
         return updates
@@ -390,7 +390,7 @@ class Scheduler:
         self.num_generated_tokens += 1
         if search.all_told:
             for request in search.advance():
-                self._seats.turn_back(request)
+                self._queues.turn_back(request)
             if search.is_over:
                 self._finish(search.members[0])
 
@@ -428,25 +428,25 @@ class Scheduler:
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
         """The oldest plan in flight could not be run, and those after it mean nothing.
 
-        Everybody who took part in them starts over, those of the failed plan in quarantine.
+        Everybody who took part in them starts over, those of the failed plan in fault_bisection.
         """
         draft = self._oldest(plan)
         self.num_failed_steps += 1
         drafts = list(self._in_flight)
         self._in_flight.clear()
-        culprit = self.quarantine.accuse(list(zip(draft.requests, draft.work, strict=True)))
+        culprit = self.fault_bisection.accuse(list(zip(draft.requests, draft.work, strict=True)))
         updates = [] if culprit is None else [self._fail_request(culprit, error)]
         for void in drafts:
             assert void.plan is not None
             for request in void.requests:
-                self._seats.start_over(request)
+                self._queues.start_over(request)
             for request in void.saved:  # nobody knows whether the copies were made
                 self.rows.swap.drop(request)
             # The runner may not have heard of the rows that were released; say it again.
             self.rows.release_again(void.plan.released_rows)
         return updates
 
-    def _oldest(self, plan: StepPlan) -> StepDraft:
+    def _oldest(self, plan: StepPlan) -> PlanBuilder:
         if not self._in_flight or self._in_flight[0].plan is not plan:
             raise ValueError(f"step {plan.step} is not the oldest step in flight")
         return self._in_flight[0]
@@ -473,15 +473,15 @@ class Scheduler:
         forks.leave(request)
         if self.speculation is not None:
             self.speculation.leave(request)
-        if self.quarantine:
-            self.quarantine.drop(request)
-        self._seats.finish(request)
+        if self.fault_bisection:
+            self.fault_bisection.drop(request)
+        self._queues.finish(request)
 
     # Invariants
 
     def check(self) -> None:
         """Raise AssertionError unless rows, blocks and queues agree. Costs O(num_blocks)."""
-        broken = self._seats.broken_rules()
+        broken = self._queues.broken_rules()
         queued = [*self.running, *self.waiting]
         rules = {
             "every request is in one queue": len(queued) == len(self.requests)
@@ -489,7 +489,7 @@ class Scheduler:
             "an idle scheduler holds nothing": self.has_work or not any(self.rows.owners),
             "suspects are alive": all(
                 self.requests.get(request.request_id) is request
-                for request in self.quarantine.members
+                for request in self.fault_bisection.members
             ),
         }
         broken += [rule for rule, holds in rules.items() if not holds]

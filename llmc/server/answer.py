@@ -7,8 +7,8 @@ import uuid
 from typing import Any
 
 from llmc.async_llm import Stream
-from llmc.front.completion import PositionLogprobs
-from llmc.front.outputs import ActiveRequest
+from llmc.frontend.completion import PositionLogprobs
+from llmc.frontend.outputs import ActiveRequest
 from llmc.outputs import Logprob
 from llmc.text.tokenizer import Tokenizer
 

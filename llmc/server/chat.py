@@ -10,8 +10,8 @@ from starlette.requests import Request
 
 from llmc.async_llm import AsyncLLM, Stream
 from llmc.errors import InvalidRequestError
-from llmc.front.completion import CompletionDelta, PositionLogprobs
-from llmc.front.inputs import Input
+from llmc.frontend.completion import CompletionDelta, PositionLogprobs
+from llmc.frontend.inputs import Input
 from llmc.sampling_params import SamplingParams
 from llmc.server import answer
 from llmc.server.body import read_body

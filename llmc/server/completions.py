@@ -9,9 +9,9 @@ from starlette.requests import Request
 
 from llmc.async_llm import AsyncLLM, Stream
 from llmc.errors import InvalidRequestError
-from llmc.front.completion import PositionLogprobs
-from llmc.front.inputs import Input, Prompt
-from llmc.front.outputs import ActiveRequest
+from llmc.frontend.completion import PositionLogprobs
+from llmc.frontend.inputs import Input, Prompt
+from llmc.frontend.outputs import ActiveRequest
 from llmc.server import answer
 from llmc.server.body import read_body
 from llmc.server.models import model_name

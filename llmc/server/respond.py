@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from llmc.async_llm import AsyncLLM, Stream
 from llmc.errors import QueueFullError
-from llmc.front.completion import CompletionDelta
-from llmc.front.inputs import Input
+from llmc.frontend.completion import CompletionDelta
+from llmc.frontend.inputs import Input
 from llmc.server.errors import ApiError, as_api_error, dump_json, error_body, json_response
 from llmc.server.guard import CLIENT_CLOSED
 from llmc.server.metrics import Metrics, Watch

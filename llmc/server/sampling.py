@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from llmc.async_llm import AsyncLLM
 from llmc.errors import InvalidRequestError
-from llmc.front.inputs import InputProcessor
+from llmc.frontend.inputs import InputProcessor
 from llmc.sampling_params import SamplingParams
 from llmc.server.protocol import GenerationBody
 from llmc.server.structured import structured_outputs

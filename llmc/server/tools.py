@@ -14,7 +14,7 @@ from typing import Any
 
 from llmc.async_llm import AsyncLLM
 from llmc.errors import InvalidRequestError
-from llmc.front.inputs import Input
+from llmc.frontend.inputs import Input
 from llmc.server.protocol import ChatBody, ToolBody
 from llmc.structured_outputs import StructuredOutputs
 from llmc.text.tokenizer import Tokenizer

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from llmc.front.fleet import Fleet, Listener
-from llmc.front.orphan import die_with_parent, leave_signals_to_parent
-from llmc.front.wire import VERSION, WireError, from_line, other_version
+from llmc.processes.parent_watch import die_with_parent, leave_signals_to_parent
+from llmc.processes.server_processes import Listener, ServerProcesses
+from llmc.processes.wire import VERSION, WireError, from_line, other_version
 from llmc.server.workers import WORKER_MESSAGES, End, WorkerOrder
 
 if TYPE_CHECKING:
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
 
 
 class MainProcess:
-    """What the main process says, line by line. A fleet.FleetWatch."""
+    """What the main process says, line by line. A processes.ProcessWatch."""
 
     def __init__(self, order: WorkerOrder) -> None:
-        self._fleet = order.fleet
+        self._processes = order.processes
         self._listeners: list[Listener] = []
         self._lock = threading.Lock()
         self.on_end: Callable[[], object] = lambda: os._exit(0)  # nothing is served yet
         self._thread = threading.Thread(target=self._run, name="llmc-orders", daemon=True)
         self._thread.start()
 
-    def watch(self, listener: Listener) -> Fleet:
+    def watch(self, listener: Listener) -> ServerProcesses:
         with self._lock:
             self._listeners.append(listener)
-            return self._fleet
+            return self._processes
 
     def dump_stacks(self) -> None:
-        pid = self._fleet.pids.get("engine")
-        if pid is not None and self._fleet.engine is not None:
+        pid = self._processes.pids.get("engine")
+        if pid is not None and self._processes.engine is not None:
             os.kill(pid, signal.SIGUSR1)
 
-    def wait_for_engine(self) -> Fleet:
+    def wait_for_engine(self) -> ServerProcesses:
         """What holds once there is an engine: at the start there may be none for a moment."""
         known = threading.Event()
 
-        def listen(fleet: Fleet) -> None:
-            if fleet.engine is not None:
+        def listen(processes: ServerProcesses) -> None:
+            if processes.engine is not None:
                 known.set()
 
         if self.watch(listen).engine is None:
             known.wait()
-        return self._fleet
+        return self._processes
 
     def _run(self) -> None:
         for line in sys.stdin.buffer:
@@ -67,7 +67,7 @@ class MainProcess:
                 self.on_end()
             else:
                 with self._lock:
-                    self._fleet = message
+                    self._processes = message
                     for listener in self._listeners:
                         listener(message)
         os._exit(0)
@@ -93,8 +93,8 @@ def main() -> int:
 
 def _connect(order: WorkerOrder, parent: MainProcess) -> AsyncLLM:
     from llmc.async_llm import AsyncLLM
-    from llmc.front.engine import load_tokenizer
-    from llmc.front.remote import RemoteEngine
+    from llmc.frontend.engine_options import load_tokenizer
+    from llmc.processes.remote_engine import RemoteEngine
 
     engine = parent.wait_for_engine().engine
     assert engine is not None, "it was waited for"

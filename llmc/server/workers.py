@@ -1,6 +1,6 @@
 """`--api-workers N`: N - 1 further API processes beside the main one, on the same listening socket.
 
-    main process: Workers --WorkerOrder, Fleet, End--> worker processes (server/worker.py)
+    main process: Workers --WorkerOrder, ServerProcesses, End--> worker processes (server/worker.py)
 
 The kernel gives each connection to one of them. They share the engine process, and the metrics by
 way of files. One that dies loses its own connections only, and is started again.
@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from llmc.config import EngineConfig
-from llmc.front.child import Child, python_module
-from llmc.front.fleet import Fleet, RestartBudget
-from llmc.front.supervisor import Supervisor
-from llmc.front.wire import VERSION, to_line
+from llmc.processes.child import Child, python_module
+from llmc.processes.server_processes import RestartBudget, ServerProcesses
+from llmc.processes.supervisor import Supervisor
+from llmc.processes.wire import VERSION, to_line
 from llmc.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
     socket_fd: int
     settings: ServerSettings
     config: EngineConfig
-    fleet: Fleet
+    processes: ServerProcesses
     metrics_folder: str
     log_level: str
     log_format: str
@@ -49,7 +49,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     """Drain and end; the second one: end at once."""
 
 
-WORKER_MESSAGES = Fleet | End
+WORKER_MESSAGES = ServerProcesses | End
 
 
 class Workers:
@@ -58,7 +58,7 @@ class Workers:
     def __init__(
         self,
         supervisor: Supervisor,
-        make_order: Callable[[str, Fleet], WorkerOrder],
+        make_order: Callable[[str, ServerProcesses], WorkerOrder],
         sock: socket.socket,
         count: int,
     ) -> None:
@@ -101,8 +101,8 @@ class Workers:
             await asyncio.sleep(POLL_S)
         return True
 
-    def _pass_on(self, fleet: Fleet) -> None:
-        line = to_line(fleet)
+    def _pass_on(self, processes: ServerProcesses) -> None:
+        line = to_line(processes)
         for child in self._running():
             child.order(line)
 
@@ -131,7 +131,7 @@ class Workers:
     def _live(self, name: str, front: str, *, is_restart: bool) -> str:
         command = python_module(WORKER_MODULE)
         with Child(command, pass_fds=[self._sock.fileno()]) as child:
-            child.order(to_line(self._make_order(front, self._supervisor.fleet)))
+            child.order(to_line(self._make_order(front, self._supervisor.processes)))
             self._children[name] = child  # only now, since the order must be its first line
             self._supervisor.tell_process(name, child.pid, restarted=is_restart)
             if self._is_closing.is_set():
@@ -152,17 +152,17 @@ def order_maker(
     metrics_folder: str,
     log_level: str,
     log_format: str,
-) -> Callable[[str, Fleet], WorkerOrder]:
+) -> Callable[[str, ServerProcesses], WorkerOrder]:
     """Orders that differ in the worker's name and in what holds when it starts."""
 
-    def make(name: str, fleet: Fleet) -> WorkerOrder:
+    def make(name: str, processes: ServerProcesses) -> WorkerOrder:
         return WorkerOrder(
             version=VERSION,
             name=name,
             socket_fd=sock.fileno(),
             settings=settings,
             config=config,
-            fleet=fleet,
+            processes=processes,
             metrics_folder=metrics_folder,
             log_level=log_level,
             log_format=log_format,

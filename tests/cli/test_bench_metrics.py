@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llmc.benchmark import report
-from llmc.benchmark.metrics import (
+from llmc.errors import ConfigError
+from llmc.load_test import report
+from llmc.load_test.metrics import (
     BenchMetrics,
     Distribution,
     RequestTrace,
@@ -17,7 +18,6 @@ from llmc.benchmark.metrics import (
     parse_metric_names,
     parse_percentiles,
 )
-from llmc.errors import ConfigError
 
 # Sent at 10 s, four tokens: TTFT 100 ms, gaps 20, 30 and 50 ms, E2EL 200 ms.
 FIRST = RequestTrace(

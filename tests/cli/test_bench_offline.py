@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from scripted_engine import ScriptedInfo, make_scripted
 
-from llmc.benchmark import machine
-from llmc.benchmark.offline import (
+from llmc.cli import bench_run
+from llmc.cli.main import main
+from llmc.errors import InvalidRequestError
+from llmc.load_test import machine
+from llmc.load_test.offline import (
     DecodeSteps,
     check_fits,
     run_offline,
     usable_token_ids,
 )
-from llmc.benchmark.workloads import BenchRequest, random_workload
-from llmc.cli import bench_run
-from llmc.cli.main import main
-from llmc.errors import InvalidRequestError
+from llmc.load_test.workloads import BenchRequest, random_workload
 from llmc.sampling_params import SamplingParams
 
 FULL_LENGTH = SamplingParams(ignore_eos=True)

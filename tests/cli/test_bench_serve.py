@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from llmc.benchmark.client import Target, request_body
-from llmc.benchmark.serving import Load, fetch_token_ids, find_model, run_load
-from llmc.benchmark.workloads import BenchRequest
 from llmc.cli.main import main
 from llmc.errors import ConfigError
+from llmc.load_test.client import Target, request_body
+from llmc.load_test.serving import Load, fetch_token_ids, find_model, run_load
+from llmc.load_test.workloads import BenchRequest
 
 TOKENS = ["a", "", "b", "c"]  # the empty one is part of a character: no text yet
 

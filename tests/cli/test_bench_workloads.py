@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmc.benchmark.prompts import WORDS, random_texts
-from llmc.benchmark.serving import Load, departure_times
-from llmc.benchmark.workloads import (
+from llmc.errors import ConfigError
+from llmc.load_test.prompts import WORDS, random_texts
+from llmc.load_test.serving import Load, departure_times
+from llmc.load_test.workloads import (
     BenchRequest,
     load_dataset,
     random_lengths,
     random_workload,
 )
-from llmc.errors import ConfigError
 
 
 def make_workload(**changes: object) -> list[BenchRequest]:

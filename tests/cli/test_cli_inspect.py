@@ -10,12 +10,12 @@ import pytest
 import torch
 from tiny_models import make_config, save_checkpoint
 
+from llmc.check import check as check_module
 from llmc.cli.inspect_show import ranges
 from llmc.cli.main import main
 from llmc.cli.verify import require_certificate
 from llmc.config import EngineConfig
 from llmc.errors import CompileError
-from llmc.verification import check as check_module
 
 FLAGS = ["--dtype", "float32", "--device", "cpu", "--block-size", "4"]
 PLANTED = Path(__file__).parents[1] / "verification" / "planted_passes.py"
@@ -101,7 +101,7 @@ def test_check_names_the_wrong_pass_and_serve_refuses(
     assert main(["check", checkpoint, *FLAGS, "-O0", "--extra-pass", wrong]) == 1
     out, _ = capsys.readouterr()
     assert "NOT certified" in out
-    assert "to blame: pass wrong_attention, first seen at the output of layer 0" in out
+    assert "to bisect: pass wrong_attention, first seen at the output of layer 0" in out
     assert "use it with --disable-pass wrong_attention" in out
     config = EngineConfig(
         model=checkpoint,

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llmc.compiler.checkpoint import open_checkpoint
 from llmc.errors import CheckpointError
+from llmc.weights.checkpoint import open_checkpoint
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).view(3, 4),

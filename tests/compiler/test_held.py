@@ -10,11 +10,11 @@ import torch
 from packed_checkpoints import MODULE, PACKINGS, drawn, gptq, store_one
 from torch import nn
 
-from llmc.compiler.held import blocks_of, expected_weights, held_weights
-from llmc.compiler.quantization_config import read_quantization
-from llmc.compiler.quantized_tensor import QuantizedTensor
 from llmc.errors import CheckpointError
 from llmc.kernels.quantized_linear import Quantization, dequantize
+from llmc.weights.quantized.kept_quantized import blocks_of, expected_weights, held_weights
+from llmc.weights.quantized.quantization_config import read_quantization
+from llmc.weights.quantized.quantized_tensor import QuantizedTensor
 
 INT4 = Quantization(format="int4", group=32, wide_scale=True, zero=True)
 # Of a weight of 48 channels and 96 inputs; the others are widened.

@@ -32,11 +32,11 @@ import gc, json, sys
 from pathlib import Path
 import torch
 from transformers import AutoConfig
-from llmc.compiler.checkpoint import open_checkpoint
+from llmc.weights.checkpoint import open_checkpoint
 from llmc.compiler.program import compile_program, load_weights
-from llmc.compiler.weights import CheckpointWeights
+from llmc.weights.load import CheckpointWeights
 from llmc.passes.pipeline import PipelineOptions
-from llmc.runner.sizing import PeakMemory
+from llmc.startup.sizing import PeakMemory
 
 path = Path(sys.argv[1])
 device = torch.device("cpu")

@@ -11,12 +11,12 @@ import pytest
 import torch
 from tiny_models import make_config, save_checkpoint
 
-from llmc.choices import eos_token_ids
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, CompileError, ConfigError
-from llmc.load import find_model
-from llmc.model_files import generation_defaults, load_config, resolve_model
-from llmc.start import start_engine
+from llmc.startup.load import find_model
+from llmc.startup.model_files import generation_defaults, load_config, resolve_model
+from llmc.startup.resolve import eos_token_ids
+from llmc.startup.start import start_engine
 
 
 def start(path: Path | str, **options: Any) -> None:

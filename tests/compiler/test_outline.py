@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from llmc.compiler.build import build
 from llmc.compiler.capture import CapturedModel, capture
-from llmc.compiler.outline import capture_outlined
+from llmc.compiler.layer_dedup.outline import capture_outlined
 from llmc.errors import CompileError
 from llmc.passes.inputs import ConstantInput, input_of
 

@@ -21,9 +21,9 @@ from packed_checkpoints import (
     store_one,
 )
 
-from llmc.compiler import stored_weights
-from llmc.compiler.quantization_config import read_quantization
 from llmc.errors import CheckpointError
+from llmc.weights.quantized import stored_weights
+from llmc.weights.quantized.quantization_config import read_quantization
 
 
 @pytest.mark.parametrize("name", PACKINGS)
@@ -51,7 +51,7 @@ def test_numbers_are_rounded_once(tmp_path: Path) -> None:
 
 
 def test_long_weights_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmc.compiler.unpack._AT_ONCE", 96 * 5)
+    monkeypatch.setattr("llmc.weights.quantized.unpack._AT_ONCE", 96 * 5)
     found, numbers = store_one(tmp_path, fp8((32, 48)), drawn())
     torch.testing.assert_close(found[f"{MODULE}.weight"].read(), numbers, rtol=1e-6, atol=0)
 

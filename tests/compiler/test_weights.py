@@ -13,14 +13,14 @@ from tiny_models import make_config, save_checkpoint
 from torch import Tensor, nn
 
 from llmc.compiler.build import build
-from llmc.compiler.checkpoint import open_checkpoint
 from llmc.compiler.program import load_weights
-from llmc.compiler.weights import CheckpointWeights, DummyWeights, make_weight
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
-from llmc.load import compile_model, find_model
 from llmc.passes.inputs import WeightInput
 from llmc.passes.pack_linears import packed_linear_available
+from llmc.startup.load import compile_model, find_model
+from llmc.weights.checkpoint import open_checkpoint
+from llmc.weights.load import CheckpointWeights, DummyWeights, make_weight
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from llmc.errors import InvalidRequestError
 from llmc.llm import LLM
 from llmc.outputs import Logprob, RequestOutput
 from llmc.sampling_params import SamplingParams
-from llmc.start import Started, start_engine
+from llmc.startup.start import Started, start_engine
 from llmc.structured.begin import GrammarStarter
 from llmc.structured_outputs import StructuredOutputs
 from llmc.text.tokenizer import Tokenizer

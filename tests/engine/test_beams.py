@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 from fake_runner import EOS, VOCAB, FakeRunner, InjectedFault, history, likeliest
 
-from llmc.engine.beams import BeamSearch
+from llmc.engine.beam_search import BeamSearch
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
 from llmc.errors import InvalidRequestError
@@ -97,10 +97,10 @@ def expected(
         done += [(g[0] / math.pow(length, params.length_penalty), *g) for g in over]
         done = sorted(done, reverse=True)[:width]
         beams = [g for g in grown[: 2 * width] if g[1][-1] not in ends][:width]
-        reach = params.max_tokens if params.early_stopping == "never" else length
+        window = params.max_tokens if params.early_stopping == "never" else length
         if params.length_penalty <= 0:
-            reach = length
-        best = beams[0][0] / math.pow(reach, params.length_penalty)
+            window = length
+        best = beams[0][0] / math.pow(window, params.length_penalty)
         if len(done) == width and (params.early_stopping is True or best <= done[-1][0]):
             break
     return [(tokens, round(total, 6)) for _, total, tokens in done]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmc.engine.block_pool import BlockPool
+from llmc.engine.kv.block_pool import BlockPool
 
 
 def cached(pool: BlockPool, tokens: list[int], salt: bytes = b"") -> bytes:

@@ -14,7 +14,7 @@ from fake_runner import EOS, VOCAB, FakeRunner, FakeStep, Outcome, run_alone
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
 from llmc.engine.plan import StepPlan
-from llmc.engine.read_pace import ReadPace
+from llmc.engine.spec_decode.read_pace import ReadPace
 from llmc.errors import ConfigError
 from llmc.sampling_params import SamplingParams
 from llmc.speculative_config import SpeculativeConfig

@@ -14,10 +14,10 @@ from fake_runner import EOS, VOCAB, DigitGrammars, FakeRunner, Outcome, run_alon
 from oracle import Oracle
 
 from llmc.engine.core import EngineCore
-from llmc.engine.layout import WHOLE, CacheLayout, Reach
+from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
+from llmc.engine.kv.swap import SwapCost, SwapRoom
 from llmc.engine.messages import AddRequest
-from llmc.engine.model_speculation import ModelSpeculation
-from llmc.engine.swap import SwapCost, SwapRoom
+from llmc.engine.spec_decode.model_speculation import ModelSpeculation
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
 from llmc.structured_outputs import StructuredOutputs
@@ -53,11 +53,11 @@ def random_grammar(rng: random.Random) -> StructuredOutputs:
     return StructuredOutputs(regex=f"{rng.randint(1, 12)}{ending}")
 
 
-def random_reaches(rng: random.Random) -> tuple[Reach, ...]:
+def random_reaches(rng: random.Random) -> tuple[AttentionWindow, ...]:
     """Most engines have layers that see all; the others windows, chunks, or several groups."""
     if rng.random() < 0.7:
         return (WHOLE,)
-    limited = [Reach(window=rng.randint(1, 9)), Reach(chunk=rng.randint(1, 9))]
+    limited = [AttentionWindow(window=rng.randint(1, 9)), AttentionWindow(chunk=rng.randint(1, 9))]
     return tuple(rng.choice([WHOLE, *limited]) for _ in range(rng.randint(1, 3)))
 
 
@@ -80,8 +80,8 @@ class Trace:
     def run(self) -> EngineCore:
         rng = self.rng = random.Random(self.seed)
         self.block_size, self.num_blocks = rng.choice([1, 2, 2, 3, 4, 8]), rng.randint(2, 14)
-        reaches = random_reaches(rng)
-        self.num_blocks *= len(reaches)
+        windows = random_reaches(rng)
+        self.num_blocks *= len(windows)
         self.context = rng.randint(4, 24)
         budget = rng.choice([1, 2, 3, 5, 8, 32])
         rows = rng.randint(1, 6)
@@ -90,7 +90,7 @@ class Trace:
         self.family_rate = rng.choice([0.0, 0.0, 0.5])
         self.is_shared = self.caching or self.family_rate > 0
         self.priorities = rng.random() < 0.3
-        layout = CacheLayout(block_size=self.block_size, step_tokens=budget, reaches=reaches)
+        layout = CacheLayout(block_size=self.block_size, step_tokens=budget, windows=windows)
         self.room = min(self.context, layout.longest(self.num_blocks))
         self.runner = FakeRunner(
             num_blocks=self.num_blocks,
@@ -114,7 +114,7 @@ class Trace:
             scheduling_policy="priority" if self.priorities else "fcfs",
             swap_room=self.swap_room(rng) if rng.random() < 0.7 else None,
             grammars=DigitGrammars(),
-            reaches=reaches,
+            windows=windows,
         )
         self.runner.nan = rng.random() < 0.3
         if self.seed % 5 < 2:

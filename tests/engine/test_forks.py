@@ -180,7 +180,7 @@ def test_a_fork_must_have_the_same_prompt() -> None:
 def test_forks_that_come_back_together_copy_what_is_there(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After failed steps some of a family start over at once. A plan's copies are made together,
+    """After failed steps some of a group start over at once. A plan's copies are made together,
     so none of them may be of a block that another one is to fill. These seeds met that."""
     caplog.set_level(logging.CRITICAL, "llmc.engine.core")
     rng = random.Random(seed)

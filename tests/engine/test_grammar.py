@@ -10,9 +10,9 @@ import pytest
 from fake_runner import VOCAB, DigitMatcher, FakeRunner, Outcome, run, run_alone
 
 from llmc.engine.core import EngineCore
-from llmc.engine.draft import MAX_SCORED
 from llmc.engine.grammar import Matcher
 from llmc.engine.messages import AddRequest
+from llmc.engine.plan_builder import MAX_SCORED
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
 from llmc.structured_outputs import StructuredOutputs

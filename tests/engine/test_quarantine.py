@@ -9,9 +9,9 @@ import pytest
 from fake_runner import FakeRunner, run, run_alone
 
 from llmc.engine.core import EngineCore
+from llmc.engine.fault_bisection import FaultBisection
 from llmc.engine.messages import AddRequest
 from llmc.engine.plan import RowWork
-from llmc.engine.quarantine import Quarantine
 from llmc.engine.request import Request
 from llmc.sampling_params import SamplingParams
 
@@ -95,14 +95,14 @@ def test_a_newcomer_waits_until_the_search_is_over(caplog: pytest.LogCaptureFixt
     while not runner.faults:
         core.step()
     core.add(message(9))
-    while core._scheduler.quarantine:
+    while core._scheduler.fault_bisection:
         assert "r9" not in runner.first_scheduled
         core.step()
     assert run(core)["r9"] == run_alone(message(9), seed=9, room=32)
 
 
 def test_aborts_during_the_search(caplog: pytest.LogCaptureFixture) -> None:
-    """Were the culprit to end by abort, its victims would not be blamed for it."""
+    """Were the culprit to end by abort, its victims would not be bisected for it."""
     caplog.set_level(logging.CRITICAL, "llmc.engine.core")
     core, runner = engine(depth=2)
     runner.poison = {"r0": 7}
@@ -126,35 +126,35 @@ def suspect(name: str) -> Request:
 
 
 def test_groups_are_halved_and_emptied() -> None:
-    quarantine = Quarantine()
+    fault_bisection = FaultBisection()
     work = RowWork(row=0, start=4, num_tokens=2, sample=True)
     a, b, c, d = requests = [suspect(name) for name in "abcd"]
 
     def group() -> list[Request]:
-        return [member.request for member in quarantine.group]
+        return [member.request for member in fault_bisection.group]
 
-    assert quarantine.accuse([(one, work) for one in requests]) is None
+    assert fault_bisection.accuse([(one, work) for one in requests]) is None
     assert group() == requests
-    assert quarantine.accuse([(one, work) for one in (a, b, c)]) is None  # d had no room
+    assert fault_bisection.accuse([(one, work) for one in (a, b, c)]) is None  # d had no room
     assert group() == [a]
-    quarantine.pass_by(a, 5)
+    fault_bisection.pass_by(a, 5)
     assert group() == [a]
-    quarantine.pass_by(a, 6)
+    fault_bisection.pass_by(a, 6)
     assert group() == [b, c]
-    quarantine.drop(b)
-    assert quarantine.accuse([(c, work)]) is c
+    fault_bisection.drop(b)
+    assert fault_bisection.accuse([(c, work)]) is c
     assert group() == [d]
-    quarantine.pass_by(d, 9)
-    assert not quarantine
+    fault_bisection.pass_by(d, 9)
+    assert not fault_bisection
 
 
 def test_a_suspect_first_gets_to_its_work_and_then_does_it() -> None:
-    quarantine = Quarantine()
+    fault_bisection = FaultBisection()
     one = suspect("a")
-    quarantine.accuse(
+    fault_bisection.accuse(
         [(one, RowWork(row=0, start=4, num_tokens=2, sample=True)), (suspect("b"), _WORK)]
     )
-    [member, _] = quarantine.group
+    [member, _] = fault_bisection.group
     steps = []
     for one.num_computed in (0, 3, 4, 6, 9):
         steps.append(member.num_wanted)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from llmc.engine.block_pool import BlockPool
+from llmc.engine.kv.block_pool import BlockPool
+from llmc.engine.kv.row_table import RowTable
 from llmc.engine.request import Request
-from llmc.engine.row_table import RowTable
 from llmc.sampling_params import SamplingParams
 
 
@@ -24,13 +24,13 @@ def request(name: str, prompt: list[int]) -> Request:
 def test_rows_are_given_smallest_first_and_released_once() -> None:
     table = RowTable(3, BlockPool(8, 2))
     requests = [request(name, [1, 2]) for name in "abc"]
-    assert all(table.seat(one, 0) for one in requests)
+    assert all(table.allocate(one, 0) for one in requests)
     assert [one.row for one in requests] == [0, 1, 2] and not table.num_free_rows
     for one in (requests[2], requests[0]):
-        table.unseat(one)
+        table.free(one)
     assert table.pop_released() == [0, 2] and table.pop_released() == []
     again = request("d", [1])
-    assert table.seat(again, 0) and again.row == 0
+    assert table.allocate(again, 0) and again.row == 0
     table.release_again([0, 2])
     assert table.pop_released() == [2]
     table.check()
@@ -40,13 +40,13 @@ def test_room_counts_idle_shared_blocks_and_spare_ones() -> None:
     pool = BlockPool(3, 2)
     table = RowTable(2, pool)
     first = request("a", [1, 2, 3, 4, 5])
-    assert table.seat(first, 0)
+    assert table.allocate(first, 0)
     table.publish(first, 5)
-    table.unseat(first)
+    table.free(first)
     second = request("b", [1, 2, 3, 4, 5, 6])
-    assert not table.seat(second, 1)  # two cached and one new are all there is
+    assert not table.allocate(second, 1)  # two cached and one new are all there is
     assert second.blocks == [] and pool.num_free == 3
-    assert table.seat(second, 0)
+    assert table.allocate(second, 0)
     assert second.num_computed == 4 and pool.num_free == 0
     assert table.pop_released() == [0]
     table.check()
@@ -56,12 +56,12 @@ def test_who_comes_back_publishes_its_blocks_anew() -> None:
     pool = BlockPool(4, 2)
     table = RowTable(1, pool)
     one = request("a", [1, 2, 3, 4, 5])
-    assert table.seat(one, 0)
+    assert table.allocate(one, 0)
     table.publish(one, 5)
-    table.unseat(one)
+    table.free(one)
     pool.give_back([pool.take() for _ in range(4)])  # others come and evict what was cached
     assert pool.find_prefix(one.digests) == []
-    assert table.seat(one, 0)
+    assert table.allocate(one, 0)
     assert one.num_computed == 0
     table.publish(one, 5)
     assert pool.find_prefix(one.digests) == one.blocks[:2]
@@ -70,7 +70,7 @@ def test_who_comes_back_publishes_its_blocks_anew() -> None:
 def test_check_finds_a_wrong_row_and_a_wrong_capacity() -> None:
     table = RowTable(2, BlockPool(4, 2))
     one = request("a", [1, 2, 3])
-    assert table.seat(one, 0)
+    assert table.allocate(one, 0)
     table.check()
     one.capacity += 1
     with pytest.raises(AssertionError, match="'a' miscounts its blocks"):

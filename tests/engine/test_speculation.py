@@ -13,13 +13,13 @@ from oracle import Replay
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
-from llmc.engine.draft_pace import Acceptance, DraftCosts, best_length
 from llmc.engine.messages import AddRequest, EngineStats
-from llmc.engine.pay_check import PayCheck
 from llmc.engine.plan import StepPlan
-from llmc.engine.prompt_lookup import MAX_INDEXED, PromptLookup
 from llmc.engine.request import Request
-from llmc.engine.speculation import Speculation, count_accepted
+from llmc.engine.spec_decode.draft_pace import Acceptance, DraftCosts, best_length
+from llmc.engine.spec_decode.ngram import MAX_INDEXED, PromptLookup
+from llmc.engine.spec_decode.pay_check import PayCheck
+from llmc.engine.spec_decode.speculation import Speculation, count_accepted
 from llmc.errors import ConfigError
 from llmc.sampling_params import SamplingParams
 from llmc.speculative_config import SpeculativeConfig

@@ -8,9 +8,9 @@ import pytest
 from fake_runner import FakeRunner, Outcome, run, run_alone
 
 from llmc.engine.core import EngineCore
+from llmc.engine.kv.swap import SwapCost, Swapper, SwapRoom
 from llmc.engine.messages import AddRequest
 from llmc.engine.request import Request, RequestState
-from llmc.engine.swap import SwapCost, Swapper, SwapRoom
 from llmc.sampling_params import SamplingParams
 
 CHEAP = SwapCost(prefill_seconds_per_token=1.0, block_bytes=1, copy_bytes_per_second=1e9)

@@ -7,19 +7,19 @@ import torch
 from fake_runner import EOS, VOCAB, FakeRunner, run_alone
 
 from llmc.engine.core import EngineCore
-from llmc.engine.layout import WHOLE, CacheLayout, Reach
+from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
 from llmc.engine.messages import AddRequest
 from llmc.kernels.attention import first_visible, visible
 from llmc.sampling_params import SamplingParams
 
 SIZE, STEP = 4, 8
-WINDOW = Reach(window=6)
+WINDOW = AttentionWindow(window=6)
 
 
 def engine(
-    reaches: tuple[Reach, ...], num_blocks: int, *, depth: int = 1, caching: bool = True
+    windows: tuple[AttentionWindow, ...], num_blocks: int, *, depth: int = 1, caching: bool = True
 ) -> tuple[EngineCore, FakeRunner]:
-    layout = CacheLayout(block_size=SIZE, step_tokens=STEP, reaches=reaches)
+    layout = CacheLayout(block_size=SIZE, step_tokens=STEP, windows=windows)
     runner = FakeRunner(
         num_blocks=num_blocks,
         block_size=SIZE,
@@ -38,7 +38,7 @@ def engine(
         vocab_size=VOCAB,
         eos_token_ids=[EOS],
         enable_prefix_caching=caching,
-        reaches=reaches,
+        windows=windows,
     )
     return core, runner
 
@@ -59,32 +59,35 @@ def finish(core: EngineCore) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("reach", [WHOLE, Reach(window=1), Reach(window=5), Reach(chunk=4)])
-def test_what_a_token_sees_is_what_the_kernels_say(reach: Reach) -> None:
+@pytest.mark.parametrize(
+    "window",
+    [WHOLE, AttentionWindow(window=1), AttentionWindow(window=5), AttentionWindow(chunk=4)],
+)
+def test_what_a_token_sees_is_what_the_kernels_say(window: AttentionWindow) -> None:
     for position in range(20):
-        seen = visible(torch.arange(position, 20), torch.arange(20), reach.window, reach.chunk).any(
-            0
-        )
+        seen = visible(
+            torch.arange(position, 20), torch.arange(20), window.window, window.chunk
+        ).any(0)
         first = int(seen.nonzero()[0])
-        assert reach.first_visible(position) == first
-        assert first_visible(position, reach.window, reach.chunk) == first
+        assert window.first_visible(position) == first
+        assert first_visible(position, window.window, window.chunk) == first
 
 
 def test_a_layout_says_how_much_a_sequence_holds() -> None:
     whole = CacheLayout(block_size=SIZE, step_tokens=STEP)
     assert [whole.blocks_for(n) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert whole.longest(3) == 12 and whole.longest(0) == 0
-    mixed = CacheLayout(block_size=SIZE, step_tokens=STEP, reaches=(WHOLE, WINDOW, WINDOW))
+    mixed = CacheLayout(block_size=SIZE, step_tokens=STEP, windows=(WHOLE, WINDOW, WINDOW))
     assert mixed.blocks_for(8) == 6  # nothing has left the window yet
     assert mixed.blocks_for(400) == 100 + 2 * 5  # a window of 6 and a step of 8, not aligned
     assert mixed.longest(110) == 400 and mixed.longest(109) == 396
-    assert CacheLayout(block_size=SIZE, step_tokens=STEP, reaches=(WINDOW,)).longest(5) == 2**31
+    assert CacheLayout(block_size=SIZE, step_tokens=STEP, windows=(WINDOW,)).longest(5) == 2**31
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_long_request_needs_little_more_than_its_whole_layers(depth: int) -> None:
-    reaches = (WHOLE, WINDOW, WINDOW, WINDOW)
-    core, runner = engine(reaches, num_blocks=50 + 3 * 5, depth=depth)
+    windows = (WHOLE, WINDOW, WINDOW, WINDOW)
+    core, runner = engine(windows, num_blocks=50 + 3 * 5, depth=depth)
     message = ask("a", 100, 100)
     core.add(message)  # 200 tokens in 4 groups would be 200 blocks
     assert finish(core) == {"a": run_alone(message, 0, 1000).tokens}

@@ -19,11 +19,11 @@ from op_cases import require_cpu_ops
 from llmc import LLM, SamplingParams
 from llmc.config import EngineConfig
 from llmc.engine.messages import AddRequest
-from llmc.front.engine import load_tokenizer
+from llmc.frontend.engine_options import load_tokenizer
 from llmc.guide.manual import load_manual
 from llmc.runner.graphs import DecodeGraphs
 from llmc.runner.model_runner import ModelRunner
-from llmc.start import Started, start_engine
+from llmc.startup.start import Started, start_engine
 
 pytestmark = needs_gpu
 MAX_ROWS = 4 if REHEARSED else 256

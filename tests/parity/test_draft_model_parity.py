@@ -16,18 +16,18 @@ import torch
 from fake_draft import KnownCosts
 from speculation_cases import LIMITS, NUM_TOKENS, PROMPTS, SAMPLING
 
-from llmc import start_draft
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
-from llmc.engine.draft_model import DraftModel
 from llmc.engine.messages import AddRequest
-from llmc.engine.model_speculation import ModelSpeculation
+from llmc.engine.spec_decode.draft_model import DraftModel
+from llmc.engine.spec_decode.model_speculation import ModelSpeculation
 from llmc.errors import ConfigError
-from llmc.load import ModelSource, find_model
 from llmc.sampling_params import SamplingParams
 from llmc.speculative_config import SpeculativeConfig
-from llmc.start import start_engine
-from llmc.start_draft import find_draft
+from llmc.startup import draft_model as start_draft
+from llmc.startup.draft_model import find_draft
+from llmc.startup.load import ModelSource, find_model
+from llmc.startup.start import start_engine
 
 
 def drafting(path: Path) -> dict[str, Any]:

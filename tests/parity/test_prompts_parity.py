@@ -16,11 +16,11 @@ import torch
 from shared_captures import shared_captures
 from tiny_models import prompts, save_checkpoint
 
+from llmc.check.check import check_model
 from llmc.compiler.lower import StepFunction
 from llmc.config import EngineConfig
 from llmc.kernels.prompts import Prompts
 from llmc.passes import pipeline, split_prompts
-from llmc.verification.check import check_model
 
 LENGTHS = (3, 17, 30)
 
@@ -77,7 +77,7 @@ def test_it_is_certified(checkpoint: Path, everywhere: list[Prompts], tmp_path: 
     config = EngineConfig(model=str(checkpoint), device="cpu", dtype="bfloat16", opt_level=0)
     with (
         shared_captures(),
-        mock.patch("llmc.verification.check.cache_dir", return_value=tmp_path),
+        mock.patch("llmc.check.check.cache_dir", return_value=tmp_path),
     ):
         certificate = check_model(config)
     assert certificate.certified, certificate

@@ -14,7 +14,7 @@ from oracle import Replay
 from speculation_cases import LIMITS, NUM_TOKENS, PROMPTS, SAMPLING
 from tiny_configs import save_random, tiny_config
 
-from llmc.engine.speculation import Speculation
+from llmc.engine.spec_decode.speculation import Speculation
 from llmc.speculative_config import SpeculativeConfig
 
 NGRAM = {"method": "ngram"}
@@ -62,7 +62,7 @@ def test_recurrent_layers_switch_it_off(
     running: tiny_engine.Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert running.started.engine._scheduler.speculation is not None
-    caplog.set_level(logging.INFO, "llmc.start")
+    caplog.set_level(logging.INFO, "llmc.startup.start")
     path = save_random(tiny_config("lfm2"), tmp_path)
     started = tiny_engine.start(path, speculative_config=NGRAM).started
     assert started.engine._scheduler.speculation is None

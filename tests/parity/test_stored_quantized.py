@@ -11,11 +11,11 @@ from packed_checkpoints import PACKINGS, fp8, pack_quantized, write_mxfp4, write
 from tiny_engine import Running
 from tiny_models import continue_greedily, load_reference, prompts, save_checkpoint
 
-from llmc.compiler.checkpoint import open_checkpoint
+from llmc.check.check import check_model
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
-from llmc.inspection.inspect import inspect_model
-from llmc.verification.check import check_model
+from llmc.inspect.inspect import inspect_model
+from llmc.weights.checkpoint import open_checkpoint
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 

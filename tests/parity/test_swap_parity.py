@@ -10,7 +10,7 @@ import tiny_engine
 import tiny_models
 
 from llmc.engine.core import EngineCore
-from llmc.engine.swap import SwapRoom
+from llmc.engine.kv.swap import SwapRoom
 from llmc.errors import ConfigError
 
 PROMPTS = tiny_models.prompts((9, 5, 12, 7))

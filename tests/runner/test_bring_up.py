@@ -11,8 +11,8 @@ from tiny_models import save_checkpoint
 
 from llmc.config import EngineConfig
 from llmc.kernels.cpu import build as cpu_build
-from llmc.runner import bring_up
-from llmc.start import start_engine
+from llmc.startup import bring_up
+from llmc.startup.start import start_engine
 
 CPU = torch.device("cpu")
 

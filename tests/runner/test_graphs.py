@@ -17,8 +17,8 @@ from op_cases import require_cpu_ops
 from llmc.engine.plan import NewRow, RowWork, StepPlan
 from llmc.runner.device import HostDevice
 from llmc.runner.model_runner import ModelRunner
-from llmc.runner.profile import graphs_to_come
 from llmc.sampling_params import SamplingParams
+from llmc.startup.profile import graphs_to_come
 
 BUCKETS = (1, 2, 4)
 PROMPTS = tiny_models.prompts((5, 3, 9, 1, 6))

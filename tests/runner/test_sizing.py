@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from llmc.config import EngineConfig
-from llmc.engine.layout import WHOLE, CacheLayout, Reach
+from llmc.engine.kv.layout import WHOLE, CacheLayout, Reach
 from llmc.errors import ConfigError
 from llmc.passes.page_attention import CacheSpec
 from llmc.runner.kv_cache import allocate, bytes_per_token
-from llmc.runner.sizing import PeakMemory, free_bytes, size_pool
+from llmc.startup.sizing import PeakMemory, free_bytes, size_pool
 
 BF16 = torch.bfloat16
 SPEC = CacheSpec(layer=0, kv_heads=2, head_dim=8, v_head_dim=4, dtype=BF16)

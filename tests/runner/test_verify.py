@@ -16,7 +16,7 @@ from llmc.compiler.cache import ProgramCache, program_key
 from llmc.config import EngineConfig
 from llmc.errors import CompileError
 from llmc.passes.pipeline import PipelineOptions
-from llmc.start import Started, start_engine
+from llmc.startup.start import Started, start_engine
 
 
 def _shifted(x: Tensor) -> Tensor:

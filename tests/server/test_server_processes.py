@@ -21,7 +21,7 @@ from scripted_process import DIE, HANG, has_ended, wait_for
 
 from llmc import async_llm
 from llmc.errors import EngineDeadError
-from llmc.front.fleet import RestartBudget
+from llmc.processes.server_processes import RestartBudget
 from llmc.server.settings import ServerSettings
 
 pytestmark = pytest.mark.e2e
@@ -84,7 +84,7 @@ def test_a_killed_engine_is_an_error_at_once_and_then_another_engine(live: LiveP
         thread.start()
     assert started.wait(20)
     wait_for(lambda: live.llm.stats().num_running == 2)
-    before = live.supervisor.fleet.restarts["engine"]
+    before = live.supervisor.processes.restarts["engine"]
     live.supervisor._budget = RestartBudget((1.0,) * 50)  # time to look at the server without one
     os.kill(live.engine_pid, signal.SIGKILL)
     killed = time.monotonic()
@@ -220,12 +220,12 @@ def test_an_engine_that_dies_too_often_ends_the_server() -> None:
         for number in range(4):
             wait_for(lambda: live.status("/ready") == 200)
             live.check_served()
-            assert live.supervisor.fleet.restarts["engine"] == number
+            assert live.supervisor.processes.restarts["engine"] == number
             os.kill(live.engine_pid, signal.SIGKILL)
             if number < 3:
                 wait_for(lambda: live.status("/ready") == 503)
         wait_for(lambda: live.failures)
-        assert live.supervisor.fleet.is_over
+        assert live.supervisor.processes.is_over
         [failure] = live.failures
         assert "died too often" in str(failure)
 

@@ -29,7 +29,7 @@ sys.path.insert(0, {support!r})
 import scripted_process
 from unittest import mock
 from llmc.cli.main import main
-from llmc.front import supervisor
+from llmc.processes import supervisor
 command = lambda module: scripted_process.command({delay})
 with mock.patch.object(supervisor, "python_module", command):
     sys.exit(main(["serve", "--port", "0", *{words!r}]))

@@ -14,7 +14,7 @@ import pytest
 
 from llmc.config import EngineConfig
 from llmc.errors import InvalidRequestError
-from llmc.model_files import resolve_model
+from llmc.startup.model_files import resolve_model
 from llmc.structured.grammars import GrammarError, Grammars, Matcher
 from llmc.structured.trial import Trial, TrialSetup
 from llmc.structured_outputs import StructuredOutputs

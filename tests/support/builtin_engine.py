@@ -7,7 +7,7 @@ from typing import Any
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
-from llmc.start import ModelInfo, start_engine
+from llmc.startup.start import ModelInfo, start_engine
 from llmc.text.tokenizer import Tokenizer
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from fake_runner import VOCAB, FakeRunner, FakeStep, Row
 
-from llmc.engine.draft_model import DraftModel
-from llmc.engine.draft_pace import DraftCosts
-from llmc.engine.model_speculation import ModelSpeculation
 from llmc.engine.plan import RowWork, StepPlan
+from llmc.engine.spec_decode.draft_model import DraftModel
+from llmc.engine.spec_decode.draft_pace import DraftCosts
+from llmc.engine.spec_decode.model_speculation import ModelSpeculation
 from llmc.speculative_config import SpeculativeConfig
 
 CONFIG = SpeculativeConfig(method="draft_model", model="draft")

@@ -21,11 +21,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from llmc.engine.core import EngineCore
-from llmc.engine.draft import MAX_SCORED
 from llmc.engine.grammar import Matcher
-from llmc.engine.layout import CacheLayout
+from llmc.engine.kv.layout import CacheLayout
 from llmc.engine.messages import AddRequest, RequestUpdate
 from llmc.engine.plan import NewRow, RowWork, StepPlan, StepResult, TokenLogprobs
+from llmc.engine.plan_builder import MAX_SCORED
 from llmc.sampling_params import SamplingParams
 from llmc.structured_outputs import StructuredOutputs
 

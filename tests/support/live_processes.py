@@ -16,9 +16,9 @@ from scripted_process import wait_for
 from llmc.async_llm import AsyncLLM
 from llmc.config import EngineConfig
 from llmc.errors import EngineDeadError
-from llmc.front.fleet import RestartBudget
-from llmc.front.remote import RemoteEngine
-from llmc.front.supervisor import Supervisor
+from llmc.processes.remote_engine import RemoteEngine
+from llmc.processes.server_processes import RestartBudget
+from llmc.processes.supervisor import Supervisor
 from llmc.server.app import create_app
 from llmc.server.run import Server, bind_socket
 from llmc.server.settings import ServerSettings
@@ -37,7 +37,7 @@ class LiveProcesses:
 
     @property
     def engine_pid(self) -> int:
-        return self.supervisor.fleet.pids["engine"]
+        return self.supervisor.processes.pids["engine"]
 
     def body(self, **fields: Any) -> dict[str, Any]:
         return {"prompt": PROMPT, "max_tokens": 12, "return_token_ids": True, **fields}

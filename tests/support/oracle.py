@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fake_runner import VOCAB, draw, history
 
 from llmc.engine.request import Request
-from llmc.engine.speculation import Speculation
+from llmc.engine.spec_decode.speculation import Speculation
 from llmc.speculative_config import SpeculativeConfig
 
 

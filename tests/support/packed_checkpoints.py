@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llmc.compiler.checkpoint import open_checkpoint
-from llmc.compiler.quantization_config import read_quantization
-from llmc.compiler.stored_weights import dequantized
+from llmc.weights.checkpoint import open_checkpoint
+from llmc.weights.quantized.quantization_config import read_quantization
+from llmc.weights.quantized.stored_weights import dequantized
 
 Packed = tuple[dict[str, Tensor], Tensor]  # by suffix of the module's name; the weight in float32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -24,7 +24,7 @@ ELSEWHERE: dict[int, tuple[str, ...]] = {
     15: (f"{_BAD}::test_prompt_that_never_fits_the_blocks_is_refused_not_queued",),
     20: (_TABLE, f"{_BAD}::test_tiny_temperature_is_accepted"),
     22: (f"{_BAD}::test_control_tokens_in_content_are_text",),
-    23: (_TABLE, "front/test_detokenizer.py::test_stop_of_a_split_character"),
+    23: (_TABLE, "frontend/test_detokenizer.py::test_stop_of_a_split_character"),
     24: (
         "structured/test_grammars.py::test_a_wrong_grammar_is_refused_in_one_line",
         "structured/test_structured_outputs.py::test_what_is_refused",
@@ -36,7 +36,7 @@ ELSEWHERE: dict[int, tuple[str, ...]] = {
     26: (f"{_HERE}::test_only_so_many_grammars_are_kept",),
     27: (_TABLE, f"{_TOOLS}::test_wrong_fields_are_named"),
     28: (
-        "front/test_tools.py::test_a_broken_call_stays_content",
+        "frontend/test_tools.py::test_a_broken_call_stays_content",
         f"{_TOOLS}::test_what_is_no_call_stays_content",
     ),
     30: (f"{_HERE}::test_template_that_misbehaves",),

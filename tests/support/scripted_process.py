@@ -22,8 +22,8 @@ from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.plan import StepPlan, StepResult, TokenLogprobs
 from llmc.errors import CheckpointError, EngineDeadError
-from llmc.front import engine_main, wire
-from llmc.start import ModelInfo, Phase
+from llmc.processes import engine_main, wire
+from llmc.startup.start import ModelInfo, Phase
 
 HANG_IN_C, HANG, DIE = 397, 398, 399
 VOCAB_WIDTH = 400

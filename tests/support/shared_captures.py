@@ -13,12 +13,13 @@ from unittest import mock
 
 import torch
 
-from llmc.compiler import forms, program
+from llmc.check import check
+from llmc.compiler import attention_fallback as forms
+from llmc.compiler import program
 from llmc.compiler.build import BuiltModel
 from llmc.compiler.cache import program_key
 from llmc.compiler.capture import CapturedModel
 from llmc.passes.pipeline import PipelineOptions
-from llmc.verification import check
 
 _known: dict[str, CapturedModel] = {}
 _ANY = PipelineOptions(block_size=1, max_positions=1, device_type="cpu")

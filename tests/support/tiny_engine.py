@@ -14,13 +14,13 @@ from torch import Tensor
 from llmc.compiler.cache import ProgramCache
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore, RowStates
-from llmc.engine.layout import CacheLayout
+from llmc.engine.kv.layout import CacheLayout
 from llmc.engine.messages import AddRequest
 from llmc.engine.plan import Runner
-from llmc.engine.speculation import Speculation
+from llmc.engine.spec_decode.speculation import Speculation
 from llmc.runner import kv_cache
 from llmc.sampling_params import SamplingParams
-from llmc.start import Started, start_engine
+from llmc.startup.start import Started, start_engine
 
 BLOCK_SIZE = 4
 MAX_ROWS = 8
@@ -54,12 +54,12 @@ class Running:
         `num_blocks` is for each group of layers; with `tight_for` there are two more than one
         request of so many tokens needs.
         """
-        reaches = self.started.engine._scheduler.layout.reaches
+        windows = self.started.engine._scheduler.layout.windows
         if num_blocks is not None:
-            num_blocks *= len(reaches)
+            num_blocks *= len(windows)
         if tight_for is not None:
             layout = CacheLayout(
-                block_size=BLOCK_SIZE, step_tokens=max_num_batched_tokens, reaches=reaches
+                block_size=BLOCK_SIZE, step_tokens=max_num_batched_tokens, windows=windows
             )
             num_blocks = layout.blocks_for(tight_for) + 2
         for cache in self.caches:
@@ -77,7 +77,7 @@ class Running:
             enable_prefix_caching=enable_prefix_caching and not info.state_bytes_per_request,
             speculation=speculation,
             row_states=row_states,
-            reaches=reaches,
+            windows=windows,
         )
 
 

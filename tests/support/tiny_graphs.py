@@ -20,7 +20,6 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from llmc.compiler.weights import make_weights
 from llmc.passes.base import Pass, PassReport, histogram, remove_dead_code, run_passes
 from llmc.passes.inputs import (
     CacheInput,
@@ -30,6 +29,7 @@ from llmc.passes.inputs import (
     WeightInput,
     input_of,
 )
+from llmc.weights.load import make_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

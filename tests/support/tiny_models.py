@@ -60,16 +60,16 @@ FAMILIES: dict[str, Callable[..., Any]] = {
 }
 
 
-def make_config(family: str, **changes: Any) -> Any:
+def make_config(group: str, **changes: Any) -> Any:
     """A config of a few thousand parameters that has no end token, so that greedy runs on."""
-    config = FAMILIES[family](**changes)
+    config = FAMILIES[group](**changes)
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     return config
 
 
-def save_checkpoint(family: str, path: Path, *, seed: int = 0, **changes: Any) -> Path:
+def save_checkpoint(group: str, path: Path, *, seed: int = 0, **changes: Any) -> Path:
     """Random weights large enough that attention is far from uniform."""
-    config = make_config(family, **changes)
+    config = make_config(group, **changes)
     dtype = changes.get("dtype", torch.float32)
     model = tf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     generator = torch.Generator().manual_seed(seed)

@@ -1,0 +1,116 @@
+"""Who makes the difference: the compiler, a kernel, a pass, or the capture itself.
+
+Takes away from the outside in, each time one thing, and looks whether the difference goes:
+compiled code, fast kernels, then the passes, of which the first ones are switched on again until
+the difference is back. What was found is switched off and the search goes on until none is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from llmc.check.variants import Subject, Variant, kernels_of
+
+Kind = Literal["compiler", "kernel", "pass", "engine", "capture"]
+Good = Callable[[Variant], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Culprit:
+    """`switch` is what to type to do without it; "" where there is no way."""
+
+    kind: Kind
+    name: str
+    switch: str
+    layer: int | None = None  # the first whose hidden state is off
+
+    def __str__(self) -> str:
+        where = "" if self.layer is None else f", first seen at the output of layer {self.layer}"
+        what = {
+            "compiler": f"Inductor's code at {self.name}",
+            "kernel": f"kernel {self.name}",
+            "pass": f"pass {self.name}",
+            "engine": "a pass that can't be switched off",
+            "capture": "the capture of the model's code",
+        }
+        return what[self.kind] + where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Everything that had to go; `fixed_by` when the step is right without it."""
+
+    culprits: tuple[Culprit, ...]
+    fixed_by: bool
+
+
+def find_blame(
+    subject: Subject,
+    variant: Variant,
+    good: Good,
+    *,
+    captured_is_good: Callable[[], bool],
+    first_layer: Callable[[Variant], int | None],
+) -> Diagnosis:
+    """`variant` is not good. `first_layer` tells the first layer that is off in a run."""
+    if variant.level > 0 and good(replace(variant, level=0)):
+        culprit = Culprit(kind="compiler", name=f"-O{variant.level}", switch="-O0")
+        return Diagnosis(culprits=(culprit,), fixed_by=True)
+    variant = replace(variant, level=0)
+    if good(replace(variant, kernels=())):
+        found = _kernels(subject, variant, good)
+        return Diagnosis(culprits=found, fixed_by=False)
+    names: list[str] = []
+    fixed_by = False
+    while not fixed_by and (name := _first_wrong_pass(subject, variant, good)) is not None:
+        names.append(name)
+        variant = _switched(variant, name, False)
+        fixed_by = good(variant)
+    culprits = [
+        Culprit(
+            kind="pass",
+            name=name,
+            switch=f"--disable-pass {name}",
+            layer=first_layer(_switched(variant, name, True)),
+        )
+        for name in names
+    ]
+    if not fixed_by:
+        kind: Kind = "engine" if captured_is_good() else "capture"
+        culprits.append(Culprit(kind=kind, name="", switch="", layer=first_layer(variant)))
+    return Diagnosis(culprits=tuple(culprits), fixed_by=fixed_by)
+
+
+def _switched(variant: Variant, name: str, on: bool) -> Variant:
+    return replace(variant, switches={**variant.switches, name: on})
+
+
+def _kernels(subject: Subject, variant: Variant, good: Good) -> tuple[Culprit, ...]:
+    """The ops whose fast version alone makes the difference; all, where only several do."""
+    used = kernels_of(subject.rewrite(variant)[0])
+    fast = {op: library for op, library in used.items() if library != "reference"}
+    alone = [op for op in fast if not good(replace(variant, kernels=(op,)))]
+    return tuple(
+        Culprit(kind="kernel", name=f"{op} ({fast[op]})", switch="") for op in alone or fast
+    )
+
+
+def _first_wrong_pass(subject: Subject, variant: Variant, good: Good) -> str | None:
+    """The pass with which the first passes turn wrong, by bisection; None: wrong without any."""
+    optional = [
+        p.name for p in subject.passes if not p.required and variant.switches.get(p.name, True)
+    ]
+
+    def first(count: int) -> Variant:
+        off: Mapping[str, bool] = dict.fromkeys(optional[count:], False)
+        return replace(variant, switches={**variant.switches, **off})
+
+    if not good(first(0)):
+        return None
+    low, high = 0, len(optional)  # good with `low` passes, wrong with `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if good(first(middle)) else (low, middle)
+    return optional[low]

@@ -1,0 +1,160 @@
+"""The other side of the comparison: the model as transformers runs it, unmodified and eager.
+
+One sequence at a time, so that nothing is padded, and without a cache. Hidden states are taken by
+hooks on the decoder layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from llmc.check.tokens import TokenSequence
+from llmc.errors import CheckpointError
+from llmc.weights.checkpoint import open_checkpoint
+from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
+from llmc.weights.quantized.quantization_config import StoredQuantization
+from llmc.weights.quantized.stored_weights import dequantized
+
+_FLOAT32_SHARE = 0.8  # of free memory that a float32 copy may take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """float32, by sequence: logits [T, V], and hidden states [T, N] by layer first."""
+
+    logits: list[Tensor]
+    hidden: list[list[Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """`exact` is what the step is held against; `rounded` the model's own run in its dtype.
+
+    They are the same where the dtype is float32, or where a float32 copy does not fit.
+    """
+
+    exact: Run
+    rounded: Run
+
+    @property
+    def has_noise(self) -> bool:
+        return self.exact is not self.rounded
+
+
+def run_reference(
+    path: Path,
+    hf_config: Any,
+    stored: StoredQuantization | None,
+    sequences: Sequence[TokenSequence],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    layers: str,
+    dummy_seed: int | None,
+    trust_remote_code: bool,
+) -> Reference:
+    """`layers` is the name of the module's list of decoder layers, "" where there is none.
+
+    With `dummy_seed` the weights are made up, the same as the step's. Those that are `stored`
+    quantized are handed over as numbers: a quantizer's own kernels would compute otherwise.
+    """
+    if dummy_seed is not None:
+        module = _make(hf_config, dtype, trust_remote_code)
+        _fill(DummyWeights(dummy_seed), dict(module.named_parameters()))
+    elif stored is not None:
+        module = _make(hf_config, dtype, trust_remote_code)
+        weights = dequantized(open_checkpoint(path), stored, dtype)
+        _fill(CheckpointWeights(module, weights), module.state_dict())
+    else:
+        module = _load(path, copy.deepcopy(hf_config), dtype, trust_remote_code)
+    module = module.to(device).eval()
+    rounded = _run(module, sequences, layers, device)
+    exact = rounded
+    if dtype != torch.float32 and _float32_fits(module, device):
+        exact = _run(module.float(), sequences, layers, device)
+    del module
+    gc.collect()
+    return Reference(exact=exact, rounded=rounded)
+
+
+def _load(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would run through our own phases
+    try:
+        module: nn.Module = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,  # as it is served: with one choice of rotary frequencies
+            dtype=dtype,
+            attn_implementation="eager",
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as e:
+        reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
+        raise CheckpointError(f"transformers can't load the model to compare with: {reason}") from e
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    return module
+
+
+def _make(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    module: nn.Module = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+    )
+    return module
+
+
+def _fill(source: WeightSource, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        source.fill(name, tensor.data)
+
+
+def _run(
+    module: nn.Module, sequences: Sequence[TokenSequence], layers: str, device: torch.device
+) -> Run:
+    found: list[Tensor] = []
+
+    def hook(layer: nn.Module, args: Any, output: Any) -> None:
+        value = output[0] if isinstance(output, tuple) else output
+        found.append(value.detach()[0].to("cpu", torch.float32, copy=True))
+
+    members = list(module.get_submodule(layers).children()) if layers else []
+    handles = [member.register_forward_hook(hook) for member in members]
+    logits: list[Tensor] = []
+    hidden: list[list[Tensor]] = [[] for _ in members]
+    try:
+        for sequence in sequences:
+            found.clear()
+            ids = torch.tensor([sequence.token_ids], device=device)
+            with torch.inference_mode():
+                out: Any = module(input_ids=ids, use_cache=False)
+            logits.append(out.logits[0].to("cpu", torch.float32, copy=True))
+            for layer, value in zip(hidden, found, strict=True):
+                layer.append(value)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Run(logits=logits, hidden=hidden)
+
+
+def _float32_fits(module: nn.Module, device: torch.device) -> bool:
+    needed = 4 * sum(p.numel() for p in module.parameters())
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        free = psutil.virtual_memory().available
+    return needed < _FLOAT32_SHARE * free

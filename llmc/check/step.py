@@ -1,0 +1,188 @@
+"""Runs a step function over the steps of `tokens.py` and keeps every token's logits.
+
+Fills the inputs of the step contract directly, without the runner: what is certified is the graph.
+Caches start full of NaN, so that reading what was never written shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from llmc.check.tokens import Chunk, TokenSequence
+from llmc.compiler.lower import StepFunction
+from llmc.errors import CompileError
+from llmc.kernels.prompts import Prompts
+from llmc.passes.inputs import (
+    CacheInput,
+    ConstantInput,
+    StateInput,
+    StepInput,
+    WeightInput,
+    input_of,
+    of_group,
+)
+from llmc.runner.rows import RowTables
+
+_BLOCK_SIZE = 16  # of the runner's own block table, which nothing reads here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Blocks of the caches: as many for each sequence and group of layers, in a scattered order."""
+
+    block_size: int
+    blocks_each: int
+    num_sequences: int
+    num_groups: int
+
+    @staticmethod
+    def of(sequences: Sequence[TokenSequence], block_size: int, num_groups: int = 1) -> Geometry:
+        longest = max(len(s.token_ids) for s in sequences)
+        # compiled steps take no block table of width 1
+        blocks = max(2, -(-longest // block_size))
+        return Geometry(
+            block_size=block_size,
+            blocks_each=blocks,
+            num_sequences=len(sequences),
+            num_groups=num_groups,
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        return self.blocks_each * self.num_sequences * self.num_groups
+
+    def block_tables(self) -> Tensor:
+        """[groups, sequences, blocks]: a sequence's blocks lie far apart and backwards."""
+        order = torch.arange(self.num_blocks - 1, -1, -1, dtype=torch.int32)
+        return order.view(self.blocks_each, self.num_sequences, -1).permute(2, 1, 0).contiguous()
+
+
+def bind(
+    graph: fx.GraphModule, weights: Mapping[str, Tensor], geometry: Geometry, device: torch.device
+) -> dict[str, Tensor]:
+    """The tensor of every placeholder that is no step input."""
+    bound = dict(weights)
+    for node in graph.graph.nodes:
+        role = input_of(node)
+        if isinstance(role, CacheInput):
+            shape = (geometry.num_blocks, *node.meta["val"].shape[1:])
+            cache = torch.empty(shape, dtype=node.meta["val"].dtype, device=device)
+            bound[node.name] = _poisoned(cache)
+        elif isinstance(role, StateInput):
+            shape = (geometry.num_sequences, *node.meta["val"].shape[1:])
+            state = torch.empty(shape, dtype=node.meta["val"].dtype, device=device)
+            bound[node.name] = _poisoned(state)
+        elif isinstance(role, ConstantInput):
+            bound[node.name] = role.tensor.to(device)
+        elif role is not None and not isinstance(role, StepInput | WeightInput):
+            raise CompileError(
+                f"the certificate can't be made yet for steps with a {type(role).__name__}"
+            )
+    return bound
+
+
+def _poisoned(cache: Tensor) -> Tensor:
+    return cache.fill_(float("nan")) if cache.is_floating_point() else cache.zero_()
+
+
+def run_steps(
+    step: StepFunction,
+    sequences: Sequence[TokenSequence],
+    steps: Sequence[Sequence[Chunk]],
+    geometry: Geometry,
+    vocab_size: int,
+    device: torch.device,
+    taps: Sequence[Tensor] = (),
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """(logits [T, V] of each sequence, hidden states [T, N] by layer and sequence).
+
+    `taps` are the buffers that the step writes its packed hidden states to, layer by layer.
+    """
+    tables = sampling_tables(sequences, vocab_size, device)
+    logits: list[list[Tensor]] = [[] for _ in sequences]
+    hidden: list[list[list[Tensor]]] = [[[] for _ in sequences] for _ in taps]
+    with torch.inference_mode():
+        for chunks in steps:
+            given = {**tables, **_packed(sequences, chunks, geometry, device)}
+            missing = [name for name in step.inputs if name not in given]
+            if missing:
+                raise CompileError(
+                    f"the certificate can't be made yet for a step that reads {missing[0]!r}"
+                )
+            _, out = step.call(**{name: given[name] for name in step.inputs})
+            _scatter(out, chunks, logits)
+            for layer, tap in enumerate(taps):
+                _scatter(tap, chunks, hidden[layer])
+    return [torch.cat(parts) for parts in logits], [
+        [torch.cat(parts) for parts in layer] for layer in hidden
+    ]
+
+
+def _scatter(packed: Tensor, chunks: Sequence[Chunk], parts: list[list[Tensor]]) -> None:
+    start = 0
+    for chunk in chunks:
+        rows = packed[start : start + chunk.count]
+        parts[chunk.sequence].append(rows.to("cpu", torch.float32, copy=True))
+        start += chunk.count
+
+
+def _packed(
+    sequences: Sequence[TokenSequence],
+    chunks: Sequence[Chunk],
+    geometry: Geometry,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """The inputs that change every step; every token's logits are asked for."""
+    tables = geometry.block_tables()
+    ids: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    starts = [0]
+    for chunk in chunks:
+        span = range(chunk.start, chunk.start + chunk.count)
+        ids += [sequences[chunk.sequence].token_ids[p] for p in span]
+        positions += span
+        rows += [chunk.sequence] * chunk.count
+        starts.append(starts[-1] + chunk.count)
+    position, row = torch.tensor(positions), torch.tensor(rows)
+    offset = position % geometry.block_size
+    packed = {
+        "token_ids": torch.tensor(ids),
+        "positions": position,
+        "query_start": torch.tensor(starts, dtype=torch.int32),
+        "context_len": torch.tensor([c.start + c.count for c in chunks], dtype=torch.int32),
+        "logits_index": torch.arange(len(ids)),
+        "row": row,
+        "request_row": torch.tensor([c.sequence for c in chunks]),
+        "length": (position + 1).int(),
+    }
+    for group, table in enumerate(tables):
+        block = table[row, position // geometry.block_size].long()
+        packed[of_group("slot_mapping", group)] = block * geometry.block_size + offset
+        packed[of_group("block_table", group)] = table[[c.sequence for c in chunks]]
+    on_device = {name: tensor.to(device) for name, tensor in packed.items()}
+    lengths = [(chunk.count, chunk.start + chunk.count) for chunk in chunks]
+    return {**on_device, "prompts": Prompts.find(lengths, least=2).words()}
+
+
+def sampling_tables(
+    sequences: Sequence[TokenSequence], vocab_size: int, device: torch.device
+) -> dict[str, Tensor]:
+    """The runner's own tables, neutral: the logits are what is compared."""
+    longest = max(len(s.token_ids) for s in sequences)
+    rows = RowTables(
+        num_rows=len(sequences),
+        max_model_len=longest,
+        block_size=_BLOCK_SIZE,
+        vocab_size=vocab_size,
+        device=device,
+    )
+    for row, sequence in enumerate(sequences):
+        ids = torch.tensor(sequence.token_ids, dtype=torch.int32)
+        rows.tables["history"][row, : len(ids)] = ids.to(device)
+        rows.tables["prompt_len"][row] = sequence.prompt_len
+    return rows.tables

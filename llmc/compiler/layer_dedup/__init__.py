@@ -1,0 +1,1 @@
+"""Capture one decoder layer of each kind and repeat it, so that deep models capture fast."""

@@ -1,0 +1,202 @@
+"""Capture a deep model from its first layers: what repeats is traced once.
+
+rehearse.py says which layers are the same, capture.py captures the model with a list of layers
+that ends where nothing new comes, repeat.py appends the rest. Whatever can't be shown to be
+the same as a capture of all layers is captured in full, and the reason is kept.
+
+What is not taken on trust: that a layer is the same (torch's guards, on every layer), that it is
+handed the same (every call is compared), that the model does the same before and behind the layers
+when it has fewer (every op is compared), and that blocks of the graph are whole and alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from llmc.compiler.build import BuiltModel
+from llmc.compiler.capture import CapturedModel, capture
+from llmc.compiler.interface import KEY_CACHE, VALUE_CACHE
+from llmc.compiler.layer_dedup.repeat import repeat_blocks
+from llmc.compiler.layer_dedup.trace_layers import LayerCall, NotAlike, Rehearsal, Rehearser
+from llmc.errors import CompileError
+from llmc.passes.inputs import CacheInput, ConstantInput, Input, WeightInput
+from llmc.passes.layers import layer_list
+
+log = logging.getLogger(__name__)
+
+_FEWEST_LAYERS = 6  # fewer take no longer than the rehearsal
+
+
+def capture_outlined(built: BuiltModel, device: torch.device) -> CapturedModel:
+    """The graph that `capture` gives, node by node; its note says how many layers were captured.
+
+    Raises CompileError where `capture` does.
+    """
+    path, count = layer_list(name for name, _ in built.module.named_parameters())
+    if count < _FEWEST_LAYERS:
+        return capture(built, device)
+    try:
+        captured, first = _outline(built, device, path, count)
+    except NotAlike as e:
+        log.info("all %d layers are captured: %s", count, e)
+        return replace(capture(built, device), note=f"all captured: {e}")
+    return replace(captured, note=f"{first} captured")
+
+
+def _outline(
+    built: BuiltModel, device: torch.device, path: str, count: int
+) -> tuple[CapturedModel, int]:
+    layers = built.module.get_submodule(path)
+    if not isinstance(layers, nn.ModuleList) or len(layers) != count:
+        raise NotAlike(f"{path} is no plain list of layers")
+    rehearser = Rehearser(built.module, list(layers), most_traces=count // 2)
+    with rehearser.ready():
+        whole = rehearser.run()
+        calls = _in_order(whole, count)
+        first = _enough(calls)
+        if first > count // 2:
+            raise NotAlike(f"the first {first} are needed to have one of each kind")
+        with _only(layers, first):
+            _compare(whole, rehearser.run())
+    with _only(layers, first):
+        try:
+            captured = capture(built, device)
+        except CompileError as e:
+            raise NotAlike(f"the first {first} alone can't be captured: {e}") from e
+    graph = captured.graph.graph
+    names = _Names(built, calls)
+    models = [_model(calls, layer, first) for layer in range(first, count)]
+    repeat_blocks(graph, path, [c.trace for c in calls[:first]], models, names.rename)
+    graph.lint()
+    captured.graph.recompile()
+    return captured, first
+
+
+@contextmanager
+def _only(layers: nn.ModuleList, first: int) -> Iterator[None]:
+    """Inside, the model has its first layers alone; its config says what it said."""
+    rest = list(layers)[first:]
+    del layers[first:]
+    try:
+        yield
+    finally:
+        layers.extend(rest)
+
+
+def _in_order(whole: Rehearsal, count: int) -> list[LayerCall]:
+    """Every layer once, in order, and nothing in between."""
+    if [call.layer for call in whole.calls] != list(range(count)):
+        raise NotAlike("they are not called once each, in order")
+    for layer, ops in enumerate(whole.ops[1:-1]):
+        if ops:
+            raise NotAlike(f"between layers {layer} and {layer + 1} the model calls {ops[0][:80]}")
+    return whole.calls
+
+
+def _compare(whole: Rehearsal, part: Rehearsal) -> None:
+    """With fewer layers, the same happens before, in and behind them."""
+    if [(c.layer, c.trace, c.given) for c in part.calls] != [
+        (c.layer, c.trace, c.given) for c in whole.calls[: len(part.calls)]
+    ]:
+        raise NotAlike("with fewer layers, other things are handed to them")
+    if (part.ops[0], part.ops[-1]) != (whole.ops[0], whole.ops[-1]):
+        raise NotAlike("with fewer layers, other things happen around them")
+    if any(part.ops[1:-1]):
+        raise NotAlike("with fewer layers, other things happen between them")
+
+
+def _kind(call: LayerCall) -> tuple[int, str]:
+    return call.trace, call.given
+
+
+def _enough(calls: Sequence[LayerCall]) -> int:
+    """The fewest first layers among which each later one has its like.
+
+    The last of them is not the only one of its trace, so that where its block ends can be
+    checked. The very first layer is nobody's like: what enters it is no layer's result.
+    """
+    first = 2
+    kinds = [_kind(call) for call in calls]
+    while first < len(calls):
+        covered = set(kinds[first:]) <= set(kinds[1:first])
+        if covered and calls[first - 1].trace in [c.trace for c in calls[: first - 1]]:
+            break
+        first += 1
+    return first
+
+
+def _model(calls: Sequence[LayerCall], layer: int, first: int) -> int:
+    return next(i for i in range(1, first) if _kind(calls[i]) == _kind(calls[layer]))
+
+
+class _Names:
+    """What stands for an input of one layer in another layer of the same trace.
+
+    Both traces read their tensors in one order, so the place of a tensor there tells.
+    """
+
+    def __init__(self, built: BuiltModel, calls: Sequence[LayerCall]) -> None:
+        self._built = built
+        self._calls = calls
+        self._parameters: dict[int, str] = {}  # as capture names them: by the first name
+        for name, parameter in built.module.named_parameters(remove_duplicate=False):
+            self._parameters.setdefault(id(parameter), name)
+        persistent = set(built.module.state_dict())
+        self._buffers: dict[int, str] = {}
+        for name, buffer in built.module.named_buffers(remove_duplicate=False):
+            if name in built.buffers:
+                self._buffers[id(buffer)] = name
+            elif name in persistent:
+                self._parameters.setdefault(id(buffer), name)
+        self._by_name = {name: i for i, name in self._parameters.items()}
+        self._by_value = {id(built.buffers[name]): i for i, name in self._buffers.items()}
+        self._caches = self._number_caches()
+
+    def _number_caches(self) -> list[dict[int, tuple[int, str]]]:
+        """Of each layer: a cache's tensor -> (number, part), as capture counts them."""
+        owners: dict[int, tuple[int, str]] = {}
+        for child in self._built.module.modules():
+            owners[id(getattr(child, KEY_CACHE))] = (id(child), "key")
+            owners[id(getattr(child, VALUE_CACHE))] = (id(child), "value")
+        numbers: dict[int, int] = {}
+        found = []
+        for call in self._calls:
+            mine: dict[int, tuple[int, str]] = {}
+            for tensor in call.read:
+                if id(tensor) in owners:
+                    owner, part = owners[id(tensor)]
+                    mine[id(tensor)] = (numbers.setdefault(owner, len(numbers)), part)
+            found.append(mine)
+        return found
+
+    def rename(self, role: Input, layer: int, to: int) -> Input:
+        """NotAlike where the layer was not seen to read what its block of the graph does."""
+        try:
+            return self._renamed(role, layer, to)
+        except KeyError as e:
+            raise NotAlike(f"layer {layer} reads a tensor that its trace does not: {role}") from e
+
+    def _renamed(self, role: Input, layer: int, to: int) -> Input:
+        if isinstance(role, WeightInput):
+            (name,) = role.parts
+            other = self._other(self._by_name[name], layer, to)
+            return replace(role, parts=(self._parameters[other],))
+        if isinstance(role, ConstantInput):
+            other = self._other(self._by_value[id(role.tensor)], layer, to)
+            return ConstantInput(tensor=self._built.buffers[self._buffers[other]])
+        if isinstance(role, CacheInput):
+            numbers = {cache: tensor for tensor, cache in self._caches[layer].items()}
+            other = self._other(numbers[role.layer, role.part], layer, to)
+            return replace(role, layer=self._caches[to][other][0])
+        return role
+
+    def _other(self, tensor: int, layer: int, to: int) -> int:
+        read, other = self._calls[layer].read, self._calls[to].read
+        places = {id(mine): id(its) for mine, its in zip(read, other, strict=True)}
+        return places[tensor]

@@ -1,0 +1,200 @@
+"""A graph of a model's first layers -> the graph of all its layers, by copying blocks of nodes.
+
+A block is what one layer adds to the graph. Copying one is right where it reads nothing but the
+hidden state of the layer before it, inputs of its own, and what is made before the first layer;
+where its result goes on as one value; and where blocks of one trace are equal node by node.
+All of that is checked here; NotAlike says what does not hold.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from llmc.compiler.layer_dedup.trace_layers import NotAlike
+from llmc.passes.inputs import Input, input_of
+from llmc.passes.layers import Layers, find_layers
+
+Rename = Callable[[Input, int, int], Input]  # (an input's role, its layer, for which layer)
+
+
+def repeat_blocks(
+    graph: fx.Graph, path: str, traces: Sequence[int], models: Sequence[int], rename: Rename
+) -> None:
+    """Append a copy of block `models[i]` for every further layer, in place.
+
+    `traces` are those of the layers in the graph. `rename` gives the role of what stands for an
+    input of one layer in another.
+    """
+    layers = find_layers(graph)
+    if (layers.path, layers.count) != (path, len(traces)):
+        raise NotAlike("the layers are not told apart in the graph")
+    blocks = _Blocks(graph, layers)
+    twins = [(traces.index(trace), i) for i, trace in enumerate(traces)]
+    blocks.complete_first(next((i for twin, i in twins if twin == 0 and i), 0))
+    for i in range(layers.count):
+        blocks.check(i)
+    for twin, i in twins:
+        if twin != i:
+            blocks.compare(twin, i, rename)
+    blocks.append(models, rename)
+
+
+class _Blocks:
+    """The nodes of a graph by layer."""
+
+    def __init__(self, graph: fx.Graph, layers: Layers) -> None:
+        self.graph = graph
+        self.of = layers.of
+        self.count = layers.count
+        self.calls: list[list[fx.Node]] = [[] for _ in range(layers.count)]
+        for node in graph.nodes:
+            layer = layers.of[node]
+            if node.op != "placeholder" and 0 <= layer < layers.count:
+                self.calls[layer].append(node)
+        missing = [i for i in range(layers.count) if i not in layers.outputs]
+        if missing:
+            raise NotAlike(f"no single value leaves layer {missing[0]}")
+        self.outputs = [layers.outputs[i] for i in range(layers.count)]
+
+    def complete_first(self, twin: int) -> None:
+        """Where the first layer begins is told by the length of another one of its trace.
+
+        Up to its first weight it looks like more of what comes before all layers.
+        """
+        missing = len(self.calls[twin]) - len(self.calls[0])
+        before = [n for n in self.graph.nodes if n.op != "placeholder" and self.of[n] == -1]
+        if 0 < missing <= len(before):
+            self.calls[0] = before[-missing:] + self.calls[0]
+            self.of.update((node, 0) for node in before[-missing:])
+
+    def check(self, layer: int) -> None:
+        """Nothing goes in or out but what may."""
+        before = self.outputs[layer - 1] if layer else None
+        for node in self.calls[layer]:
+            if node.op != "call_function":
+                raise NotAlike(f"layer {layer} holds a {node.op}")
+            for source in node.all_input_nodes:
+                ours = source.op == "placeholder" or self.of[source] in (-1, layer)
+                if not ours and source is not before:
+                    raise NotAlike(f"layer {layer} reads {source.name} of layer {self.of[source]}")
+            for user in node.users:
+                leaves = self.of[user] != layer
+                if leaves and (node is not self.outputs[layer] or self.of[user] != layer + 1):
+                    raise NotAlike(f"{node.name} of layer {layer} is read elsewhere")
+
+    def compare(self, first: int, second: int, rename: Rename) -> None:
+        """Two blocks of one trace are equal, node by node, but for what they are given."""
+        if len(self.calls[first]) != len(self.calls[second]):
+            raise NotAlike(f"layers {first} and {second} have one trace and different graphs")
+        same = dict(zip(self.calls[first], self.calls[second], strict=True))
+        for a, b in same.items():
+            equal = (
+                a.target == b.target
+                and _shape_of(a.meta.get("val")) == _shape_of(b.meta.get("val"))
+                and self._same_args(a, b, same, first, second, rename)
+            )
+            if not equal:
+                raise NotAlike(f"{a.name} of layer {first} is {b.name} in layer {second}")
+        if same[self.outputs[first]] is not self.outputs[second]:
+            raise NotAlike(f"layers {first} and {second} hand on different values")
+
+    def _same_args(
+        self,
+        a: fx.Node,
+        b: fx.Node,
+        same: Mapping[fx.Node, fx.Node],
+        first: int,
+        second: int,
+        rename: Rename,
+    ) -> bool:
+        """Equal constants, and inputs that stand for each other."""
+        if len(a.all_input_nodes) != len(b.all_input_nodes) or _plain(a) != _plain(b):
+            return False
+        for x, y in zip(_sources(a), _sources(b), strict=True):
+            role, other = input_of(x), input_of(y)
+            if x in same:
+                if same[x] is not y:
+                    return False
+            elif role is not None and other is not None:
+                if not _same_role(rename(role, first, second), other):
+                    return False
+            elif x is not y and not self._are_hidden(x, y, first, second):
+                return False
+        return True
+
+    def _are_hidden(self, x: fx.Node, y: fx.Node, first: int, second: int) -> bool:
+        """What enters two layers. The first layer's is made before all layers: any one value."""
+        return y is self.outputs[second - 1] and (
+            self.of[x] == -1 if first == 0 else x is self.outputs[first - 1]
+        )
+
+    def append(self, models: Sequence[int], rename: Rename) -> None:
+        known = {_key(n.meta["input"]): n for n in self.graph.nodes if n.op == "placeholder"}
+        inputs = [self._inputs(layer) for layer in range(self.count)]
+        at_input = [n for n in known.values() if self.of[n] < self.count][-1]
+        at_call = self.calls[-1][-1]
+        hidden = self.outputs[-1]
+        for layer, model in enumerate(models, start=self.count):
+            env: dict[fx.Node, fx.Node] = {self.outputs[model - 1]: hidden}
+            for node in inputs[model]:
+                role = rename(node.meta["input"], model, layer)
+                if _key(role) not in known:
+                    at_input = known[_key(role)] = self._copy_input(node, role, at_input)
+                env[node] = known[_key(role)]
+            for node in self.calls[model]:
+                with self.graph.inserting_after(at_call):
+                    at_call = self.graph.node_copy(node, functools.partial(_mapped, env))
+                env[node] = at_call
+            hidden = env[self.outputs[model]]
+        self.outputs[-1].replace_all_uses_with(
+            hidden, delete_user_cb=lambda user: self.of.get(user) == self.count
+        )
+
+    def _inputs(self, layer: int) -> list[fx.Node]:
+        """The placeholders that a block reads, in the order of the graph's."""
+        read = {source for node in self.calls[layer] for source in node.all_input_nodes}
+        return [n for n in self.graph.nodes if n.op == "placeholder" and n in read]
+
+    def _copy_input(self, source: fx.Node, role: Input, after: fx.Node) -> fx.Node:
+        with self.graph.inserting_after(after):
+            node = self.graph.node_copy(source)
+        node.target = node.name
+        node.meta["input"] = role
+        return node
+
+
+def _mapped(env: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    return env.get(node, node)
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _plain(node: fx.Node) -> str:
+    """The arguments with every node left open."""
+    return repr(fx.node.map_arg((node.args, node.kwargs), lambda n: None))
+
+
+def _shape_of(val: Any) -> Any:
+    if isinstance(val, list | tuple):
+        return [_shape_of(v) for v in val]
+    if isinstance(val, Tensor):
+        return ([str(s) for s in val.shape], [str(s) for s in val.stride()], val.dtype, val.device)
+    return str(val)
+
+
+def _key(role: Input) -> Any:
+    """Constants are told apart by their tensor, all others by value."""
+    tensor = getattr(role, "tensor", None)
+    return role if tensor is None else id(tensor)
+
+
+def _same_role(a: Input, b: Input) -> bool:
+    return bool(_key(a) == _key(b))

@@ -1,0 +1,1 @@
+"""The key-value cache's bookkeeping: blocks, block tables, prefix cache, swap."""

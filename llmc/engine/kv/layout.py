@@ -1,0 +1,85 @@
+"""CacheLayout: which physical blocks a sequence needs, group of layers by group of layers.
+
+Layers that see the same span of text form groups of equally many layers. Every block of tokens has
+one physical block in each group, all from one pool, and a group whose layers see only a window of
+the text gives its blocks back as the window moves on:
+
+    tokens       0-15  16-31  32-47  48-63 ...
+    group 0        7      3      9      4      sees all
+    group 1        .      .      1      6      sees the last 20 tokens: two blocks were given back
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+_MOST_TOKENS = 2**31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWindow:
+    """What a token sees: the last `window` tokens, in its aligned `chunk`; 0 is no limit."""
+
+    window: int = 0
+    chunk: int = 0
+
+    def first_visible(self, position: int) -> int:
+        """The first token that those from `position` on see."""
+        first = max(position - self.window + 1, 0) if self.window else 0
+        return max(first, position // self.chunk * self.chunk) if self.chunk else first
+
+    def within(self, max_tokens: int) -> AttentionWindow:
+        """The same in texts of at most so many tokens, where a limit as long as these is none."""
+        return AttentionWindow(
+            window=self.window if self.window < max_tokens else 0,
+            chunk=self.chunk if self.chunk < max_tokens else 0,
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        return not (self.window or self.chunk)
+
+    @property
+    def most(self) -> int:
+        """Tokens that one token sees at most, itself included."""
+        return min((limit for limit in (self.window, self.chunk) if limit), default=_MOST_TOKENS)
+
+
+WHOLE = AttentionWindow()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLayout:
+    """`windows` has one entry a group; a step computes at most `step_tokens` of a sequence."""
+
+    block_size: int
+    step_tokens: int
+    windows: tuple[AttentionWindow, ...] = (WHOLE,)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
+    @property
+    def is_whole(self) -> bool:
+        """Every layer sees all of the text: a block is needed as long as its sequence runs."""
+        return all(window.is_whole for window in self.windows)
+
+    def first_needed(self, group: int, position: int) -> int:
+        """The first block of a sequence that its tokens from `position` on see in this group."""
+        return self.windows[group].first_visible(position) // self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """The most physical blocks that a sequence of so many tokens holds at a time."""
+        num = -(-num_tokens // self.block_size)
+        return sum(min(num, self._most_blocks(window)) for window in self.windows)
+
+    def _most_blocks(self, window: AttentionWindow) -> int:
+        return -(-(window.most + self.step_tokens) // self.block_size) + 1
+
+    def longest(self, num_blocks: int) -> int:
+        """Tokens of the longest sequence that so many blocks hold; 2**31 stands for any."""
+        size = self.block_size
+        lengths = range(0, _MOST_TOKENS + 1, size)
+        return (bisect_right(lengths, num_blocks, key=self.blocks_for) - 1) * size

@@ -1,0 +1,160 @@
+"""One completion being generated: tokens in, text and log-probabilities out, and how it ended.
+
+Text lives in pieces and readers keep a position, so a delta costs what it adds, not what was said
+before. A reader that falls behind finds the pieces merged: nothing queues up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmc.engine.messages import RequestUpdate
+from llmc.engine.plan import TokenLogprobs
+from llmc.frontend.inputs import Input
+from llmc.outputs import CompletionOutput, FinishReason, Logprob
+from llmc.text.detokenizer import Detokenizer
+from llmc.text.tokenizer import Tokenizer
+
+PositionLogprobs = dict[int, Logprob]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionDelta:
+    """What one completion gained since the reader last looked."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[PositionLogprobs]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True)
+class Cursor:
+    """A reader's position in one completion."""
+
+    pieces: int = 0
+    tokens: int = 0
+    finished: bool = False
+
+
+class Completion:
+    """One sequence being generated: its tokens, its text so far, and how it ended."""
+
+    def __init__(self, index: int, source: Input, tokenizer: Tokenizer | None) -> None:
+        sampling = source.sampling
+        self.index = index
+        self.token_ids: list[int] = []
+        self.logprobs: list[PositionLogprobs] | None = [] if sampling.logprobs is not None else None
+        self.cumulative_logprob = 0.0
+        self._tells_sum = sampling.logprobs is not None or sampling.best_of is not None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._tokenizer = tokenizer
+        self._pieces: list[str] = []
+        self._include_stop = sampling.include_stop_str_in_output
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None and sampling.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                source.prompt_token_ids,
+                stop=sampling.stop_strings,
+                include_stop=self._include_stop,
+                skip_special_tokens=sampling.skip_special_tokens,
+                shown_ids=source.shown_ids,
+                min_tokens=sampling.min_tokens,
+            )
+
+    def apply(self, update: RequestUpdate) -> None:
+        """Take the engine's news. Afterwards `finish_reason` may be set, also by a stop string."""
+        self.token_ids.extend(update.new_token_ids)
+        if self.logprobs is not None:
+            self.logprobs += [position(item, self._tokenizer) for item in update.logprobs]
+        self.cumulative_logprob += sum(item.logprob for item in update.logprobs)
+        if self._detokenizer is None:
+            self._end(update.finish_reason, update.stop_reason)
+            return
+        tokens = update.new_token_ids
+        has_stop_token = update.finish_reason == "stop" and not update.is_whole
+        if has_stop_token and not self._include_stop:
+            tokens = tokens[:-1]  # the stop token ends the text and is no part of it
+        self._say(self._detokenizer.push(tokens))
+        if update.finish_reason is not None:
+            self._say(self._detokenizer.finish())
+        if self._detokenizer.stopped_by is not None:
+            self._end("stop", self._detokenizer.stopped_by)
+        else:
+            self._end(update.finish_reason, update.stop_reason)
+
+    def abandon(self, reason: FinishReason) -> None:
+        """End it from this side: the caller gave up, or the engine died."""
+        if self.finish_reason is None:
+            if self._detokenizer is not None:
+                self._say(self._detokenizer.finish())
+            self._end(reason, None)
+
+    def adopt(self, other: Completion) -> None:
+        """Become what another one was, all at once and but for the index."""
+        self.token_ids, self.logprobs = other.token_ids, other.logprobs
+        self.cumulative_logprob, self._pieces = other.cumulative_logprob, other._pieces
+        self._end(other.finish_reason, other.stop_reason)
+
+    def output(self) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
+            text=self._text(),
+            token_ids=list(self.token_ids),
+            cumulative_logprob=self.cumulative_logprob if self._tells_sum else None,
+            logprobs=list(self.logprobs) if self.logprobs is not None else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def delta(self, cursor: Cursor) -> CompletionDelta | None:
+        """What came after `cursor`, which moves on; None when there is nothing to say."""
+        text = "".join(self._pieces[cursor.pieces :])
+        token_ids = self.token_ids[cursor.tokens :]
+        ended = self.finish_reason is not None and not cursor.finished
+        if not text and not token_ids and not ended:
+            return None
+        logprobs = self.logprobs[cursor.tokens :] if self.logprobs is not None else ()
+        cursor.pieces, cursor.tokens = len(self._pieces), len(self.token_ids)
+        cursor.finished = self.finish_reason is not None
+        return CompletionDelta(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+
+    def _text(self) -> str:
+        return "".join(self._pieces)
+
+    def _end(self, reason: FinishReason | None, stop_reason: int | str | None) -> None:
+        if reason is not None:
+            self.finish_reason = reason
+            self.stop_reason = stop_reason
+
+
+def position(item: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:
+    """What the engine says of one position, by token: the chosen one and the likeliest."""
+
+    def told(token: int, value: float, rank: int) -> Logprob:
+        text = tokenizer.token_text(token) if tokenizer is not None else None
+        return Logprob(logprob=float(value), rank=rank, decoded_token=text)
+
+    chosen = {item.token_id: told(item.token_id, item.logprob, item.rank)}
+    for rank, (token, value) in enumerate(
+        zip(item.top_token_ids, item.top_logprobs, strict=True), start=1
+    ):
+        if token not in chosen:
+            chosen[token] = told(token, value, rank)
+    return chosen

@@ -1,0 +1,95 @@
+"""The engine as the front sees it, and how both entry points (`LLM`, `AsyncLLM`) get one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+
+from llmc.config import EngineConfig, SchedulingPolicy
+from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
+from llmc.errors import ConfigError
+from llmc.speculative_config import SpeculativeConfig
+from llmc.text.template_file import read_template
+from llmc.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llmc.startup.start import ModelInfo, Phase, Started
+
+
+class EngineOptions(TypedDict, total=False):
+    """EngineConfig without `model`, as keyword arguments for editors and type checkers."""
+
+    tokenizer: str | None
+    chat_template: str | None
+    revision: str | None
+    trust_remote_code: bool
+    dtype: str
+    device: str
+    load_format: str
+    quantization: Literal["int8", "int4", "fp8", "none"] | None
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_queued: int | None
+    block_size: int
+    kv_cache_dtype: str
+    kv_cache_memory: int | None
+    swap_space: int
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    async_scheduling: bool | None
+    scheduling_policy: SchedulingPolicy
+    speculative_config: Mapping[str, object] | SpeculativeConfig | None
+    opt_level: Literal[0, 1, 2, 3] | None
+    cuda_graph_buckets: Sequence[int] | None
+    passes: Mapping[str, bool]
+    extra_passes: Sequence[object]
+    logits_processors: Sequence[object]
+    seed: int
+
+
+class Engine(Protocol):
+    """What the front uses of `engine.core.EngineCore`. Called from one thread only."""
+
+    def add(self, message: AddRequest, /) -> None: ...
+    def abort(self, request_id: str, /) -> object: ...
+    def step(self) -> Sequence[RequestUpdate]: ...
+    @property
+    def has_work(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+
+
+def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
+    """EngineConfig from keyword arguments; an unknown one is answered with the nearest known."""
+    known = [f.name for f in dataclasses.fields(EngineConfig) if f.name != "model"]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}"
+            raise ConfigError(f"unknown engine option {name!r}; {hint}")
+    return EngineConfig(model=model, **options)
+
+
+def start(config: EngineConfig, on_phase: Callable[[Phase], None] | None = None) -> Started:
+    """Load the model and build its engine. Imported late: this is where torch comes in.
+
+    The engine's own queue is left without a limit: AsyncLLM refuses what is too much before it
+    gets there, and offline nothing is too much.
+    """
+    if config.chat_template is not None:
+        read_template(config.chat_template)  # a mistake in it is told before the model is loaded
+    from llmc.startup.start import start_engine
+
+    return start_engine(dataclasses.replace(config, max_num_queued=None), on_phase)
+
+
+def load_tokenizer(config: EngineConfig, info: ModelInfo) -> Tokenizer | None:
+    """The model's tokenizer; None when it has none, and then token ids are all that is taken."""
+    if info.tokenizer_path is None:
+        return None
+    tokenizer = Tokenizer.load(info.tokenizer_path, trust_remote_code=config.trust_remote_code)
+    if config.chat_template is not None:
+        tokenizer.hf.chat_template = read_template(config.chat_template)
+    return tokenizer

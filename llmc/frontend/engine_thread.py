@@ -1,0 +1,121 @@
+"""The engine in a thread of its own, which hears and says only messages.
+
+    event loop --AddRequest, AbortRequest--> inbox --> engine.add / abort / step
+               <------- EngineNews ------------------- publish
+
+Nothing else is shared. `remote` and `engine_host` do the same over a process border.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmc.engine.messages import AbortRequest, AddRequest, RequestUpdate
+from llmc.errors import InvalidRequestError, LlmcError
+from llmc.frontend.engine_link import EngineNews, Message, Processes, Publish
+from llmc.frontend.engine_options import Engine
+
+log = logging.getLogger(__name__)
+
+JOIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Tells the engine thread to end after what it is doing."""
+
+
+class EngineThread:
+    """Runs `engine` and reports each turn."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[Message | Stop] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._report: Publish | None = None
+        # A daemon, so that a process whose main thread fell over still exits.
+        self._thread = threading.Thread(target=self._run, name="llmc-engine", daemon=True)
+
+    def open(self, publish: Publish) -> None:
+        self._loop, self._report = asyncio.get_running_loop(), publish
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        self._inbox.put(message)
+
+    def dump_stacks(self) -> None:
+        # The process's own stderr: faulthandler writes past Python's objects, to a file descriptor.
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+
+    def processes(self) -> Processes:
+        return Processes(pids={"api-0": os.getpid()}, restarts={})
+
+    async def close(self) -> None:
+        if self._loop is not None:
+            self._inbox.put(Stop())
+            await asyncio.to_thread(self._thread.join, JOIN_S)
+
+    # ---- in the thread ----
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as exc:
+            log.exception("the engine failed")
+            self._publish(EngineNews(dead=f"{type(exc).__name__}: {exc}"[:500]))
+
+    def _turn(self) -> bool:
+        """Take what is in the inbox, do one step, say what came of it. False: told to stop."""
+        messages = self._receive()
+        refused: list[RequestUpdate] = []
+        for message in messages:
+            if isinstance(message, Stop):
+                return False
+            if isinstance(message, AbortRequest):
+                self._engine.abort(message.request_id)
+            else:
+                refused.extend(add_or_refuse(self._engine, message))
+        updates = self._engine.step() if self._engine.has_work else ()
+        self._publish(EngineNews(updates=[*refused, *updates], stats=self._engine.stats()))
+        return True
+
+    def _receive(self) -> list[Message | Stop]:
+        """Everything that waits; when the engine is idle, sleeps until something comes."""
+        messages = []
+        if not self._engine.has_work:
+            messages.append(self._inbox.get())
+        while not self._inbox.empty():
+            messages.append(self._inbox.get())
+        return messages
+
+    def _publish(self, news: EngineNews) -> None:
+        assert self._loop is not None and self._report is not None, "the thread starts in open()"
+        # A loop that closed has no readers left to tell.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._report, news)
+
+
+def add_or_refuse(engine: Engine, message: AddRequest) -> Sequence[RequestUpdate]:
+    """A request that the engine refuses fails alone."""
+    try:
+        engine.add(message)
+    except LlmcError as exc:
+        failed = RequestUpdate(
+            request_id=message.request_id,
+            finish_reason="error",
+            error=str(exc),
+            is_refused=isinstance(exc, InvalidRequestError),
+        )
+        return (failed,)
+    return ()

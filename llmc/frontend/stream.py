@@ -1,0 +1,84 @@
+"""`Stream`: requests that were submitted together, and their one reader.
+
+The engine's news wakes the reader, who takes what there is when it gets to it: a slow reader makes
+nothing queue up. With an interval it is woken only every so many tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from llmc.errors import EngineDeadError
+from llmc.frontend.completion import Completion, CompletionDelta, Cursor
+from llmc.frontend.outputs import ActiveRequest
+
+
+class Stream:
+    """Made by `AsyncLLM.submit`. `interval`: tokens of one completion between two deltas."""
+
+    def __init__(self, interval: int = 1) -> None:
+        self.requests: list[ActiveRequest] = []
+        self._interval = interval
+        self._wake = asyncio.Event()
+        self._lost: str | None = None
+        self._readers: dict[str, list[tuple[int, Completion, Cursor]]] = {}
+
+    @property
+    def error(self) -> str | None:
+        """Why a request failed alone. The others go on."""
+        return next((r.error for r in self.requests if r.error is not None), None)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether that error is the caller's."""
+        return any(r.is_refused for r in self.requests)
+
+    async def deltas(self) -> list[tuple[int, CompletionDelta]]:
+        """Waits for news: pairs of a request's place in `requests` and what it gained.
+
+        Empty at the end. A request that failed alone ends with finish_reason "error"; when the
+        whole engine is gone EngineDeadError is raised. May be cancelled and called again.
+        """
+        while True:
+            if self._lost is not None:
+                raise EngineDeadError(self._lost)
+            self._wake.clear()
+            found = [
+                (index, delta)
+                for readers in self._readers.values()
+                for index, completion, cursor in readers
+                if self._is_due(completion, cursor)
+                and (delta := completion.delta(cursor)) is not None
+            ]
+            if found or all(request.finished for request in self.requests):
+                return found
+            await self._wake.wait()
+
+    # ---- for AsyncLLM ----
+
+    def add(self, request: ActiveRequest) -> None:
+        index = len(self.requests)
+        self.requests.append(request)
+        self._readers[request.request_id] = [
+            (index, completion, Cursor()) for completion in request.completions
+        ]
+
+    def hear(self, request: ActiveRequest) -> None:
+        """There is news of `request`."""
+        if request.finished or any(
+            self._is_due(completion, cursor)
+            for _, completion, cursor in self._readers[request.request_id]
+        ):
+            self._wake.set()
+
+    def lose(self, reason: str) -> None:
+        """The engine is gone, and all requests with it."""
+        self._lost = reason
+        self._wake.set()
+
+    def _is_due(self, completion: Completion, cursor: Cursor) -> bool:
+        """The first token is, as soon as it is there, and so is the end."""
+        if completion.finish_reason is not None:
+            return not cursor.finished
+        new = len(completion.token_ids) - cursor.tokens
+        return new >= self._interval or (new > 0 and cursor.tokens == 0)

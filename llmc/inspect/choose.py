@@ -1,0 +1,72 @@
+"""Which version of each op will run, told without building or launching any.
+
+As `passes/lower_kernels.py` will choose, except that C++ ops that are yet to be built, and Triton
+ops on a machine without a GPU, count as there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from llmc.inspect.stages import Stage
+from llmc.kernels.cpu.compile import find_toolchain
+from llmc.kernels.registry import OPS
+from llmc.passes.base import op_name
+
+_LANGUAGES = {"cpu": "C++", "triton": "Triton", "torch": "torch"}
+_PLAIN = {torch.ops.aten.linear.default: "linear"}  # torch's own op, which one of ours may replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelChoice:
+    """`runs` is C++, Triton, reference or torch."""
+
+    op: str
+    count: int
+    runs: str
+
+
+def choose_kernels(
+    stage: Stage, device: torch.device, copies: Callable[[int], int]
+) -> tuple[KernelChoice, ...]:
+    """Ops of ours first; the rest is left to torch, and to Inductor from -O1 on.
+
+    `copies(layer)` is how many layers of the model the captured one stands for.
+    """
+    present = _present(device)
+    by_target = {op.overload: op.name for op in OPS.values()} | _PLAIN
+    counts: Counter[tuple[str, str]] = Counter()
+    rest = 0
+    for node in stage.graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = by_target.get(node.target)
+        if name is None:
+            rest += 0 if "getitem" in op_name(node) else copies(stage.layers.of[node])
+            continue
+        op = OPS.get(name)
+        args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
+        if node.target in _PLAIN:
+            args = (*args, None)[:3]
+        impl = op.best(args, present=present) if op else None
+        fallback = "torch" if node.target in _PLAIN else "reference"
+        counts[name, _LANGUAGES[impl.name] if impl else fallback] += copies(stage.layers.of[node])
+    found = [KernelChoice(op=op, count=n, runs=runs) for (op, runs), n in sorted(counts.items())]
+    return (*found, KernelChoice(op="everything else", count=rest, runs="torch"))
+
+
+def _present(device: torch.device) -> set[str]:
+    if device.type == "cpu":
+        importlib.import_module("llmc.kernels.cpu")
+        return {"cpu", "torch"} if find_toolchain() is not None else {"torch"}
+    if importlib.util.find_spec("triton") is None:
+        return {"torch"}
+    importlib.import_module("llmc.kernels.triton")
+    return {"triton", "torch"}

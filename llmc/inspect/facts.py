@@ -1,0 +1,177 @@
+"""What a graph says of one decoder layer: its attention, its caches, the weights it reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from llmc.inspect.shorten import Shortened
+from llmc.inspect.stages import Stage
+from llmc.kernels.attention import attention
+from llmc.kernels.expert_linear import expert_linear
+from llmc.passes.inputs import CacheInput, StateInput, StepInput, WeightInput, input_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionFacts:
+    """`window` and `chunk` in tokens, 0: none. `extras`: softcap, sinks, slopes."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int
+    chunk: int
+    extras: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        if self.window:
+            return f"window {self.window:,}"
+        return f"chunk {self.chunk:,}" if self.chunk else "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFacts:
+    num_experts: int
+    num_chosen: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFacts:
+    """One part of the model: a decoder layer, or what comes before or behind them.
+
+    `read_bytes` are read for every step whatever the batch, `expert_bytes` is the part that is
+    chosen by the token. Bytes of the cache are for each token, of the state for each request.
+    """
+
+    attention: tuple[AttentionFacts, ...]
+    experts: ExpertFacts | None
+    other_ops: tuple[str, ...]  # ops of ours that keep state between tokens
+    kv_bytes_per_token: int
+    state_bytes: int
+    weight_bytes: int
+    read_bytes: int
+    expert_bytes: int
+
+
+def layer_facts(stages: Sequence[Stage], shortened: Shortened) -> dict[int, LayerFacts]:
+    """By layer of the whole model; -1 before, the number of layers behind."""
+    captured = stages[0].layers.count
+    found = {i: _facts(stages, i) for i in range(-1, captured + 1)}
+    whole = {-1: found[-1], shortened.num_layers: found[captured]}
+    for i, stand_in in enumerate(shortened.stand_in):
+        whole[i] = found[stand_in]
+    return dict(sorted(whole.items()))
+
+
+def _facts(stages: Sequence[Stage], layer: int) -> LayerFacts:
+    early, late = _nodes(stages[0], layer), _nodes(stages[-1], layer)
+    # attention that a model spells out is found by a pass
+    attended = next(filter(None, (_attentions(stage, layer) for stage in stages)), ())
+    experts = next((_experts(n) for n in early if n.target is expert_linear.overload), None)
+    kv = sum(_written_bytes(n) for n in late)
+    state = 0
+    stateful: list[str] = []
+    weights = read = chosen = 0
+    for node in late:
+        if node.op != "placeholder":
+            continue
+        role = input_of(node)
+        if isinstance(role, WeightInput):
+            size = num_bytes(node)
+            weights += size
+            targets = {str(u.target) for u in node.users}
+            if any("expert_linear" in t for t in targets):
+                chosen += size
+            elif targets != {"aten.embedding.default"}:
+                read += size
+        elif isinstance(role, StateInput):
+            state += num_bytes(node, skip=(0,))  # [slots, ...]
+            stateful.append(role.op.replace("_", " "))
+    return LayerFacts(
+        attention=attended,
+        experts=experts,
+        other_ops=tuple(dict.fromkeys(stateful)),
+        kv_bytes_per_token=kv,
+        state_bytes=state,
+        weight_bytes=weights,
+        read_bytes=read,
+        expert_bytes=chosen,
+    )
+
+
+def _nodes(stage: Stage, layer: int) -> list[fx.Node]:
+    return [n for n in stage.graph.graph.nodes if stage.layers.of.get(n) == layer]
+
+
+def _attentions(stage: Stage, layer: int) -> tuple[AttentionFacts, ...]:
+    return tuple(_attention(n) for n in _nodes(stage, layer) if n.target is attention.overload)
+
+
+def _written_bytes(node: fx.Node) -> int:
+    """Cache bytes a token, where this call writes its keys and values."""
+    if node.op != "call_function" or "paged_attention" in str(node.target):
+        return 0
+    caches = [n for n in node.all_input_nodes if isinstance(input_of(n), CacheInput)]
+    return sum(num_bytes(n, skip=(0, 2)) for n in caches)  # [blocks, heads, block_size, dim]
+
+
+def _attention(node: fx.Node) -> AttentionFacts:
+    query, key, value, _, _, _, window, chunk, softcap, sinks, slopes = node.args[:11]
+    extras = []
+    if softcap:
+        extras.append(f"softcap {float(softcap):g}")  # type: ignore[arg-type]
+    if sinks is not None:
+        extras.append("sinks")
+    if slopes is not None:
+        extras.append("ALiBi")
+    q, k, v = (_shape(n) for n in (query, key, value))
+    return AttentionFacts(
+        heads=q[1],
+        kv_heads=k[1],
+        head_dim=q[3],
+        v_head_dim=v[3],
+        window=int(window),  # type: ignore[arg-type]
+        chunk=int(chunk),  # type: ignore[arg-type]
+        extras=tuple(extras),
+    )
+
+
+def _experts(node: fx.Node) -> ExpertFacts:
+    """Rows are (token, expert) pairs, so their number over that of tokens is the choice."""
+    rows, weight = node.args[0], node.args[1]
+    tokens = next(
+        n
+        for n in node.graph.nodes
+        if n.op == "placeholder" and n.meta["input"] == StepInput(name="token_ids")
+    )
+    chosen = _shape(rows)[0] // max(1, _shape(tokens)[0])
+    return ExpertFacts(num_experts=_shape(weight)[0], num_chosen=max(1, chosen))
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(size_hint(s) for s in node.meta["val"].shape)
+
+
+def size_hint(size: Any) -> int:
+    """A size as a number; a symbolic one as it was in the example of the capture."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def num_bytes(node: fx.Node, skip: Sequence[int] = ()) -> int:
+    """Of a value; `skip` are dimensions that are left out."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    sizes = [size_hint(s) for i, s in enumerate(value.shape) if i not in skip]
+    return math.prod(sizes) * value.dtype.itemsize
+
+
+def total(facts: Mapping[int, LayerFacts], field: str) -> int:
+    return sum(getattr(f, field) for f in facts.values())

@@ -1,0 +1,255 @@
+"""`inspect_model`: EngineConfig -> Inspection. Reads config.json: no weights, no device."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmc.compiler.attention_fallback import build_any, build_plain, capture_any
+from llmc.compiler.build import BuiltModel
+from llmc.config import EngineConfig
+from llmc.engine.kv.layout import WHOLE, AttentionWindow
+from llmc.errors import CompileError
+from llmc.inspect.choose import KernelChoice, choose_kernels
+from llmc.inspect.facts import LayerFacts, layer_facts, num_bytes, size_hint, total
+from llmc.inspect.fit import Sizes, cache_kinds
+from llmc.inspect.shorten import Shortened, shorten
+from llmc.inspect.stages import Stage, change, run_stages
+from llmc.passes.base import OUTLINE
+from llmc.passes.group_caches import widest
+from llmc.passes.inputs import StepInput
+from llmc.passes.logits_processors import user_processors
+from llmc.passes.pipeline import pipeline
+from llmc.passes.user import user_passes
+from llmc.startup.load import pipeline_options, tensors_of
+from llmc.startup.model_files import ModelFiles, load_config, load_quantization, resolve_model
+from llmc.startup.resolve import check_model_len, model_context, pick_device, pick_dtype
+from llmc.weights.quantized.kept_quantized import Held, expected_weights, held_weights
+from llmc.weights.quantized.quantization_config import StoredQuantization
+
+_LIVE_VALUES = 4  # of the largest value of a step, that many are taken to live at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassFacts:
+    """Ops that went and came in the whole model, and the layers where (-1: before the layers, their
+    number: behind them)."""
+
+    name: str
+    title: str
+    is_required: bool
+    is_users: bool
+    enabled: bool
+    removed: int
+    added: int
+    layers: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """Everything but the graphs is plain data; `stages` are for the page."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    num_parameters: int
+    num_active_parameters: int  # that one token goes through
+    max_model_len: int
+    vocab_size: int
+    num_layers: int
+    num_captured: int
+    capture_seconds: float
+    layers: dict[int, LayerFacts]
+    passes: tuple[PassFacts, ...]
+    kernels: tuple[KernelChoice, ...]
+    sizes: Sizes
+    stages: tuple[Stage, ...]
+
+
+def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspection:
+    """Raises CheckpointError and CompileError as loading would, CompileError with the reason why
+    the model can't be served."""
+    config = dataclasses.replace(config, load_format="dummy")  # a hub model's weights stay there
+    files = resolve_model(config)
+    hf_config = load_config(files, config)
+    stored = load_quantization(files)
+    check_model_len(config, hf_config)
+    device = torch.device("cuda") if config.device == "cuda" else pick_device(config.device)
+    dtype = pick_dtype(config.dtype, hf_config, device)
+    model_len = config.max_model_len or model_context(hf_config)
+    extra = user_passes(config.extra_passes)
+    processors = user_processors(config.logits_processors)
+    start = time.perf_counter()
+    built, shortened, stages = None, None, None
+    for keep_all in (True,) if all_layers else (False, True):
+        built = build_any(copy.deepcopy(hf_config), dtype)
+        parameters = sum(p.numel() for p in built.module.parameters())
+        held = _held(config, stored, files, built)
+        options = pipeline_options(config, device, model_len, held)
+        passes = pipeline(options, extra, processors)
+        shortened = shorten(built.module, built.config, keep_all=keep_all)
+        plain = functools.partial(_plain, hf_config, dtype, keep_all)
+        outline = config.passes.get(OUTLINE, True)
+        try:
+            captured = capture_any(built, plain, device, outline=outline)
+            stages = run_stages(captured.graph, passes, config.passes)
+            break
+        except CompileError:
+            if shortened.is_whole:
+                raise  # else: its code may count its layers
+    assert built is not None and shortened is not None and stages is not None
+    seconds = time.perf_counter() - start
+    facts = layer_facts(stages, shortened)
+    sizes = _sizes(config, facts, stages[-1], model_len, captured.vocab_size)
+    idle = sizes.expert_bytes * (1 - sizes.num_chosen / max(1, sizes.num_experts))
+    return Inspection(
+        model=files.name,
+        architecture=type(built.module).__name__,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        num_parameters=parameters,
+        num_active_parameters=parameters - round(idle / dtype.itemsize),
+        max_model_len=model_len,
+        vocab_size=captured.vocab_size,
+        num_layers=shortened.num_layers,
+        num_captured=shortened.num_captured,
+        capture_seconds=seconds,
+        layers=facts,
+        passes=_pass_facts(stages, shortened, {p.name for p in extra}),
+        kernels=choose_kernels(stages[-1], device, shortened.copies),
+        sizes=sizes,
+        stages=tuple(stages),
+    )
+
+
+def _held(
+    config: EngineConfig, stored: StoredQuantization | None, files: ModelFiles, built: BuiltModel
+) -> Held:
+    """Weights that would stay as they are stored; by config.json alone where no file is at hand."""
+    if stored is None or config.quantization == "none":
+        return ()
+    if not any(files.path.glob("*.safetensors")):
+        return expected_weights(stored, built.module)
+    return held_weights(tensors_of(files, stored, built.dtype)())
+
+
+def _plain(hf_config: Any, dtype: torch.dtype, keep_all: bool) -> BuiltModel:
+    """The model in its plainest form, with as many layers."""
+    built = build_plain(copy.deepcopy(hf_config), dtype)
+    shorten(built.module, built.config, keep_all=keep_all)
+    return built
+
+
+def _pass_facts(
+    stages: Sequence[Stage], shortened: Shortened, users: set[str]
+) -> tuple[PassFacts, ...]:
+    found = []
+    for before, after in zip(stages, stages[1:], strict=False):
+        assert after.rewrite is not None and after.report is not None, "a pass made it"
+        report = after.report
+        made = change(before, after, shortened.copies)
+        found.append(
+            PassFacts(
+                name=report.name,
+                title=title_of(after.rewrite.doc),
+                is_required=after.rewrite.required,
+                is_users=report.name in users,
+                enabled=report.enabled,
+                removed=made.removed,
+                added=made.added,
+                layers=_whole(made.layers, shortened),
+                notes=tuple(_together(report.notes)),
+            )
+        )
+    return tuple(found)
+
+
+def title_of(doc: str) -> str:
+    """The sentence that a pass's docstring begins with."""
+    return " ".join(doc.strip().partition("\n\n")[0].split())
+
+
+def _whole(layers: Sequence[int], shortened: Shortened) -> tuple[int, ...]:
+    """The same in the whole model, where the layers that were not captured are like those."""
+    changed = set(layers)
+    inside = [i for i, stand_in in enumerate(shortened.stand_in) if stand_in in changed]
+    before = [-1] if -1 in changed else []
+    behind = [shortened.num_layers] if shortened.num_captured in changed else []
+    return (*before, *inside, *behind)
+
+
+def _together(notes: Sequence[str]) -> list[str]:
+    """Notes that differ in the name of a node only are said once."""
+    counts: dict[str, list[str]] = {}
+    for note in notes:
+        name, colon, reason = note.partition(": ")
+        is_node = bool(colon) and re.fullmatch(r"[a-z_]+\d*(, [a-z_]+\d*)*", name) is not None
+        counts.setdefault(reason if is_node else note, []).append(name if is_node else "")
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+        if names[0]
+        else reason
+        for reason, names in counts.items()
+    ]
+
+
+def _sizes(
+    config: EngineConfig,
+    facts: dict[int, LayerFacts],
+    last: Stage,
+    model_len: int,
+    vocab_size: int,
+) -> Sizes:
+    experts = next((f.experts for f in facts.values() if f.experts is not None), None)
+    return Sizes(
+        weight_bytes=total(facts, "weight_bytes"),
+        read_bytes=total(facts, "read_bytes"),
+        expert_bytes=total(facts, "expert_bytes"),
+        num_experts=experts.num_experts if experts else 0,
+        num_chosen=experts.num_chosen if experts else 0,
+        caches=cache_kinds(
+            [_cache_of(f, config, model_len) for f in facts.values() if f.kv_bytes_per_token]
+        ),
+        state_bytes=total(facts, "state_bytes"),
+        activation_bytes=_activations(config, last, model_len, vocab_size),
+        block_size=config.block_size,
+        step_tokens=min(config.max_num_batched_tokens, model_len),
+        max_model_len=model_len,
+    )
+
+
+def _cache_of(
+    facts: LayerFacts, config: EngineConfig, model_len: int
+) -> tuple[AttentionWindow, int]:
+    """How far back a layer must keep what it writes, and the bytes of a token."""
+    if not config.passes.get("group_caches", True):
+        return WHOLE, facts.kv_bytes_per_token
+    window, chunk = widest([(a.window, a.chunk) for a in facts.attention])
+    return AttentionWindow(window=window, chunk=chunk).within(model_len), facts.kv_bytes_per_token
+
+
+def _activations(config: EngineConfig, last: Stage, model_len: int, vocab_size: int) -> int:
+    """An estimate: a few of the largest value that grows with the tokens, and the logits."""
+    nodes = list(last.graph.graph.nodes)
+    tokens: Any = next(n for n in nodes if n.meta.get("input") == StepInput(name="token_ids"))
+    example = size_hint(tokens.meta["val"].shape[0])
+    widest = max(
+        (
+            num_bytes(n) // example
+            for n in nodes
+            if n.op == "call_function" and last.layers.of[n] < last.layers.count
+        ),
+        default=0,
+    )
+    step = min(config.max_num_batched_tokens, model_len)
+    return _LIVE_VALUES * widest * step + config.max_num_seqs * vocab_size * (4 + 4)

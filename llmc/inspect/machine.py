@@ -1,0 +1,41 @@
+"""The machine that a model is to run on, as far as the arithmetic goes: memory and bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from llmc.load_test.machine import measure_read_bandwidth
+
+_MEASURED_BYTES = 256 << 20  # more than caches hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Bytes, and bytes a second. None: not asked for, and not to be told from here."""
+
+    memory_bytes: int | None
+    bandwidth: float | None
+    memory_is_given: bool
+    bandwidth_is_given: bool
+
+
+def find_machine(device: str, memory_bytes: int | None, bandwidth: float | None) -> Machine:
+    """What was not given is this machine's, where it has such a device."""
+    here = device != "cuda" or torch.cuda.is_available()
+    found_memory, found_bandwidth = memory_bytes, bandwidth
+    if here and found_memory is None:
+        if device == "cuda":
+            found_memory = int(torch.cuda.get_device_properties(0).total_memory)
+        else:
+            found_memory = psutil.virtual_memory().total
+    if here and found_bandwidth is None:
+        found_bandwidth = measure_read_bandwidth(device, repeats=3, max_bytes=_MEASURED_BYTES)
+    return Machine(
+        memory_bytes=found_memory,
+        bandwidth=found_bandwidth,
+        memory_is_given=memory_bytes is not None,
+        bandwidth_is_given=bandwidth is not None,
+    )

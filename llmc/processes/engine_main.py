@@ -1,0 +1,106 @@
+"""The engine process (`python -P -m llmc.processes.engine_main`), started by supervisor.py.
+
+    order (first line of standard input) -> start_engine -> Ready (report pipe) -> EngineHost
+
+It knows no text and no HTTP. It ends when its standard input does, that is: when the main process
+closes it, or dies. Signals are the main process's business, which decides how to drain.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from llmc.processes.parent_watch import die_with_parent, leave_signals_to_parent
+
+if TYPE_CHECKING:
+    from llmc.config import EngineConfig
+    from llmc.processes.wire import EngineOrder
+    from llmc.startup.start import Phase, Started
+
+Start = Callable[["EngineConfig", Callable[["Phase"], None]], "Started"]
+
+GRACE_S = 1.0  # for the step that runs when the main process is gone
+
+
+def main(start: Start | None = None) -> int:
+    """Exit code 0: told to end. `start` is another start_engine, for tests."""
+    leave_signals_to_parent()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    die_with_parent()
+    from llmc.processes.wire import VERSION, EngineOrder, Speaking, from_line, to_line
+
+    with os.fdopen(int(sys.argv[-1]), "wb", buffering=0) as pipe:
+
+        def report(message: object) -> None:
+            pipe.write(to_line(message))
+
+        report(Speaking(VERSION))
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return 0
+        order: EngineOrder = from_line(line, EngineOrder)
+        logging.basicConfig(format=order.log_format, level=logging.WARNING)
+        logging.getLogger("llmc").setLevel(order.log_level.upper())
+        stopped = threading.Event()
+        watcher = threading.Thread(target=_watch_parent, args=(order.folder, stopped), daemon=True)
+        watcher.start()
+        try:
+            _serve(order, start, report, stopped.is_set)
+        except Exception as exc:
+            from llmc.processes.remote_errors import describe_failure
+
+            report(describe_failure(exc))
+            return 1
+    return 0
+
+
+def _serve(
+    order: EngineOrder,
+    start: Start | None,
+    report: Callable[[object], None],
+    is_stopped: Callable[[], bool],
+) -> None:
+    import zmq
+
+    from llmc.frontend import engine_options as engine
+    from llmc.processes.engine_host import EngineHost, bind
+    from llmc.processes.wire import PhaseEnded, Ready
+
+    load = start or engine.start
+    with zmq.Context() as context, bind(context, order.address) as socket:
+        started = load(order.config, lambda phase: report(PhaseEnded(phase)))
+        report(Ready(info=started.info, stats=started.engine.stats()))
+        EngineHost(started.engine, socket, is_stopped).run()
+
+
+def _watch_parent(folder: str, stopped: threading.Event) -> None:
+    """Waits for the end of standard input, and then does not wait for long."""
+    while sys.stdin.buffer.readline():
+        pass
+    shutil.rmtree(folder, ignore_errors=True)  # who else, if the main process was killed
+    stopped.set()
+    threading.Event().wait(GRACE_S)
+    os._exit(0)
+
+
+def leave(code: int) -> NoReturn:
+    """Exit without the interpreter's own end: with torch loaded that takes about a second.
+
+    Nothing is left for it to do: sockets are closed, and children end when their pipes do.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

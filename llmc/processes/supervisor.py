@@ -1,0 +1,239 @@
+"""Starts the engine process, says when it is there and when it is gone, and starts it again.
+
+    Supervisor (a thread of the main process) --order--> engine process
+                                              <-reports-
+    what it learns --ServerProcesses--> every front
+
+The first start is the caller's: its errors are raised by `wait_ready`. Later ends are mended here,
+within the budget, after which the server gives up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from llmc.config import EngineConfig
+from llmc.errors import EngineDeadError
+from llmc.processes.child import Child, python_module
+from llmc.processes.remote_errors import as_exception, summary
+from llmc.processes.server_processes import EngineUp, Listener, RestartBudget, ServerProcesses
+from llmc.processes.wire import (
+    REPORTS,
+    VERSION,
+    EngineOrder,
+    Failed,
+    PhaseEnded,
+    Ready,
+    Speaking,
+    WireError,
+    from_line,
+    other_version,
+    to_line,
+)
+from llmc.startup.start import Phase
+
+log = logging.getLogger(__name__)
+
+ENGINE_MODULE = "llmc.processes.engine_main"
+END_S = 5.0  # for the engine process to end when it is told to
+LONGEST_FOLDER = 70  # characters: the path of a Unix socket has at most 107 in all
+
+
+class Supervisor:
+    """The engine process of a server. A context: its end is the process's end."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        on_phase: Callable[[Phase], None] | None = None,
+        command: Sequence[str] = (),
+        budget: RestartBudget | None = None,
+        log_level: str = "warning",
+        log_format: str = logging.BASIC_FORMAT,
+    ) -> None:
+        # The engine's own queue has no limit: a front refuses what is too much.
+        self._config = dataclasses.replace(config, max_num_queued=None)
+        self._on_phase = on_phase
+        self._command = list(command) or python_module(ENGINE_MODULE)
+        self._budget = budget or RestartBudget()
+        self._log = (log_level, log_format)
+        self.folder = private_folder()
+        self._processes = ServerProcesses(pids={"api-0": os.getpid()}, restarts={"engine": 0})
+        self._listeners: list[Listener] = []
+        self._lock = threading.RLock()
+        self._stopped = threading.Event()
+        self._first = threading.Event()
+        self._error: Exception | None = None
+        self._child: Child | None = None
+        self._thread = threading.Thread(target=self._run, name="llmc-supervisor", daemon=True)
+
+    def __enter__(self) -> Supervisor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait_ready(self) -> EngineUp:
+        """The first engine, once it takes requests; or the error that kept it from that."""
+        while not self._first.wait(0.1):  # short waits, so that Ctrl-C is heard
+            pass
+        self._on_phase = None  # later starts are lines of the log
+        if self._error is not None:
+            raise self._error
+        engine = self.processes.engine
+        if engine is None:
+            raise EngineDeadError(f"the engine has stopped: {self.processes.why}")
+        return engine
+
+    @property
+    def processes(self) -> ServerProcesses:
+        return self._processes
+
+    def watch(self, listener: Listener) -> ServerProcesses:
+        with self._lock:
+            self._listeners.append(listener)
+            return self._processes
+
+    def tell(self, **changes: Any) -> None:
+        """Change what is known, and let everybody know."""
+        with self._lock:
+            self._processes = msgspec.structs.replace(self._processes, **changes)
+            for listener in self._listeners:
+                listener(self._processes)
+
+    def tell_process(self, name: str, pid: int | None, *, restarted: bool = False) -> None:
+        """A process of the server has started, or (None) ended."""
+        with self._lock:
+            pids = {key: value for key, value in self._processes.pids.items() if key != name}
+            if pid is not None:
+                pids[name] = pid
+            restarts = dict(self._processes.restarts)
+            restarts[name] = restarts.get(name, 0) + restarted
+            self.tell(pids=pids, restarts=restarts)
+
+    def tell_gone(self, front: str) -> None:
+        """A front is dead: the engine must forget its requests."""
+        with self._lock:
+            self.tell(gone_fronts=[*self._processes.gone_fronts, front])
+
+    def dump_stacks(self) -> None:
+        child = self._child
+        if child is not None:
+            child.signal(signal.SIGUSR1)
+
+    def stop(self) -> None:
+        """End the engine process and remove the private folder. Safe to call again."""
+        self._stopped.set()
+        child = self._child
+        if child is not None:
+            child.end(END_S if self._processes.engine is not None else 0)
+        if self._thread.is_alive():
+            self._thread.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ---- in the thread ----
+
+    def _run(self) -> None:
+        number = 0
+        while not self._stopped.is_set():
+            why = self._live(number)
+            if self._error is not None or self._stopped.is_set():
+                log.debug("the engine process ended: %s", why)
+                break
+            delay_s = self._budget.take(time.monotonic())
+            if delay_s is None:
+                log.error("the engine process died again: %s; giving up (%s)", why, self._budget)
+                self._tell_down(f"{why}; it died too often", is_over=True)
+                break
+            log.error("the engine process died: %s", why)
+            log.info("it is started again in %g s (%s)", delay_s, self._budget)
+            self._tell_down(f"{why}; it is being started again")
+            self._stopped.wait(delay_s)
+            number += 1
+        self._first.set()
+
+    def _live(self, number: int) -> str:
+        """One engine process from its start to its end; how that came about."""
+        address = f"ipc://{self.folder}/engine-{number}"
+        with Child(self._command) as child:
+            self._child = child
+            if self._stopped.is_set():
+                return "it was not needed any more"
+            self.tell_process("engine", child.pid, restarted=number > 0)
+            try:
+                ready = self._start(child, address)
+                self.tell(engine=EngineUp(address=address, info=ready.info, stats=ready.stats))
+                self._first.set()
+                end = child.wait()
+                failed = next((r for r in self._reports(child) if isinstance(r, Failed)), None)
+                why = end if failed is None else f"it failed: {summary(failed)}"
+            except Exception as exc:
+                if not self._first.is_set():
+                    self._error = exc
+                why = f"it did not start: {exc}"
+            finally:
+                self._child = None
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(address.removeprefix("ipc://"))
+        return why
+
+    def _tell_down(self, why: str, *, is_over: bool = False) -> None:
+        with self._lock:
+            self.tell(engine=None, why=why, is_over=is_over)
+            self.tell_process("engine", None)
+
+    def _start(self, child: Child, address: str) -> Ready:
+        for report in self._reports(child):
+            match report:
+                case Speaking(version) if version != VERSION:
+                    raise WireError(other_version(version))
+                case Speaking():
+                    child.order(to_line(self._order(address)))
+                case PhaseEnded(phase):
+                    self._show(phase)
+                case Ready():
+                    return report
+                case Failed():
+                    raise as_exception(report)
+        raise EngineDeadError(f"the engine process did not start: {child.wait()}")
+
+    def _reports(self, child: Child) -> Iterator[Any]:
+        return (from_line(line, REPORTS) for line in child.reports())
+
+    def _order(self, address: str) -> EngineOrder:
+        level, form = self._log
+        return EngineOrder(
+            config=self._config,
+            folder=self.folder,
+            address=address,
+            log_level=level,
+            log_format=form,
+        )
+
+    def _show(self, phase: Phase) -> None:
+        if self._on_phase is not None:
+            self._on_phase(phase)
+        else:
+            log.info("%s: %.2f s %s", phase.name, phase.seconds, phase.detail)
+
+
+def private_folder() -> str:
+    """A new folder that this user alone can enter, for the processes' sockets."""
+    place = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    if len(place) > LONGEST_FOLDER or not os.access(place, os.W_OK | os.X_OK):
+        place = "/tmp"
+    return tempfile.mkdtemp(prefix="llmc-", dir=place)  # mode 0700

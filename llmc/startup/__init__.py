@@ -1,0 +1,1 @@
+"""Start-up: a model's name and options in, a running engine out."""

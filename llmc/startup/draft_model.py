@@ -1,0 +1,123 @@
+"""The draft model of `speculative_config`, started beside the model that it guesses for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from llmc.engine.spec_decode.draft_model import DraftModel
+from llmc.engine.spec_decode.model_speculation import ModelSpeculation
+from llmc.errors import CheckpointError, ConfigError
+from llmc.speculative_config import SpeculativeConfig
+from llmc.startup.load import LoadedModel, ModelSource, compile_model, find_model, load_model
+from llmc.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmc.runner.model_runner import ModelRunner
+    from llmc.startup.sizing import PoolSize
+
+# Of the tokens may differ: models of one vocabulary name some special ones anew.
+_FOREIGN = 0.01
+
+
+def find_draft(target: ModelSource) -> ModelSource | None:
+    """The draft model that the target's config names, if any. ConfigError where their vocabularies
+    differ."""
+    drafting = target.config.speculative_config
+    if drafting is None or drafting.method != "draft_model":
+        return None
+    config = dataclasses.replace(
+        target.config,
+        model=drafting.model,
+        revision=drafting.revision,
+        quantization=drafting.quantization,
+        tokenizer=None,
+        max_model_len=None,
+        swap_space=0,
+        speculative_config=None,
+        # its rows are planned without groups of layers (engine/spec_decode/draft_model.py)
+        passes={**target.config.passes, "group_caches": False},
+    )
+    source = find_model(config, target.device)
+    model_len = min(source.model_len, target.model_len)
+    config = dataclasses.replace(config, max_model_len=model_len)
+    source = dataclasses.replace(source, config=config)
+    check_vocabulary(source, target)
+    return source
+
+
+def load_draft(source: ModelSource) -> LoadedModel:
+    """Compiled and read. ConfigError where it can't go back."""
+    program = compile_model(source)
+    if program.states:
+        raise ConfigError(
+            f"the draft model {source.files.name!r} has recurrent layers, which keep one state a "
+            "request and can't go back to before a wrong guess; take one that only attends"
+        )
+    return load_model(source, program)
+
+
+def check_vocabulary(draft: ModelSource, target: ModelSource) -> None:
+    """ConfigError where their token ids do not mean the same."""
+    ours, theirs = _tokens(target), _tokens(draft)
+    problem = ""
+    if ours is None or theirs is None:
+        if draft.vocab_size != target.vocab_size:
+            problem = f"{draft.vocab_size} token ids instead of {target.vocab_size}"
+    else:
+        differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+        if len(differing) > _FOREIGN * len(ours):
+            first = differing[0]
+            problem = (
+                f"{len(differing)} tokens that differ, the first being {first}: "
+                f"{theirs.get(first)!r} instead of {ours.get(first)!r}"
+            )
+    if problem:
+        raise ConfigError(
+            f"the draft model {draft.files.name!r} has another vocabulary than "
+            f"{target.files.name!r}: {problem}; take one with the same tokenizer"
+        )
+
+
+def _tokens(source: ModelSource) -> dict[int, str] | None:
+    """By id; None where there is no tokenizer to tell."""
+    path = source.tokenizer_path
+    if path is None:
+        return None
+    try:
+        tokenizer = Tokenizer.load(path, trust_remote_code=source.config.trust_remote_code)
+    except CheckpointError:
+        return None
+    return {token_id: token for token, token_id in tokenizer.hf.get_vocab().items()}
+
+
+def draft_in_flight(drafting: SpeculativeConfig, device: torch.device) -> int:
+    """All steps of a guess can be queued on a GPU; on CPU each runs when it is submitted."""
+    return 1 if device.type == "cpu" else drafting.num_speculative_tokens + 1
+
+
+def speculate(
+    drafting: SpeculativeConfig,
+    draft: LoadedModel,
+    runner: ModelRunner,
+    target: LoadedModel,
+    pool: PoolSize,
+) -> ModelSpeculation:
+    """What the engine is given. `runner` is the draft model's, over a cache of the pool's size."""
+    config = draft.source.config
+    model = DraftModel(
+        runner,
+        num_blocks=pool.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=min(pool.max_model_len, draft.source.model_len),
+        vocab_size=draft.program.vocab_size,
+        target_vocab_size=target.program.vocab_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    # Decoding reads all weights in each step, so their sizes say how the two compare.
+    step_cost = draft.weight_bytes / target.weight_bytes
+    return ModelSpeculation(drafting, model, step_cost=step_cost)

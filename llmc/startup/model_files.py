@@ -1,0 +1,177 @@
+"""A model's name -> a directory with its files: the built-in model, a local path, or a hub id."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmc.compiler.rotary import choose_frequencies
+from llmc.config import EngineConfig
+from llmc.errors import CheckpointError, reason_of
+from llmc.weights.quantized.quantization_config import (
+    QUANTIZATION_KEYS,
+    StoredQuantization,
+    read_quantization,
+)
+
+_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+_ADDED_TOKENS = re.compile(r'"added_tokens":\s*')
+# Folders of a repository hold the model in other forms; `consolidated` is the same in one's own.
+_NOT_DOWNLOADED = ["*/*.safetensors", "consolidated*.safetensors"]
+_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """Where a model lies and what it is called: a directory by its last part, never by its path."""
+
+    name: str
+    path: Path
+    is_builtin: bool
+
+    @property
+    def has_tokenizer(self) -> bool:
+        names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+        return any((self.path / name).is_file() for name in names)
+
+
+def resolve_model(config: EngineConfig) -> ModelFiles:
+    """Raise CheckpointError where nothing usable stands under the name."""
+    if config.model is None:
+        from llmc.guide import MODEL_NAME, model_path
+
+        return ModelFiles(name=MODEL_NAME, path=model_path(), is_builtin=True)
+    from llmc.guide import MODEL_NAME, model_path
+
+    if config.model == MODEL_NAME:
+        return ModelFiles(name=MODEL_NAME, path=model_path(), is_builtin=True)
+    path = Path(config.model).expanduser()
+    if config.model and path.exists():  # "" would be the current directory
+        name = path.resolve().name or config.model  # the root directory has no name
+        return ModelFiles(name=name, path=_checked(path), is_builtin=False)
+    if not _HUB_ID.match(config.model) or config.model.startswith((".", "~", "/")):
+        raise CheckpointError(
+            f"no model at {config.model!r}: give a directory with config.json and safetensors, "
+            "a hub id like `owner/name`, or no model for the built-in one"
+        )
+    return ModelFiles(name=config.model, path=_checked(_download(config)), is_builtin=False)
+
+
+def _checked(path: Path) -> Path:
+    if path.is_file():
+        raise CheckpointError(f"{str(path)!r} is a file; give the directory that holds config.json")
+    if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{str(path)!r} holds an adapter, not a model; merge it into the model it was made for"
+        )
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{str(path)!r} has no config.json, so it is no model directory")
+    return path
+
+
+def _download(config: EngineConfig) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    assert config.model is not None
+    patterns = [p for p in _PATTERNS if config.load_format != "dummy" or "safetensors" not in p]
+    if config.trust_remote_code:
+        patterns.append("*.py")
+    try:
+        return Path(
+            snapshot_download(
+                config.model,
+                revision=config.revision,
+                allow_patterns=patterns,
+                ignore_patterns=_NOT_DOWNLOADED,
+            )
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
+        raise CheckpointError(
+            f"{config.model!r} is no local directory and could not be downloaded: {reason_of(e)}"
+        ) from e
+
+
+def load_config(files: ModelFiles, config: EngineConfig) -> Any:
+    """The model's transformers config. Code in the directory runs only with trust_remote_code."""
+    from transformers import AutoConfig
+
+    wanted = config.model or files.name  # errors repeat what the user wrote
+    _parse_json(files.path / "config.json")
+    try:
+        loaded = AutoConfig.from_pretrained(files.path, trust_remote_code=config.trust_remote_code)
+    except Exception as e:  # transformers raises nearly every type here, from KeyError to OSError
+        raise CheckpointError(f"config.json of {wanted!r} can't be used: {reason_of(e)}") from e
+    text = getattr(loaded, "get_text_config", lambda: loaded)()
+    if getattr(loaded, "is_encoder_decoder", False):
+        raise CheckpointError(
+            f"{wanted!r} is an encoder-decoder model ({loaded.model_type}); "
+            "llmc serves decoder-only causal language models"
+        )
+    for part in (loaded, text):  # the model is captured from its plain code: see stored_weights
+        for key in QUANTIZATION_KEYS:
+            vars(part).pop(key, None)
+    for field in ("vocab_size", "num_hidden_layers", "hidden_size"):
+        value = getattr(text, field, None)
+        if value is not None and (not isinstance(value, int) or not 1 <= value <= 10**8):
+            raise CheckpointError(f"config.json of {wanted!r}: {field} is {value!r}")
+    choose_frequencies(text, config.max_model_len)
+    return loaded
+
+
+def load_quantization(files: ModelFiles) -> StoredQuantization | None:
+    """How the checkpoint's weights are stored, where that is quantized."""
+    return read_quantization(_parse_json(files.path / "config.json"))
+
+
+def _parse_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
+        raise CheckpointError(f"{path.name} can't be read: {str(e)[:200]}") from e
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path.name} holds a {type(data).__name__} instead of an object")
+    return data
+
+
+def generation_defaults(files: ModelFiles) -> dict[str, Any]:
+    """generation_config.json as a plain mapping; empty when it is missing or unusable."""
+    return _json_or_nothing(files.path / "generation_config.json")
+
+
+def tokenizer_end(folder: Path) -> int | None:
+    """Id of the end token that the tokenizer's files name, without loading the tokenizer."""
+    settings = _json_or_nothing(folder / "tokenizer_config.json")
+    end = settings.get("eos_token") or _json_or_nothing(folder / "special_tokens_map.json").get(
+        "eos_token"
+    )
+    if isinstance(end, dict):
+        end = end.get("content")
+    stored = settings.get("added_tokens_decoder")
+    added = list(stored.items()) if isinstance(stored, dict) else []
+    added += [(token.get("id"), token) for token in _added_tokens(folder / "tokenizer.json")]
+    for number, token in added:
+        if isinstance(end, str) and isinstance(token, dict) and token.get("content") == end:
+            return int(number) if str(number).isdigit() else None
+    return None
+
+
+def _added_tokens(path: Path) -> list[dict[str, Any]]:
+    """Of a tokenizer.json, whose vocabulary of many MB is not parsed for them."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        start = _ADDED_TOKENS.search(text)
+        tokens = json.JSONDecoder().raw_decode(text, start.end())[0] if start else []
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [t for t in tokens if isinstance(t, dict)] if isinstance(tokens, list) else []
+
+
+def _json_or_nothing(path: Path) -> dict[str, Any]:
+    try:
+        return _parse_json(path)
+    except CheckpointError:
+        return {}

@@ -1,0 +1,116 @@
+"""How many blocks fit: measured free memory, less what a profile step was seen to take."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from llmc.config import EngineConfig
+from llmc.engine.kv.layout import CacheLayout
+from llmc.errors import ConfigError
+
+# Of what is free on a machine that also runs other programs.
+_CPU_SHARE = 0.4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSize:
+    """The pool that was chosen, and the context that it can hold."""
+
+    num_blocks: int
+    max_model_len: int
+    pool_tokens: int  # of the longest sequence that fits, alone
+    cache_bytes: int
+
+
+class PeakMemory:
+    """Peak bytes of this process since `start`, on the device that it watches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._start = 0
+
+    def start(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._start = torch.cuda.memory_allocated()
+            return
+        # Writing 5 resets the high-water mark (proc(5)); where that is not allowed, only growth
+        # past the old peak is seen.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        self._start = psutil.Process().memory_info().rss
+
+    def grown_by(self) -> int:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            return int(torch.cuda.max_memory_allocated() - self._start)
+        return max(0, peak_resident_bytes() - self._start)
+
+
+def peak_resident_bytes() -> int:
+    """High-water mark of resident memory."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def free_bytes(device: torch.device, config: EngineConfig) -> int:
+    """What the cache may take, before activations are subtracted."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return int(free - total * (1 - config.gpu_memory_utilization))
+    return int(psutil.virtual_memory().available * _CPU_SHARE)
+
+
+def size_pool(
+    config: EngineConfig,
+    layout: CacheLayout,
+    *,
+    bytes_per_token: int,
+    model_len: int,
+    available: int,
+) -> PoolSize:
+    """`model_len` is the model's own limit. ConfigError when one request does not fit.
+
+    `bytes_per_token` are those of a token in one of the layout's groups of layers.
+
+    An explicit max_model_len must fit; one that was left open is cut to what fits. A model that
+    keeps no keys and values (recurrent throughout) has blocks for every row: they cost nothing.
+    """
+    block_bytes = bytes_per_token * config.block_size
+    wanted_len = config.max_model_len or model_len
+    per_request = layout.blocks_for(wanted_len)
+    budget = config.kv_cache_memory if config.kv_cache_memory is not None else max(available, 0)
+    num_blocks = budget // block_bytes if block_bytes else per_request * config.max_num_seqs
+    if config.kv_cache_memory is None:
+        num_blocks = min(num_blocks, per_request * config.max_num_seqs)
+    need = per_request if config.max_model_len is not None else layout.num_groups
+    if num_blocks < need and config.max_model_len is None:
+        raise ConfigError(
+            f"{budget / 2**20:.3g} MiB of KV cache are less than the "
+            f"{need * block_bytes / 2**20:.3g} MiB that {config.block_size} tokens take; "
+            "raise kv_cache_memory"
+        )
+    if num_blocks < need:
+        raise ConfigError(
+            f"{budget / 2**20:.1f} MiB of KV cache hold {layout.longest(num_blocks)} tokens, "
+            f"but one request of max_model_len {wanted_len} needs "
+            f"{need * block_bytes / 2**20:.1f} MiB; lower max_model_len or raise kv_cache_memory"
+        )
+    pool_tokens = layout.longest(num_blocks)
+    return PoolSize(
+        num_blocks=num_blocks,
+        max_model_len=min(wanted_len, pool_tokens),
+        pool_tokens=pool_tokens,
+        cache_bytes=num_blocks * block_bytes,
+    )

@@ -1,0 +1,1 @@
+"""Checkpoint files to tensors: names, layouts, dtypes."""

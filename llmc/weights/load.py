@@ -1,0 +1,358 @@
+"""Recipes -> tensors: every weight is made once, in its final form, from a checkpoint or at random.
+
+transformers' own conversion rules say how a checkpoint's names and layouts map to the parameters
+of the module (renamed prefixes, experts stored one by one and stacked in the module).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from llmc.errors import CheckpointError
+from llmc.kernels.cpu.pages import empty_in_huge_pages
+from llmc.kernels.quantized_linear import CHANNELS, Part, Quantization, quantize
+from llmc.passes.inputs import WeightInput
+from llmc.weights.checkpoint import Readable, staging
+from llmc.weights.parameters import Parameters, describe_parameters
+from llmc.weights.quantized.kept_quantized import blocks_of
+from llmc.weights.quantized.quantized_tensor import QuantizedTensor
+
+log = logging.getLogger(__name__)
+
+# Drawing is slower than loading. A prime, so that of a weight that repeats no two rows are equal.
+_MOST_DRAWN = 262_139
+
+
+class WeightSource(Protocol):
+    """Gives the model's parameters by name."""
+
+    def fill(self, name: str, out: Tensor) -> None:
+        """Write parameter `name` into `out`, casting to its dtype."""
+
+    def blocks(self, name: str, to: Quantization) -> dict[Part, Tensor]:
+        """Parameter `name` as it is stored, in the form of `quantized_linear`."""
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError unless every parameter is there with the right shape."""
+
+
+class DummyWeights:
+    """Random weights that depend on the parameter's name and the seed alone."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def check(self, names: Iterable[str]) -> None:
+        """Every name is there."""
+
+    def blocks(self, name: str, to: Quantization) -> dict[Part, Tensor]:
+        raise AssertionError("no checkpoint, so no weight is stored in its own way")
+
+    def fill(self, name: str, out: Tensor) -> None:
+        gen = torch.Generator(device=out.device)
+        # 32 bits: the CPU's generator ignores the rest
+        gen.manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
+        if out.dim() >= 2:
+            width = 0.02 * 3**0.5  # the uniform distribution of standard deviation 0.02
+            drawn = out.view(-1)[:_MOST_DRAWN].uniform_(-width, width, generator=gen)
+            _repeat(drawn, out.view(-1))
+        elif name.endswith("bias"):
+            out.zero_()
+        else:
+            out.fill_(1.0)
+
+
+def _repeat(drawn: Tensor, flat: Tensor) -> None:
+    """Fill `flat`, which begins with `drawn`, in two copies: each waits for all threads."""
+    times = flat.numel() // max(1, len(drawn))
+    flat[: times * len(drawn)].view(times, len(drawn))[1:].copy_(drawn)
+    rest = flat[times * len(drawn) :]
+    rest.copy_(drawn[: len(rest)])
+
+
+class DirectWeights:
+    """A checkpoint whose tensors are the parameters, name by name."""
+
+    def __init__(self, parameters: Parameters, tensors: Mapping[str, Readable]) -> None:
+        self._parameters = parameters
+        self._tensors = tensors
+
+    def _find(self, name: str) -> Readable | None:
+        aliases = self._parameters.aliases.get(name, (name,))
+        return next((self._tensors[a] for a in aliases if a in self._tensors), None)
+
+    def covers(self, names: Iterable[str]) -> bool:
+        """Whether every parameter is there with its shape."""
+        shapes = self._parameters.shapes
+        return all((t := self._find(n)) is not None and t.shape == shapes[n] for n in names)
+
+    def check(self, names: Iterable[str]) -> None:
+        missing = [n for n in names if not self.covers((n,))]
+        if missing:
+            raise CheckpointError(f"the checkpoint has no fitting {', '.join(missing[:5])}")
+
+    def fill(self, name: str, out: Tensor) -> None:
+        stored = self._find(name)
+        if stored is None:
+            raise CheckpointError(f"the checkpoint has no tensor for {name}")
+        _copy(stored, out)
+
+    def blocks(self, name: str, to: Quantization) -> dict[Part, Tensor]:
+        return _blocks(self._find(name), name, to)
+
+
+class CheckpointWeights:
+    """Parameters of `module` out of a checkpoint's tensors.
+
+    Raises CheckpointError for parameters that are missing or have another shape, the first five
+    named. Tensors that the module has no place for are reported in the log.
+    """
+
+    def __init__(self, module: nn.Module, tensors: Mapping[str, Readable]) -> None:
+        self._module = module
+        self._direct: dict[str, Readable] = {}
+        self._converters: dict[str, Any] = {}  # first target name -> transformers converter
+        self._converted: dict[str, Tensor] = {}  # made already, not asked for yet
+        self._target_of: dict[str, str] = {}  # every converted name -> first target name
+        parameters = describe_parameters(module)
+        self._shapes = parameters.shapes
+        self._aliases = parameters.aliases
+        unexpected = self._assign(tensors)
+        if unexpected:
+            log.warning(
+                "%d tensors of the checkpoint have no place in the model: %s",
+                len(unexpected),
+                ", ".join(unexpected[:5]),
+            )
+
+    def _assign(self, tensors: Mapping[str, Readable]) -> list[str]:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            rename_source_key,
+        )
+
+        module: Any = self._module  # a PreTrainedModel, whose class would be imported here
+        rules = get_model_conversion_mapping(module)
+        renamings = [r for r in rules if isinstance(r, WeightRenaming)]
+        converters = [r for r in rules if isinstance(r, WeightConverter)]
+        by_pattern = {p: c for c in converters for p in c.source_patterns}
+        prefix = getattr(self._module, "base_model_prefix", "")
+        state = self._module.state_dict()
+        unexpected = []
+        for name in sorted(tensors, key=_natural):
+            target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+            if target not in state and name in state:
+                target, pattern = name, None
+            if target not in state:
+                unexpected.append(name)
+            elif pattern is None:
+                self._direct[target] = tensors[name]
+            else:
+                converter = self._converters.setdefault(target, copy.deepcopy(by_pattern[pattern]))
+                converter.add_tensor(target, name, pattern, _reader(tensors[name]))
+                self._target_of[target] = target
+                for other in converter.target_patterns[1:]:
+                    self._target_of[target.replace(converter.target_patterns[0], other)] = target
+        return unexpected
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError unless every parameter is there with the right shape."""
+        problems = []
+        for name in names:
+            stored = self._find(name)
+            if stored is None and self._convertible(name) is None:
+                problems.append(f"{name} is missing")
+            elif stored is not None and stored.shape != self._shapes[name]:
+                problems.append(
+                    f"{name} has shape {list(stored.shape)}, config.json asks for "
+                    f"{list(self._shapes[name])}"
+                )
+        if problems:
+            more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+            raise CheckpointError(
+                f"the checkpoint does not fit its config.json: {'; '.join(problems[:5])}{more}"
+            )
+
+    def _find(self, name: str) -> Readable | None:
+        for alias in self._aliases.get(name, (name,)):
+            if alias in self._direct:
+                return self._direct[alias]
+        return None
+
+    def _convertible(self, name: str) -> str | None:
+        for alias in self._aliases.get(name, (name,)):
+            if alias in self._converted or alias in self._target_of:
+                return alias
+        return None
+
+    def fill(self, name: str, out: Tensor) -> None:
+        stored = self._find(name)
+        if stored is not None:
+            _copy(stored, out)
+            return
+        alias = self._convertible(name)
+        if alias is None:
+            raise CheckpointError(f"the checkpoint has no tensor for {name}")
+        if alias not in self._converted:
+            self._convert(self._target_of[alias])
+        value = self._converted.pop(alias, None)
+        if value is None or tuple(value.shape) != tuple(out.shape):
+            got = None if value is None else list(value.shape)
+            raise CheckpointError(
+                f"{name} has shape {got} after conversion, config.json asks for {list(out.shape)}"
+            )
+        out.copy_(value)
+
+    def blocks(self, name: str, to: Quantization) -> dict[Part, Tensor]:
+        return _blocks(self._find(name), name, to)
+
+    def _convert(self, first: str) -> None:
+        converter = self._converters.pop(first)
+        config = self._module.config
+        try:
+            made = converter.convert(first, model=self._module, config=config)
+        except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as e:
+            raise CheckpointError(f"tensors for {first} can't be combined: {e}") from e
+        for name, value in made.items():
+            self._converted[name] = value[0] if isinstance(value, list) else value
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key under which layer 10 follows layer 9, as transformers' converters expect."""
+    return [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")]
+
+
+def _reader(stored: Readable) -> Callable[[], Tensor]:
+    return lambda: stored.read()
+
+
+def _copy(stored: Readable, out: Tensor) -> None:
+    straight = stored.dtype == out.dtype and out.is_contiguous() and out.device.type == "cpu"
+    if straight and tuple(out.shape) == stored.shape:
+        stored.read(out)
+    else:
+        out.copy_(stored.read())
+
+
+def _blocks(stored: Readable | None, name: str, to: Quantization) -> dict[Part, Tensor]:
+    if not isinstance(stored, QuantizedTensor):
+        raise CheckpointError(f"the checkpoint has no quantized tensors for {name}")
+    return blocks_of(stored, to)
+
+
+def make_weights(
+    role: WeightInput,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    source: WeightSource,
+    device: torch.device,
+) -> dict[WeightInput, Tensor]:
+    """One recipe, filled, and those that come of the same reading: a quantized weight's scales.
+
+    `dtype` is that of the parameters; what is quantized is rounded from it.
+    """
+    if role.quantized is None:
+        return {role: make_weight(role, shapes, dtype, source, device)}
+    to, plain = role.quantized.to, dataclasses.replace(role, quantized=None)
+    channels, depth = _shape(plain, shapes)
+    out = {
+        part: empty_in_huge_pages(to.shape(part, channels, depth), kind, device)
+        for part, kind in to.dtypes.items()
+    }
+    start = 0
+    for made in _low_bit(plain, to, role.quantized.stored, shapes, dtype, source, device):
+        end = start + len(made["weight"])
+        for part, blocks in made.items():
+            out[part][start:end] = blocks
+        start = end
+    return {
+        dataclasses.replace(role, quantized=dataclasses.replace(role.quantized, part=part)): tensor
+        for part, tensor in out.items()
+    }
+
+
+def _low_bit(
+    role: WeightInput,
+    to: Quantization,
+    stored: bool,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    source: WeightSource,
+    device: torch.device,
+) -> Iterator[dict[Part, Tensor]]:
+    """Some blocks of channels at a time: as they are stored, or quantized from what is."""
+    if stored:
+        for name in role.parts:
+            yield source.blocks(name, to)
+        return
+    depth = _shape(role, shapes)[1]
+    for piece in _whole_blocks(role, shapes):
+        rows = make_weight(piece, shapes, dtype, source, torch.device("cpu"), passing=True)
+        for some in rows.split(_rows_at_once(depth)):
+            weight, scale = quantize(some.to(device), to)
+            yield {"weight": weight, "scale": scale}
+
+
+def _shape(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Of what a plain recipe makes."""
+    sizes = [shapes[p][::-1] if role.transposed else shapes[p] for p in role.parts]
+    return (sum(s[0] for s in sizes), *sizes[0][1:]) if sizes[0] else ()
+
+
+def _whole_blocks(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> list[WeightInput]:
+    """One recipe a part, so that one part at a time is in memory, where all have whole blocks."""
+    channels = [shapes[p][1 if role.transposed else 0] for p in role.parts]
+    if any(n % CHANNELS for n in channels):
+        return [role]
+    return [dataclasses.replace(role, parts=(p,)) for p in role.parts]
+
+
+def _rows_at_once(depth: int) -> int:
+    """Whole blocks of about 4 million values: quantizing takes a few float32 copies of them."""
+    return max(1, (4 << 20) // (depth * CHANNELS)) * CHANNELS
+
+
+def make_weight(
+    role: WeightInput,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    source: WeightSource,
+    device: torch.device,
+    *,
+    passing: bool = False,
+) -> Tensor:
+    """One recipe, filled: parts read into their slices, turned and packed as it says.
+
+    `passing`: the tensor is soon let go of, and its memory should go back at once.
+    """
+    sizes = [shapes[p][::-1] if role.transposed else shapes[p] for p in role.parts]
+    shape = _shape(role, shapes)
+    if role.packed or passing:
+        out = staging(shape, dtype)
+    else:
+        out = empty_in_huge_pages(shape, dtype, device)
+    start = 0
+    for part, size in zip(role.parts, sizes, strict=True):
+        if role.transposed:
+            plain = staging(shapes[part], dtype)
+            source.fill(part, plain)
+            out[start : start + size[0]].copy_(plain.T)
+        elif size:
+            source.fill(part, out[start : start + size[0]])
+        else:
+            source.fill(part, out)
+        start += size[0] if size else 0
+    if role.packed:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(out)
+        return packed
+    return out

@@ -1,0 +1,280 @@
+"""`quantization_config` of config.json -> how the weights of a checkpoint are stored.
+
+Formats are those of vLLM's and transformers' users: fp8, fbgemm_fp8, compressed-tensors, gptq,
+awq, mxfp4. What is read here says how tensors are taken apart (stored_weights.py); the model that
+is captured knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llmc.errors import CheckpointError
+from llmc.weights.quantized.config_fields import (
+    ALL,
+    WAY_OUT,
+    bad,
+    block_size,
+    check_pattern,
+    group_size,
+    mapping_in,
+    names_in,
+    one_of,
+)
+
+Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4"]
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # of a config.json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightScheme:
+    """How the weights of some linears are stored.
+
+    `layout`: "plain" is a weight of one byte a value under its own name; "packed" is that of
+    compressed-tensors. `block`: (channels, inputs) that share a scale; None: the scale's shape
+    says. `zeros_less_one`: stored zero points are one too low. `reorders`: groups may hold any
+    inputs. `targets`: names, `re:` patterns that match from the start, or classes of modules.
+    """
+
+    layout: Layout
+    bits: int
+    block: tuple[int, int] | None
+    is_float: bool = False
+    symmetric: bool = True
+    zeros_less_one: bool = False
+    reorders: bool = False
+    targets: tuple[str, ...] = ("Linear",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredQuantization:
+    """What config.json says. `plain_modules`: names and patterns of those left unquantized."""
+
+    method: str
+    schemes: tuple[WeightScheme, ...]
+    plain_modules: tuple[str, ...] = ()
+    quantizes_activations: bool = False
+
+    def scheme_of(self, module: str) -> WeightScheme:
+        """Of a module whose weight is stored quantized."""
+        found = self.schemes[0] if len(self.schemes) == 1 else self._targeting(module)
+        if found is None:
+            raise CheckpointError(
+                f"{module} is stored quantized, but no group of quantization_config targets it"
+            )
+        return found
+
+    def expected(self, module: str) -> WeightScheme | None:
+        """Of a linear whose tensors are not at hand; None where it is to be plain."""
+        if any(_covers(pattern, module) for pattern in self.plain_modules):
+            return None
+        return self._targeting(module)
+
+    def _targeting(self, module: str) -> WeightScheme | None:
+        """A name goes before a class."""
+        for scheme in self.schemes:
+            if any(_matches(module, target) for target in scheme.targets):
+                return scheme
+        for scheme in self.schemes:
+            if any(_is_class(target) for target in scheme.targets):
+                return scheme
+        return None
+
+
+def _covers(pattern: str, module: str) -> bool:
+    """Patterns of modules name all that is inside, from anywhere in a path."""
+    return _matches(module, pattern) or f".{pattern}." in f".{module}."
+
+
+def _matches(module: str, target: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], module) is not None
+    return module == target
+
+
+def _is_class(target: str) -> bool:
+    return target[:1].isupper() and "." not in target
+
+
+def read_quantization(config: Mapping[str, Any]) -> StoredQuantization | None:
+    """Of a config.json; None where weights are plain. CheckpointError where it can't be read."""
+    text = config.get("text_config")
+    parts = [config, text] if isinstance(text, Mapping) else [config]
+    for part in parts:
+        for key in QUANTIZATION_KEYS:
+            if part.get(key):
+                return _read(part[key])
+    return None
+
+
+def _read(fields: Any) -> StoredQuantization:
+    if not isinstance(fields, Mapping):
+        raise bad(f"is {fields!r} instead of an object")
+    method = fields.get("quant_method")
+    if method is None and "config_groups" in fields:
+        method = "compressed-tensors"
+    if method not in _READERS:
+        raise bad(
+            f"quant_method is {method!r}, of which llmc reads {', '.join(_READERS)}; {WAY_OUT}"
+        )
+    return _READERS[method](fields)
+
+
+def _fp8(fields: Mapping[str, Any]) -> StoredQuantization:
+    one_of(fields, "fmt", "e4m3", ("e4m3", "e5m2"))
+    one_of(fields, "expert_dtype", "fp8", ("fp8",))
+    activations = one_of(fields, "activation_scheme", "dynamic", ("dynamic", "static"))
+    block = None
+    if fields.get("weight_block_size") is not None:
+        block = block_size(fields, "weight_block_size")
+    return StoredQuantization(
+        method=str(fields["quant_method"]),
+        schemes=(WeightScheme(layout="plain", bits=8, block=block, is_float=True),),
+        plain_modules=names_in(fields, "modules_to_not_convert")
+        or names_in(fields, "ignored_layers"),
+        quantizes_activations=bool(activations),
+    )
+
+
+def _mxfp4(fields: Mapping[str, Any]) -> StoredQuantization:
+    return StoredQuantization(
+        method="mxfp4",
+        schemes=(WeightScheme(layout="mxfp4", bits=4, block=(1, 32), is_float=True),),
+        plain_modules=names_in(fields, "modules_to_not_convert"),
+    )
+
+
+def _gptq(fields: Mapping[str, Any]) -> StoredQuantization:
+    form = fields.get("checkpoint_format") or fields.get("format") or "gptq"
+    if form not in ("gptq", "gptq_v2"):
+        raise bad(f"checkpoint_format is {form!r}, of which llmc reads gptq, gptq_v2; {WAY_OUT}")
+    one_of(fields, "pack_dtype", "int32", ("int32", "torch.int32"))
+
+    def scheme(own: Mapping[str, Any], targets: tuple[str, ...]) -> WeightScheme:
+        return WeightScheme(
+            layout="gptq",
+            bits=one_of(own, "bits", None, (4, 8)),
+            block=(1, group_size(own, "group_size")),
+            symmetric=own.get("sym") is True,  # zero points are stored either way
+            reorders=bool(own.get("desc_act")),
+            zeros_less_one=form == "gptq",
+            targets=targets,
+        )
+
+    schemes, plain = [], []
+    for pattern, own in mapping_in(fields, "dynamic").items():
+        if pattern.startswith("-:"):
+            plain.append(f"re:{pattern[2:]}")
+        else:
+            asked = {**fields, **(own if isinstance(own, Mapping) else {})}
+            schemes.append(scheme(asked, (f"re:{pattern.removeprefix('+:')}",)))
+    for name in [p[3:] for s in schemes for p in s.targets] + [p[3:] for p in plain]:
+        check_pattern(name)
+    if not fields.get("lm_head"):
+        plain.append("lm_head")
+    schemes.append(scheme(fields, ("Linear",)))
+    return StoredQuantization(method="gptq", schemes=tuple(schemes), plain_modules=tuple(plain))
+
+
+def _awq(fields: Mapping[str, Any]) -> StoredQuantization:
+    form = fields.get("version") or fields.get("checkpoint_format") or fields.get("format")
+    if str(form or "gemm").lower() != "gemm":
+        raise bad(f"version is {form!r}, of which llmc reads gemm; {WAY_OUT}")
+    bits = "bits" if "bits" in fields else "w_bit"
+    group = "group_size" if "group_size" in fields else "q_group_size"
+    return StoredQuantization(
+        method="awq",
+        schemes=(
+            WeightScheme(
+                layout="awq",
+                bits=one_of(fields, bits, None, (4,)),
+                block=(1, group_size(fields, group)),
+                symmetric=False,
+            ),
+        ),
+        plain_modules=names_in(fields, "modules_to_not_convert") or ("lm_head",),
+    )
+
+
+_COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+
+
+def _compressed(fields: Mapping[str, Any]) -> StoredQuantization:
+    if mapping_in(fields, "transform_config"):
+        raise bad(f"transform_config asks for rotations of the inputs; {WAY_OUT}")
+    sparse = mapping_in(fields, "sparsity_config").get("format", "dense")
+    if sparse != "dense":
+        raise bad(f"sparsity_config has the format {sparse!r}, llmc reads dense; {WAY_OUT}")
+    groups = mapping_in(fields, "config_groups")
+    schemes, activations = [], False
+    for name, group in groups.items():
+        if not isinstance(group, Mapping):
+            raise bad(f"config_groups.{name} is {group!r} instead of an object")
+        if group.get("weights"):
+            form = group.get("format") or fields.get("format")
+            schemes.append(_compressed_scheme(name, form, group))
+        activations |= bool(group.get("input_activations"))
+    plain = names_in(fields, "ignore")
+    for pattern in (*plain, *(t for s in schemes for t in s.targets)):
+        if pattern.startswith("re:"):
+            check_pattern(pattern[3:])
+    return StoredQuantization(
+        method="compressed-tensors",
+        schemes=tuple(schemes),
+        plain_modules=plain,
+        quantizes_activations=activations,
+    )
+
+
+def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> WeightScheme:
+    where = f"config_groups.{name}."
+    if form not in _COMPRESSED:
+        raise bad(
+            f"{where}format is {form!r}, of which llmc reads {', '.join(_COMPRESSED)}; {WAY_OUT}"
+        )
+    weights = group["weights"]
+    if not isinstance(weights, Mapping):
+        raise bad(f"{where}weights is {weights!r} instead of an object")
+    where += "weights."
+    kind = one_of(weights, "type", "int", ("int", "float"), where)
+    packed = form == "pack-quantized"
+    if packed and kind == "float":
+        raise bad(f"{where}type is 'float', which is never packed; {WAY_OUT}")
+    bits = one_of(weights, "num_bits", 8, (4, 8) if packed else (8,), where)
+    has_groups = weights.get("group_size") not in (None, -1)
+    strategy = one_of(
+        weights,
+        "strategy",
+        "group" if has_groups else "channel" if weights.get("group_size") == -1 else "tensor",
+        ("tensor", "channel", "group", "block"),
+        where,
+    )
+    blocks = {"tensor": (ALL, ALL), "channel": (1, ALL)}
+    if strategy == "group":
+        block = (1, group_size(weights, "group_size", where))
+    elif strategy == "block":
+        block = block_size(weights, "block_structure", where)
+    else:
+        block = blocks[strategy]
+    return WeightScheme(
+        layout="packed" if packed else "plain",
+        bits=bits,
+        block=block,
+        is_float=kind == "float",
+        symmetric=weights.get("symmetric", True) is not False,
+        reorders=weights.get("actorder") in (True, "group", "dynamic"),
+        targets=names_in(group, "targets") or ("Linear",),
+    )
+
+
+_READERS: dict[Any, Callable[[Mapping[str, Any]], StoredQuantization]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+    "mxfp4": _mxfp4,
+}

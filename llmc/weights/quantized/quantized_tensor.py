@@ -1,0 +1,107 @@
+"""One weight of a quantized checkpoint: which tensors make it up, and how it is read from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmc.errors import CheckpointError
+from llmc.weights.checkpoint import Readable, StoredTensor, staging
+from llmc.weights.quantized import unpack
+from llmc.weights.quantized.quantization_config import WeightScheme
+from llmc.weights.quantized.unpack import LowBits
+
+BYTE_SCALES = (torch.uint8, torch.float8_e8m0fnu)  # powers of two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedTensor:
+    """A weight that several stored tensors make up. `read()` gives its numbers in `dtype`.
+
+    `block`: (channels, inputs) that share a scale. `transposed`: the parameter is [.., K, N].
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    scheme: WeightScheme
+    block: tuple[int, int]
+    weight: StoredTensor
+    scale: StoredTensor
+    zero: StoredTensor | None = None
+    group_of: StoredTensor | None = None
+    transposed: bool = False
+
+    def read(self, out: Tensor | None = None) -> Tensor:
+        """The dequantized weight; into `out` when given."""
+        if out is None:
+            out = staging(self.shape, self.dtype)
+        unpack.dequantize(self.low_bits(), out.mT if self.transposed else out)
+        return out
+
+    def equals(self, other: Readable) -> bool:
+        return self is other
+
+    def is_in_order(self) -> bool:
+        """Whether the inputs of a group lie side by side."""
+        groups = self.group_of
+        return groups is None or _are_in_order(groups.read(), self.block[1])
+
+    def low_bits(self) -> LowBits:
+        """As it is stored, with channels first and one value an element."""
+        layout, bits = self.scheme.layout, self.scheme.bits
+        q, scale = self.weight.read(), self.scale.read()
+        zero = None if self.zero is None else self.zero.read()
+        group_of = None
+        if layout == "gptq":
+            q, scale = unpack.unpack_gptq(q, bits), scale.T
+            if zero is not None:
+                if self.scheme.zeros_less_one:
+                    zero = unpack.add_one(zero, bits)
+                zero = unpack.unpack_columns(zero, bits)[:, : self.shape[0]].T
+        elif layout == "awq":
+            q, scale = unpack.unpack_awq(q), scale.T
+            zero = None if zero is None else unpack.unpack_awq(zero)
+        elif layout == "packed":
+            channels, depth = self.shape
+            q = unpack.unpack_columns(q, bits)[:, :depth]
+            if zero is None:
+                q = unpack.centered(q, bits)
+            else:
+                rows = math.ceil(channels / self.block[0])
+                zero = unpack.unpack_gptq(zero, bits).T[:rows]
+        elif layout == "mxfp4":
+            q, scale = unpack.unpack_e2m1(q.flatten(-2)), unpack.powers_of_two(scale)
+        if scale.dtype in BYTE_SCALES:
+            scale = unpack.powers_of_two(scale.view(torch.uint8))
+        if self.group_of is not None:
+            group_of = self._checked_groups(self.group_of.read(), scale.shape[-1])
+        grid = (*q.shape[:-2], *grid_of(q.shape[-2], q.shape[-1], self.block))
+        return LowBits(
+            q=q,
+            scale=scale.reshape(grid),
+            zero=None if zero is None else zero.reshape(grid),
+            block=self.block,
+            group_of=group_of,
+        )
+
+    def _checked_groups(self, groups: Tensor, count: int) -> Tensor | None:
+        """None where they are in order."""
+        assert self.group_of is not None
+        if int(groups.min()) < 0 or int(groups.max()) >= count:
+            raise CheckpointError(
+                f"{self.group_of.name} names group {int(groups.max())}, of which there are {count}"
+            )
+        return None if _are_in_order(groups, self.block[1]) else groups.long()
+
+
+def _are_in_order(groups: Tensor, size: int) -> bool:
+    return torch.equal(groups.long(), torch.arange(len(groups)) // size)
+
+
+def grid_of(channels: int, depth: int, block: tuple[int, int]) -> tuple[int, int]:
+    """How many blocks there are each way."""
+    return math.ceil(channels / block[0]), math.ceil(depth / block[1])

@@ -1,0 +1,258 @@
+"""Tensors of a checkpoint that is stored quantized -> the weights that the model asks for.
+
+Stands between checkpoint.py and weights.py: several tensors (packed bits, scales, zero points)
+become one `QuantizedTensor` under the parameter's own name, which is read like a plain one. So
+names, layouts, merges and passes know nothing of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+
+from llmc.errors import CheckpointError
+from llmc.weights.checkpoint import Readable, StoredTensor
+from llmc.weights.quantized.config_fields import ALL
+from llmc.weights.quantized.quantization_config import StoredQuantization, WeightScheme
+from llmc.weights.quantized.quantized_tensor import BYTE_SCALES, QuantizedTensor
+from llmc.weights.quantized.stored_shapes import (
+    FLOATS,
+    block_of,
+    check_kind,
+    check_scale,
+    check_shape,
+    plain_name,
+)
+
+log = logging.getLogger(__name__)
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Last parts of names. Activations are computed with as they are, the cache has its own options.
+_OF_ACTIVATIONS = (
+    "input_scale",
+    "input_scale_ub",
+    "input_zero_point",
+    "activation_scale",
+    "output_scale",
+    "output_zero_point",
+)
+_OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point")
+
+
+def dequantized(
+    tensors: Mapping[str, StoredTensor], quantization: StoredQuantization | None, dtype: torch.dtype
+) -> dict[str, Readable]:
+    """The weights by name, those that are stored quantized to be read in `dtype`.
+
+    Raises CheckpointError for tensors that are missing or do not fit one another.
+    """
+    if quantization is None:
+        return dict(tensors)
+    finder = _Finder(tensors, quantization, dtype)
+    found = finder.find()
+    if quantization.quantizes_activations:
+        _tell(
+            f"{quantization.method} quantizes activations too: here the weights alone are, "
+            "activations keep their type"
+        )
+    unused = {n for n in finder.left if n.rpartition(".")[2] in _OF_ACTIVATIONS}
+    of_cache = {n for n in finder.left if n.rpartition(".")[2] in _OF_CACHE}
+    if of_cache:
+        _tell(f"{len(of_cache)} scales of the KV cache in the checkpoint are not used")
+    plain = {n: t for n, t in finder.left.items() if n not in unused | of_cache}
+    if not found:
+        log.warning("config.json says %s, but no weight is quantized", quantization.method)
+    return {**plain, **found}
+
+
+@cache
+def _tell(message: str) -> None:
+    """Once, however often a checkpoint is opened."""
+    log.info("%s", message)
+
+
+class _Finder:
+    """Takes the tensors of quantized weights out of `left`."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, StoredTensor],
+        quantization: StoredQuantization,
+        dtype: torch.dtype,
+    ) -> None:
+        self.left = dict(tensors)
+        self._quantization = quantization
+        self._dtype = dtype
+        self._has_int8 = any(s.layout == "plain" and not s.is_float for s in quantization.schemes)
+
+    def find(self) -> dict[str, Readable]:
+        found: dict[str, Readable] = {}
+        for name, tensor in list(self.left.items()):
+            if name in self.left and (one := self._one(name, tensor)) is not None:
+                found[one.name] = one
+        return found
+
+    def _one(self, name: str, tensor: StoredTensor) -> QuantizedTensor | None:
+        module, _, last = name.rpartition(".")
+        if last == "qweight":
+            return self._in_words(module, self._scheme(module, name, "gptq", "awq"))
+        if last == "weight_packed":
+            return self._packed(module, self._scheme(module, name, "packed"))
+        if self._quantization.method == "mxfp4":
+            return self._mxfp4(name) if last.endswith("_blocks") else None
+        if tensor.dtype in _FLOAT8 or (self._has_int8 and tensor.dtype == torch.int8):
+            return self._plain(name, module if last == "weight" else name)
+        return None
+
+    def _scheme(self, module: str, name: str, *layouts: str) -> WeightScheme:
+        scheme = self._quantization.scheme_of(module)
+        if scheme.layout not in layouts:
+            raise CheckpointError(
+                f"{name} is no tensor of what quantization_config describes for it "
+                f"({self._quantization.method}, {scheme.layout}, {scheme.bits} bits)"
+            )
+        return scheme
+
+    def _plain(self, name: str, module: str) -> QuantizedTensor | None:
+        scheme = self._scheme(module, name, "plain")
+        weight = self.left[name]
+        if scheme.is_float != (weight.dtype in _FLOAT8) or weight.dtype == torch.uint8:
+            want = "float8" if scheme.is_float else "int8"
+            raise CheckpointError(f"{name} is {plain_name(weight.dtype)} instead of {want}")
+        del self.left[name]
+        known = [n for n in (f"{name}_scale_inv", f"{name}_scale") if n in self.left]
+        scale = self._take(known[0] if known else f"{name}_scale", for_=name)
+        if len(weight.shape) not in (2, 3):
+            raise CheckpointError(
+                f"{name} has shape {list(weight.shape)}; a weight has 2 or 3 sizes"
+            )
+        channels, depth = weight.shape[-2:]
+        block = scheme.block
+        if block is None:
+            block = block_of(scale, channels, depth)
+        elif scale.shape[:1] == (channels,) and block == (ALL, ALL):
+            block = (1, ALL)  # of layers that a quantizer merged
+        block = (block[0] or channels, block[1] or depth)
+        check_scale(scale, weight, block)
+        zero = self.left.pop(f"{name}_zero_point", None)
+        if zero is not None and scheme.symmetric:
+            zero = None  # all of them are 0
+        elif zero is not None:
+            check_scale(zero, weight, block, (torch.int8,))
+        return QuantizedTensor(
+            name=name,
+            shape=weight.shape,
+            dtype=self._dtype,
+            scheme=scheme,
+            block=block,
+            weight=weight,
+            scale=scale,
+            zero=zero,
+        )
+
+    def _packed(self, module: str, scheme: WeightScheme) -> QuantizedTensor:
+        name = f"{module}.weight"
+        weight = self._take(f"{name}_packed", for_=name)
+        scale = self._take(f"{name}_scale", for_=name)
+        per_word = 32 // scheme.bits
+        check_kind(weight, 2, torch.int32)
+        channels, depth = weight.shape[0], weight.shape[1] * per_word
+        stated = self.left.pop(f"{name}_shape", None)
+        if stated is not None:
+            given = stated.read().tolist()
+            if given[:1] != [channels] or math.ceil(given[-1] / per_word) != weight.shape[1]:
+                raise CheckpointError(
+                    f"{weight.name} has shape {list(weight.shape)} with {scheme.bits} bits a "
+                    f"value, but {stated.name} says {given}"
+                )
+            depth = given[-1]
+        assert scheme.block is not None
+        block = (scheme.block[0] or channels, scheme.block[1] or depth)
+        groups = self.left.pop(f"{name}_g_idx", None)
+        zero = None
+        check_scale(scale, weight, block, shape=(channels, depth))
+        if not scheme.symmetric:
+            zero = self._take(f"{name}_zero_point", for_=name)
+            rows = math.ceil(channels / block[0])
+            want = (math.ceil(rows / per_word), math.ceil(depth / block[1]))
+            check_shape(zero, want, torch.int32)
+        else:
+            self.left.pop(f"{name}_zero_point", None)
+        if groups is not None:
+            check_shape(groups, (depth,))
+        return QuantizedTensor(
+            name=name,
+            shape=(channels, depth),
+            dtype=self._dtype,
+            scheme=scheme,
+            block=block,
+            weight=weight,
+            scale=scale,
+            zero=zero,
+            group_of=groups,
+        )
+
+    def _in_words(self, module: str, scheme: WeightScheme) -> QuantizedTensor:
+        """gptq packs a channel's inputs in a word, awq an input's channels."""
+        name = f"{module}.qweight"
+        weight = self._take(name, for_=name)
+        scale = self._take(f"{module}.scales", for_=name)
+        zero = self._take(f"{module}.qzeros", for_=name)
+        groups = self.left.pop(f"{module}.g_idx", None)
+        per_word = 32 // scheme.bits
+        check_kind(weight, 2, torch.int32)
+        depth, channels = weight.shape
+        if scheme.layout == "gptq":
+            depth *= per_word
+        else:
+            channels *= per_word
+        assert scheme.block is not None
+        group = scheme.block[1] or depth
+        count = math.ceil(depth / group)
+        check_shape(scale, (count, channels), *FLOATS)
+        check_shape(zero, (count, math.ceil(channels / per_word)), torch.int32)
+        if groups is not None:
+            check_shape(groups, (depth,))
+        return QuantizedTensor(
+            name=f"{module}.weight",
+            shape=(channels, depth),
+            dtype=self._dtype,
+            scheme=scheme,
+            block=(1, group),
+            weight=weight,
+            scale=scale,
+            zero=zero,
+            group_of=groups,
+        )
+
+    def _mxfp4(self, blocks: str) -> QuantizedTensor:
+        name = blocks.removesuffix("_blocks")
+        scheme = self._scheme(name, blocks, "mxfp4")
+        weight = self._take(blocks, for_=name)
+        scale = self._take(f"{name}_scales", for_=name)
+        check_kind(weight, 4, torch.uint8)
+        experts, channels, groups, half = weight.shape
+        if half != 16:
+            raise CheckpointError(
+                f"{blocks} has shape {list(weight.shape)}: a block of mxfp4 is 16 bytes, 32 inputs"
+            )
+        check_shape(scale, (experts, channels, groups), *BYTE_SCALES)
+        return QuantizedTensor(
+            name=name,
+            shape=(experts, groups * 32, channels),
+            dtype=self._dtype,
+            scheme=scheme,
+            block=(1, 32),
+            weight=weight,
+            scale=scale,
+            transposed=True,
+        )
+
+    def _take(self, name: str, *, for_: str) -> StoredTensor:
+        if name not in self.left:
+            raise CheckpointError(f"{for_} is stored quantized, but {name} is missing")
+        return self.left.pop(name)

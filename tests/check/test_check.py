@@ -1,0 +1,176 @@
+"""The certificate says yes to what is right, and names what is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from shared_captures import shared_captures
+from tiny_configs import tiny_config
+from tiny_models import save_checkpoint
+
+from llmc.check import check as check_module
+from llmc.check.certificate import Certificate, CertificateStore, fingerprint, from_json
+from llmc.check.check import check_model, cured_config, find_certificate
+from llmc.check.identity import identify
+from llmc.config import EngineConfig
+from llmc.kernels.registry import OPS, Impl
+from llmc.kernels.rms_norm import rms_norm
+
+pytestmark = pytest.mark.beside
+_THREE = {"num_hidden_layers": 3}  # one first, one last, one between
+_SPEC = importlib.util.spec_from_file_location(
+    "llmc_planted_passes", Path(__file__).with_name("planted_passes.py")
+)
+assert _SPEC is not None and _SPEC.loader is not None
+planted = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(planted)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("llama", tmp_path_factory.mktemp("check"), **_THREE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    root = tmp_path_factory.mktemp("cache")
+    with mock.patch.object(check_module, "cache_dir", return_value=root), shared_captures():
+        yield
+
+
+def config(path: Path, **options: Any) -> EngineConfig:
+    given = {"dtype": "float32", "device": "cpu", "block_size": 4, "opt_level": 0} | options
+    return EngineConfig(model=str(path), **given)
+
+
+@pytest.fixture(scope="module")
+def certificate(checkpoint: Path) -> Certificate:
+    return check_model(config(checkpoint))
+
+
+def test_a_right_rewrite_is_certified_and_found_again(
+    checkpoint: Path, certificate: Certificate
+) -> None:
+    assert certificate.certified and certificate.culprits == ()
+    assert certificate.logits.relative < 2e-6, "float32 agrees to rounding"
+    assert certificate.logits.top1 == 1.0
+    assert [layer.layer for layer in certificate.layers] == [0, 1, 2]
+    assert all(layer.is_good and layer.relative > 0 for layer in certificate.layers)
+    assert certificate.num_tokens == sum((1, 13, 37, 64)) + 4 * 6
+    assert find_certificate(config(checkpoint)) == certificate
+    assert find_certificate(config(checkpoint, block_size=8)) is None
+    assert find_certificate(config(checkpoint, passes={"merge_linears": False})) is None
+
+
+def test_a_wrong_pass_is_named_and_can_be_disabled(checkpoint: Path) -> None:
+    given = config(checkpoint, extra_passes=[planted.wrong_attention(), planted.wrong_scale()])
+    certificate = check_model(given)
+    assert not certificate.certified and certificate.fixed_by
+    found = {c.name: (c.kind, c.layer) for c in certificate.culprits}
+    assert found == {"wrong_scale": ("pass", 1), "wrong_attention": ("pass", 0)}
+    assert set(certificate.switches) == {
+        "--disable-pass wrong_scale",
+        "--disable-pass wrong_attention",
+    }
+    fixed_by = check_model(given, disable_guilty=True)
+    assert fixed_by.certified
+    assert not fixed_by.passes["wrong_scale"] and not fixed_by.passes["wrong_attention"]
+    assert fixed_by.passes["fuse_rms_norm"], "the innocent ones stay on"
+    assert find_certificate(cured_config(given, certificate)) == fixed_by
+
+
+def test_bfloat16_hides_a_small_mistake_and_float32_shows_it(checkpoint: Path) -> None:
+    given = config(checkpoint, dtype="bfloat16", extra_passes=[planted.wrong_scale()])
+    certificate = check_model(given)
+    assert certificate.noise is not None and certificate.float32 is not None
+    assert certificate.logits.relative <= certificate.limit.relative, "within rounding"
+    assert certificate.float32_limit is not None
+    assert certificate.float32.relative > 10 * certificate.float32_limit.relative
+    assert [c.name for c in certificate.culprits] == ["wrong_scale"]
+
+
+def test_a_pass_may_change_the_model_on_purpose(checkpoint: Path) -> None:
+    certificate = check_model(config(checkpoint, extra_passes=[planted.louder()]))
+    assert certificate.certified
+    [changed] = certificate.changed
+    assert changed.name == "louder" and changed.is_good
+    assert certificate.logits.relative < 2e-6, "the comparison with transformers is without it"
+
+
+def test_a_wrong_kernel_is_named(checkpoint: Path) -> None:
+    library = torch.library.Library("llmc_planted", "DEF")
+    library.define("rms_norm(Tensor x, Tensor? w, float eps, float offset) -> Tensor")
+
+    def wrong(x: torch.Tensor, w: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+        return 1.01 * torch.nn.functional.rms_norm(x, x.shape[-1:], w + offset, eps)
+
+    library.impl("rms_norm", wrong, "CompositeExplicitAutograd")
+    torch.library.register_fake("llmc_planted::rms_norm", wrong, lib=library)
+    impl = Impl(
+        name="cpu", op=lambda: torch.ops.llmc_planted.rms_norm.default, available=lambda: True
+    )
+    with mock.patch.object(OPS[rms_norm.name], "impls", [impl]):
+        certificate = check_model(config(checkpoint))
+    assert not certificate.certified
+    assert [(c.kind, c.name) for c in certificate.culprits] == [("kernel", "rms_norm (planted)")]
+
+
+# Dynamo makes an instance of an autograd function that a model defines
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("model_type", "op"),
+    [("lfm2", "causal_conv"), ("bloom", "paged_attention")],
+    ids=["recurrent layers", "attention of its own"],
+)
+def test_other_mechanisms_are_certified_too(tmp_path: Path, model_type: str, op: str) -> None:
+    tiny_config(model_type).save_pretrained(tmp_path)
+    certificate = check_model(config(tmp_path, load_format="dummy"))
+    assert certificate.certified and certificate.logits.relative < 2e-5
+    assert op in certificate.kernels
+
+
+def test_made_up_weights_are_the_same_on_both_sides(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    certificate = check_model(config(tmp_path, load_format="dummy", dtype="bfloat16"))
+    assert certificate.certified and "seed" in certificate.weights
+    assert certificate.noise is not None and certificate.noise.relative > 1e-3
+    assert certificate.float32 is not None and certificate.float32.relative < 2e-6
+
+
+def test_a_head_of_its_own_is_served_where_the_config_ties_it(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path, tie_word_embeddings=True, num_hidden_layers=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert check_model(config(tmp_path)).certified
+
+
+def test_certificates_survive_the_disk_and_damaged_ones_do_not(
+    certificate: Certificate, tmp_path: Path
+) -> None:
+    assert from_json(certificate.to_json()) == certificate
+    store = CertificateStore(tmp_path)
+    path = store.save(certificate)
+    assert path is not None and store.load(certificate.key) == certificate
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "nothing is left aside"
+    other = {**json.loads(path.read_text("utf-8")), "key": "another"}
+    path.write_text(json.dumps(other), encoding="utf-8")
+    assert store.load(certificate.key) is None
+    path.write_text("{", encoding="utf-8")
+    assert store.load(certificate.key) is None
+
+
+def test_other_weights_need_another_certificate(checkpoint: Path, tmp_path: Path) -> None:
+    other = save_checkpoint("llama", tmp_path / "other", seed=1, **_THREE)
+    same = save_checkpoint("llama", tmp_path / "same", **_THREE)
+    assert fingerprint(same) == fingerprint(checkpoint) != fingerprint(other)
+    assert identify(config(same)).key == identify(config(checkpoint)).key
+    assert identify(config(other)).key != identify(config(checkpoint)).key

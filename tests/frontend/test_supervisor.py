@@ -1,0 +1,118 @@
+"""Starting the engine process: what goes wrong is told as if it had happened here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+pytest.importorskip("zmq", reason="the server's dependencies are not installed")
+pytest.importorskip("msgspec", reason="the server's dependencies are not installed")
+
+import scripted_process
+from scripted_process import has_ended, wait_for
+
+from llmc.cli.errors import describe
+from llmc.config import EngineConfig
+from llmc.errors import LlmcError
+from llmc.processes import supervisor as supervisor_module
+from llmc.processes.child import Child, how_it_ended
+from llmc.processes.supervisor import Supervisor, private_folder
+from llmc.startup.start import Phase
+
+CONFIG = EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("failure", "message", "code"),
+    [
+        ("model", "'nothing' has no config.json", 2),
+        ("memory", "out of memory", 1),
+        ("bug", "the engine did not start: RuntimeError: out of cudas", 1),
+        ("exit", "the engine process did not start: it ended with exit code 7", 1),
+        ("version", "the other process speaks version '0.0.1-other'", 2),
+    ],
+)
+def test_a_start_that_fails_is_one_error(failure: str, message: str, code: int) -> None:
+    command = scripted_process.command(failure=failure)
+    with Supervisor(CONFIG, command=command) as supervisor:
+        with pytest.raises((LlmcError, MemoryError)) as caught:
+            supervisor.wait_ready()
+        assert supervisor.processes.restarts == {"engine": 0}  # a first start is not tried again
+    text, _, exit_code = describe(caught.value)
+    assert text.startswith(message) and exit_code == code
+    assert not os.path.exists(supervisor.folder)
+
+
+def test_phases_are_told_and_the_end_is_orderly() -> None:
+    phases: list[Phase] = []
+    command = scripted_process.command()
+    with Supervisor(CONFIG, command=command, on_phase=phases.append) as supervisor:
+        engine = supervisor.wait_ready()
+        assert engine.info == scripted_process.model_info()
+        pid = supervisor.processes.pids["engine"]
+        assert not has_ended(pid)
+    assert [phase.name for phase in phases] == ["read config"]
+    assert has_ended(pid) and not os.path.exists(supervisor.folder)
+    supervisor.stop()  # again: nothing to do
+
+
+def test_leaving_skips_the_interpreters_own_end() -> None:
+    """A thread that waits in standard input would make it abort, and torch makes it slow."""
+    script = (
+        "import atexit, sys, threading\n"
+        "from llmc.processes.engine_main import leave\n"
+        "threading.Thread(target=sys.stdin.buffer.readline, daemon=True).start()\n"
+        "atexit.register(print, 'the end')\n"
+        "print('done')\n"
+        "leave(3)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert (process.stdout.read(), process.wait()) == (b"done\n", 3)
+
+
+def test_stopping_while_it_starts_does_not_wait() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    done = threading.Event()
+
+    def start_and_stop() -> None:
+        with Supervisor(CONFIG, command=command) as supervisor:
+            wait_for(lambda: "engine" in supervisor.processes.pids)
+        done.set()
+
+    thread = threading.Thread(target=start_and_stop, daemon=True)
+    thread.start()
+    assert done.wait(20)
+
+
+def test_the_folder_is_private_and_its_path_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp/" + "x" * 200)
+    folder = private_folder()
+    try:
+        assert os.stat(folder).st_mode & 0o777 == 0o700
+        assert len(folder) <= supervisor_module.LONGEST_FOLDER + 20
+    finally:
+        os.rmdir(folder)
+
+
+def test_a_child_that_does_not_read_is_killed() -> None:
+    with Child([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        for _ in range(40):
+            child.order(b"x" * 4096)
+        assert child.wait() == how_it_ended(-9)
+        child.order(b"after its death: no error\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(0, "exit code 0"), (3, "exit code 3"), (-15, "SIGTERM"), (-9, "memory")]
+)
+def test_how_a_process_ended_is_said_in_words(code: int, said: str) -> None:
+    assert said in how_it_ended(code)

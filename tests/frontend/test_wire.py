@@ -1,0 +1,213 @@
+"""Messages between processes: the same on the other side, checked there, and of one version."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec", reason="the server's dependencies are not installed")
+
+import msgspec
+from scripted_process import model_info
+
+from llmc import errors
+from llmc.cli.errors import describe
+from llmc.config import EngineConfig
+from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
+from llmc.engine.plan import TokenLogprobs
+from llmc.errors import ConfigError
+from llmc.processes import wire
+from llmc.processes.remote_errors import as_exception, describe_failure
+from llmc.processes.server_processes import RestartBudget
+from llmc.sampling_params import SamplingParams
+from llmc.startup.start import Phase
+from llmc.structured_outputs import StructuredOutputs
+
+SAMPLING = SamplingParams(
+    temperature=1,
+    stop=["a", "\u4f60"],
+    logit_bias={3: -1, 2**31 - 1: 0.5},
+    allowed_token_ids=(1, 2),
+    seed=-(2**63),
+    logprobs=3,
+)
+ASKS_MORE = SamplingParams(
+    structured_outputs=StructuredOutputs(json={"type": "integer"}),
+    bad_words_token_ids=[[1, 2], [3]],
+    prompt_logprobs=2,
+    best_of=4,
+    extra_args={"a": [1, 0.5, "t"], "b": True, "c": 2.0},
+)
+REQUEST = AddRequest(request_id="r", prompt_token_ids=[1, 2], sampling=SAMPLING, priority=-1)
+STATS = EngineStats(**{name: i for i, name in enumerate(EngineStats.__dataclass_fields__)})
+LOGPROBS = TokenLogprobs(
+    token_id=1, logprob=float("-inf"), rank=2, top_token_ids=[7], top_logprobs=[-0.25]
+)
+UPDATE = RequestUpdate(
+    request_id="r",
+    new_token_ids=[1],
+    logprobs=[LOGPROBS],
+    finish_reason="stop",
+    stop_reason=4,
+    is_whole=True,
+    prompt_logprobs=[LOGPROBS],
+)
+
+read_front: wire.Unpacker[Any] = wire.Unpacker(wire.FRONT_MESSAGES)
+read_engine: wire.Unpacker[Any] = wire.Unpacker(wire.ENGINE_MESSAGES)
+
+
+@pytest.mark.parametrize("message", [wire.Hello(), wire.Cancel("r"), wire.Gone("api-1")])
+def test_what_a_front_says_arrives(message: Any) -> None:
+    assert read_front(wire.pack(message)) == message
+
+
+def test_a_request_arrives_with_all_that_belongs_to_it() -> None:
+    request = read_front(wire.pack(wire.Submit(REQUEST))).request
+    assert request.sampling.stop_strings == ("a", "\u4f60")
+    assert request.sampling.allowed_token_ids == [1, 2]  # a sequence is a list there
+    assert request.sampling.logit_bias == SAMPLING.logit_bias
+    for name in ("temperature", "seed", "logprobs", "max_tokens", "top_p"):
+        assert getattr(request.sampling, name) == getattr(SAMPLING, name)
+    assert (request.request_id, request.prompt_token_ids, request.priority) == ("r", [1, 2], -1)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        StructuredOutputs(json={"type": "integer"}),
+        StructuredOutputs(json_object=True),
+        StructuredOutputs(regex="a+"),
+        StructuredOutputs(choice=["yes", "n\u00f6"]),
+        StructuredOutputs(grammar='root ::= "a"'),
+    ],
+    ids=lambda spec: spec.kind,
+)
+def test_every_kind_of_grammar_arrives(spec: StructuredOutputs) -> None:
+    sampling = dataclasses.replace(ASKS_MORE, structured_outputs=spec)
+    request = dataclasses.replace(REQUEST, sampling=sampling)
+    arrived = read_front(wire.pack(wire.Submit(request))).request.sampling
+    assert arrived == sampling
+    assert (arrived.structured_outputs.kind, arrived.structured_outputs.text) == (
+        spec.kind,
+        spec.text,
+    )
+
+
+def test_two_grammars_at_once_do_not_arrive() -> None:
+    frames = wire.pack(wire.Submit(dataclasses.replace(REQUEST, sampling=ASKS_MORE)))
+    raw = msgspec.msgpack.decode(frames[1])
+    raw[1]["sampling"]["structured_outputs"]["regex"] = "a"
+    with pytest.raises(wire.WireError, match="exactly one of"):
+        read_front([frames[0], msgspec.msgpack.encode(raw)])
+
+
+@pytest.mark.parametrize("message", [wire.News([UPDATE], STATS), wire.Refused("why")])
+def test_what_the_engine_says_arrives(message: Any) -> None:
+    assert read_engine(wire.pack(message)) == message
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        wire.Speaking(wire.VERSION),
+        wire.PhaseEnded(Phase(name="load", seconds=0.5, detail="1\n2")),
+        wire.Ready(model_info(), STATS),
+        wire.Failed(kind="OSError", message="no", trace="t", errno=13, filename="f"),
+    ],
+)
+def test_reports_are_one_line(report: Any) -> None:
+    line = wire.to_line(report)
+    assert line.count(b"\n") == 1
+    assert wire.from_line(line, wire.REPORTS) == report
+
+
+def test_the_configuration_arrives() -> None:
+    config = EngineConfig(model="m", passes={"merge_linears": False}, max_num_seqs=3)
+    arrived = wire.from_line(wire.to_line(config), EngineConfig)
+    for name in EngineConfig.__dataclass_fields__:
+        sent, got = getattr(config, name), getattr(arrived, name)
+        assert got == (list(sent) if isinstance(sent, tuple) else sent), name
+
+
+def test_code_does_not_cross_the_border() -> None:
+    with pytest.raises(ConfigError, match="can't be sent to the engine process"):
+        wire.to_line(EngineConfig(extra_passes=(lambda graph: None,)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [("temperature", -1.0, "at least 0"), ("n", "2", "Expected `int`"), ("n", 10**9, "1 to 128")],
+)
+def test_parameters_are_checked_on_arrival(field: str, value: Any, reason: str) -> None:
+    frames = wire.pack(wire.Submit(REQUEST))
+    raw = msgspec.msgpack.decode(frames[1])
+    raw[1]["sampling"][field] = value
+    with pytest.raises(wire.WireError, match=reason):
+        read_front([frames[0], msgspec.msgpack.encode(raw)])
+
+
+def test_another_version_is_named_with_ours() -> None:
+    with pytest.raises(wire.WireError) as caught:
+        read_front([b"0.0.1-abc", b""])
+    text = str(caught.value)
+    assert "0.0.1-abc" in text and wire.VERSION in text and "start it again" in text
+
+
+def test_the_version_follows_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wire._version() == wire.VERSION
+
+    class Changed(msgspec.Struct, tag="cancel", array_like=True):
+        request_id: str
+        reason: str = ""
+
+    monkeypatch.setattr(wire, "FRONT_MESSAGES", wire.Hello | wire.Submit | Changed | wire.Gone)
+    assert wire._version() != wire.VERSION
+
+
+@pytest.mark.parametrize("frames", [[], [b""], [b"a", b"b", b"c"]])
+def test_another_number_of_parts_is_refused(frames: list[bytes]) -> None:
+    with pytest.raises(wire.WireError, match="must have 2"):
+        read_front(frames)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", b"\x92\xa4none\x01", b"\x91\xa5pickle"])
+def test_what_is_no_message_is_refused(payload: bytes) -> None:
+    with pytest.raises(wire.WireError):
+        read_front([wire.VERSION.encode(), payload])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.ConfigError("max_num_seqs must be 1"),
+        errors.CheckpointError("no config.json"),
+        errors.CompileError("no match"),
+        MemoryError(),
+        PermissionError(13, "Permission denied", "model/x"),
+    ],
+)
+def test_a_failure_reads_the_same_in_the_other_process(error: Exception) -> None:
+    line = wire.to_line(describe_failure(error))
+    told = as_exception(wire.from_line(line, wire.Failed))
+    assert describe(told) == describe(error)
+    assert "in the engine process" in told.__notes__[0]
+
+
+def test_an_unforeseen_failure_keeps_its_name() -> None:
+    told = as_exception(describe_failure(RuntimeError("out of\ncudas")))
+    message, _, code = describe(told)
+    assert message == "the engine did not start: RuntimeError: out of cudas"
+    assert code == 1
+
+
+def test_a_budget_is_spent_and_comes_back() -> None:
+    budget = RestartBudget()
+    assert [budget.take(at) for at in (0.0, 1.0, 2.0)] == [0.5, 2.0, 8.0]
+    assert budget.take(3.0) is None
+    assert str(budget) == "3 of 3 in 10 minutes"
+    assert budget.take(600.5) == 8.0  # the first start is forgotten
+    assert budget.take(600.6) is None
+    assert budget.take(2000.0) == 0.5
