@@ -306,7 +306,9 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   return out;
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias) {
+Tensor linear(const Tensor& x, const Tensor& stored, const optional<Tensor>& bias) {
+  const bool lies_dense = stored.dim() == 2 && (stored.stride(0) == 1 || stored.stride(1) == 1);
+  const Tensor weight = lies_dense ? stored : stored.contiguous();
   TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1),
               "weight ", weight.sizes(), " does not fit x ", x.sizes());
   if (x.numel() == 0 || weight.numel() == 0) return at::linear(x, weight, bias).contiguous();
