@@ -89,8 +89,11 @@ def contestants(weights: list[Tensor]) -> dict[str, Run]:
         "plain": lambda x, i: F.linear(x, weights[i]),
     }
     ops = torch.ops.mkldnn
-    if torch.backends.mkldnn.is_available() and hasattr(ops, "_linear_pointwise"):
+    try:
         packed = [ops._reorder_linear_weight(w) for w in weights]
+    except (AttributeError, RuntimeError) as error:  # no oneDNN, or not for this dtype on this CPU
+        print(f"no packed linear: {str(error).splitlines()[0]}")
+    else:
         found["packed"] = lambda x, i: ops._linear_pointwise(x, packed[i], None, "none", [], "")
     return found
 

@@ -128,7 +128,7 @@ ENGINE_OPTIONS = (
         panel=MODEL_PANEL,
         metavar=_choices(DTYPES),
         help="Type of weights and activations (half, bf16 and their like too); auto follows the "
-        "checkpoint and the device.",
+        "checkpoint.",
     ),
     EngineOption(
         field="device",

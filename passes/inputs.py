@@ -2,7 +2,7 @@
 
 Every placeholder carries one of these in `node.meta["input"]`. Weights are graph inputs, never
 constants, so that one graph serves every checkpoint of an architecture; a pass that wants them
-in another form (merged, packed) replaces the placeholder by one with another recipe, and the
+in another form (merged, quantized) replaces the placeholder by one with another recipe, and the
 loader fills the recipe straight from the checkpoint.
 """
 
@@ -57,13 +57,11 @@ class WeightInput:
     """A recipe over the model's parameters: `parts` by name, concatenated along dimension 0.
 
     `transposed`: each part is stored [in, out] and is turned to [out, in] first.
-    `packed`: the result is reordered into the CPU library's blocked layout (a 2-D weight of a
-    linear, opaque from then on). `quantized`: the result in few bits, its scales or zeros.
+    `quantized`: the result in few bits, its scales or zeros.
     """
 
     parts: tuple[str, ...]
     transposed: bool = False
-    packed: bool = False
     quantized: QuantizedPart | None = None
 
 

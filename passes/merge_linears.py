@@ -52,7 +52,7 @@ def _why_not(group: list[fx.Node]) -> str | None:
             if source is None:
                 continue
             role = input_of(source)
-            if not isinstance(role, WeightInput) or role.packed:
+            if not isinstance(role, WeightInput):
                 return "a weight is computed"
             assert isinstance(source, fx.Node)
             if only_user(source) is None:

@@ -21,7 +21,6 @@ from llmc.passes.group_caches import group_caches
 from llmc.passes.last_token_logits import last_token_logits
 from llmc.passes.logits_processors import LogitsProcessor, processor_passes
 from llmc.passes.merge_linears import merge_linears
-from llmc.passes.pack_linears import pack_linears, packed_linear_available
 from llmc.passes.page_attention import page_attention
 from llmc.passes.quantize_linears import quantize_linears
 from llmc.passes.share_rotary import share_rotary
@@ -39,7 +38,6 @@ class PipelineOptions:
     kv_cache_dtype: str = "auto"  # a name of fp8.CACHE_DTYPES, or the model's own
     quantization: Format | None = None
     stored: tuple[tuple[str, Quantization], ...] = ()  # weights that stay as they are stored
-    streams_plain_weights: bool = False  # a kernel reads weights as stored as fast as packed ones
     prompt_head_dims: tuple[int, ...] = ()  # for which a kernel of torch's was measured as faster
 
 
@@ -82,16 +80,5 @@ def pipeline(
         fuse_linears(  # after the norms and activations that it takes in
             unwanted=None if options.device_type == "cuda" else "fusing serves GPUs"
         ),
-        pack_linears(unwanted=_why_not_pack(options)),  # after merge_linears: packs merged weights
         *(p for p in extra if p.place == "late"),  # see what will run
     )
-
-
-def _why_not_pack(options: PipelineOptions) -> str | None:
-    if options.device_type != "cpu":
-        return "packing serves CPUs"
-    if options.streams_plain_weights:
-        return "this CPU reads weights as stored at the speed of memory"
-    if not packed_linear_available():
-        return "this build of torch has no packed linear"
-    return None

@@ -91,7 +91,7 @@ def _new_form(node: fx.Node, weight: Any, format: Format) -> tuple[Quantization 
 def _stored_form(weight: Any, held: Mapping[str, Quantization]) -> tuple[Quantization | None, str]:
     """How all parts of a weight are stored, or why it is not taken as it is."""
     role = input_of(weight)
-    if not isinstance(role, WeightInput) or role.packed or role.quantized or role.transposed:
+    if not isinstance(role, WeightInput) or role.quantized or role.transposed:
         return None, "the weight is computed"
     forms = {held.get(part) for part in role.parts}
     form = forms.pop()
@@ -125,7 +125,7 @@ def _low_bit(
 
 def _why_not(node: fx.Node, weight: Any, format: Format) -> str | None:
     role = input_of(weight)
-    if not isinstance(role, WeightInput) or role.packed or role.quantized:
+    if not isinstance(role, WeightInput) or role.quantized:
         return "the weight is computed"
     if only_user(weight) is None:
         return "the weight is shared with another op (tied embedding), which needs it plain"

@@ -34,7 +34,7 @@ def run(settings: Settings, record: Record) -> None:
         release()
 
 
-_INERT = ("pack_linears", "quantize_linears")  # for CPUs; only where it is asked for
+_INERT = ("quantize_linears",)  # only where it is asked for
 
 
 def optional_passes(settings: Settings) -> list[str]:

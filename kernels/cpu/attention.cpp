@@ -1,6 +1,7 @@
 // paged_attention: cuts a step into items of similar cost, runs them over the threads, and joins
 // the requests whose keys were split.
 #include "attention.h"
+#include "dtypes.h"
 #include "parallel.h"
 
 #include <vector>
@@ -154,7 +155,7 @@ void attend(const AttentionArgs& a) {
 }  // namespace
 
 void paged_attention(const AttentionArgs& a) {
-  a.dtype == Dtype::f32 ? attend<float>(a) : attend<bf16>(a);
+  with_type(a.dtype, [&](auto t) { attend<decltype(t)>(a); });
 }
 
 }  // namespace llmc

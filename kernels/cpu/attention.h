@@ -4,14 +4,12 @@
 // 2^(score - m). Rows of one item are (token, head of the group) pairs, heads fastest.
 #pragma once
 
+#include "arena.h"
 #include "fp8.h"
 #include "kernels.h"
 #include "vec.h"
 
 #include <algorithm>
-#include <cstddef>
-#include <cstdlib>
-#include <new>
 
 namespace llmc {
 
@@ -104,32 +102,6 @@ void finish_row(const Plan& plan, const Item& item, int64_t row, float m, float 
   to[1] = l;
   std::memcpy(to + 2, acc, a.v_dim * sizeof(float));
 }
-
-// Memory of one thread, aligned to cache lines, kept between calls and handed out in order.
-class Arena {
- public:
-  ~Arena() { std::free(base_); }
-  void reset(size_t bytes) {
-    bytes = (bytes + 4095) / 4096 * 4096;
-    if (bytes > size_) {
-      std::free(base_);
-      base_ = static_cast<char*>(std::aligned_alloc(4096, bytes));
-      if (base_ == nullptr) throw std::bad_alloc();
-      size_ = bytes;
-    }
-    used_ = 0;
-  }
-  template <class U>
-  U* take(size_t count) {
-    U* p = reinterpret_cast<U*>(base_ + used_);
-    used_ += (count * sizeof(U) + 63) / 64 * 64;
-    return p;
-  }
-
- private:
-  char* base_ = nullptr;
-  size_t size_ = 0, used_ = 0;
-};
 
 bool amx_ready();  // the CPU has bf16 tiles and the kernel lets this process use them
 

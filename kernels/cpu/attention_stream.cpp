@@ -56,7 +56,7 @@ struct PlainRows {
                      padded);
   }
   static void order(float* acc, int64_t dim) {
-    if (sizeof(T) == 2) unpermute(acc, dim);
+    if (std::is_same_v<T, bf16>) unpermute(acc, dim);
   }
   template <class Body>
   static void walk(const AttentionArgs& a, const Item& item, const Body& body) {
@@ -215,6 +215,7 @@ void stream_group(const Plan& plan, const Item& item) {
 
 void run_stream(const Plan& plan, const Item& item) {
   if (plan.a.dtype == Dtype::f32) return stream_group<float, PlainRows<float>>(plan, item);
+  if (plan.a.dtype == Dtype::f16) return stream_group<f16, PlainRows<f16>>(plan, item);
 #ifdef LLMC_FP8_BYTES
   if (is_fp8(plan.a.cache) && are_whole<CodeRows>(plan.a))
     return stream_group<bf16, WholeRows<CodeRows>>(plan, item);

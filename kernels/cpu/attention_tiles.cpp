@@ -196,6 +196,7 @@ void tiles(const Plan& plan, const Item& item) {
 
 void run_tiles(const Plan& plan, const Item& item) {
   if (plan.a.dtype == Dtype::f32) return tiles<FloatEngine<float>>(plan, item);
+  if (plan.a.dtype == Dtype::f16) return tiles<FloatEngine<f16>>(plan, item);
 #ifdef LLMC_AMX
   if (amx_ready()) return tiles<AmxEngine>(plan, item);
 #endif

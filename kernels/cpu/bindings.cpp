@@ -20,7 +20,9 @@ llmc::Dtype dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
     case at::kFloat: return llmc::Dtype::f32;
     case at::kBFloat16: return llmc::Dtype::bf16;
-    default: TORCH_CHECK(false, "llmc_cpu takes float32 or bfloat16, got ", t.scalar_type());
+    case at::kHalf: return llmc::Dtype::f16;
+    default:
+      TORCH_CHECK(false, "llmc_cpu takes float32, bfloat16 or float16, got ", t.scalar_type());
   }
 }
 
@@ -239,8 +241,10 @@ std::vector<float> to_floats(const optional<Tensor>& t, const char* name, int64_
       out.push_back(t->data_ptr<float>()[h * step]);
     else if (t->scalar_type() == at::kBFloat16)
       out.push_back(float(t->data_ptr<at::BFloat16>()[h * step]));
+    else if (t->scalar_type() == at::kHalf)
+      out.push_back(float(t->data_ptr<at::Half>()[h * step]));
     else
-      TORCH_CHECK(false, name, " must be float32 or bfloat16, got ", t->scalar_type());
+      TORCH_CHECK(false, name, " must be float32, bfloat16 or float16, got ", t->scalar_type());
   }
   return out;
 }
@@ -302,23 +306,26 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   return out;
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias) {
+Tensor linear(const Tensor& x, const Tensor& stored, const optional<Tensor>& bias) {
+  const bool lies_dense = stored.dim() == 2 && (stored.stride(0) == 1 || stored.stride(1) == 1);
+  const Tensor weight = lies_dense ? stored : stored.contiguous();
   TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1),
               "weight ", weight.sizes(), " does not fit x ", x.sizes());
-  const bool dense = weight.stride(1) == 1 && (!bias || bias->is_contiguous());
-  if (x.scalar_type() != at::kBFloat16 || x.numel() == 0 || !dense)
-    return at::linear(x, weight, bias).contiguous();
-  check(weight, "weight", at::kBFloat16, 2);
+  if (x.numel() == 0 || weight.numel() == 0) return at::linear(x, weight, bias).contiguous();
+  check(weight.stride(0) == 1 ? weight.t() : weight, "weight", x.scalar_type(), 2);
   Tensor input = x;
   llmc::Rows rows = rows_of(input);
   if (rows.size[0] != 1 || rows.size[1] != 1) {
     input = x.contiguous();
     rows = rows_of(input);
   }
-  llmc::LinearArgs a{rows.data, weight.data_ptr(), vector_or_null(bias, "bias", x, weight.size(0)),
-                     nullptr, rows.size[2], x.size(-1), weight.size(0), rows.stride[2],
-                     weight.stride(0), weight.size(0), num_threads()};
-  if (!llmc::takes_linear(a)) {
+  const optional<Tensor> dense_bias = bias ? optional(bias->contiguous()) : std::nullopt;
+  const bool by_columns = weight.stride(1) != 1;
+  llmc::LinearArgs a{dtype_of(x), rows.data, weight.data_ptr(),
+                     vector_or_null(dense_bias, "bias", x, weight.size(0)), nullptr, rows.size[2],
+                     x.size(-1), weight.size(0), rows.stride[2],
+                     weight.stride(by_columns ? 1 : 0), weight.size(0), num_threads()};
+  if (!by_columns && !llmc::takes_linear(a)) {
     // oneDNN's tiles multiply what lies past a row of odd length by zero: a NaN there would spread
     const int64_t past = (32 - a.depth % 32) % 32;
     const Tensor safe = past ? at::constant_pad_nd(x, {0, past}).narrow(-1, 0, a.depth) : x;
@@ -328,13 +335,13 @@ Tensor linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bia
   sizes.back() = a.channels;
   Tensor out = at::empty(sizes, x.options());
   a.out = out.data_ptr();
-  llmc::linear(a);
+  by_columns ? llmc::linear_columns(a) : llmc::linear(a);
   return out;
 }
 
 Tensor expert_linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
                      const Tensor& expert, bool transposed) {
-  return llmc::expert_linear(&linear, x, weight, bias, expert, transposed);
+  return llmc::expert_linear(&linear, dtype_of(x), x, weight, bias, expert, transposed);
 }
 
 template <class T>

@@ -1,4 +1,5 @@
 // write_kv and rope_write: what puts a step's keys and values into the paged cache.
+#include "dtypes.h"
 #include "fp8.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -159,11 +160,11 @@ void rope_any(const RopeArgs& a) {
 }  // namespace
 
 void write_kv(const WriteArgs& w) {
-  w.dtype == Dtype::f32 ? write_any<float>(w) : write_any<bf16>(w);
+  with_type(w.dtype, [&](auto t) { write_any<decltype(t)>(w); });
 }
 
 void rope_write(const RopeArgs& a) {
-  a.write.dtype == Dtype::f32 ? rope_any<float>(a) : rope_any<bf16>(a);
+  with_type(a.write.dtype, [&](auto t) { rope_any<decltype(t)>(a); });
 }
 
 }  // namespace llmc

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "dtypes.h"
 #include "parallel.h"
 #include "state.h"
 
@@ -71,7 +72,7 @@ void causal_conv(const ConvArgs& a) {
   parallel_items(items, worth_threads(items * cost, items, a.threads), [&](int64_t item) {
     const int64_t first = item % tiles * kBlock, n = std::min(kBlock, a.channels - first);
     const Span s = a.step.span(item / tiles);
-    a.x.dtype == Dtype::f32 ? by_taps<float>(a, s, first, n) : by_taps<bf16>(a, s, first, n);
+    with_type(a.x.dtype, [&](auto t) { by_taps<decltype(t)>(a, s, first, n); });
   });
 }
 

@@ -159,15 +159,3 @@ def compile_library(toolchain: Toolchain, library: Path) -> str | None:
     for path in objects:
         path.unlink(missing_ok=True)
     return error
-
-
-def streams_plain_weights() -> bool:
-    """Whether `llmc_cpu::linear` will read bfloat16 weights as stored at the speed of memory.
-
-    It needs bfloat16 products in hardware, and the compiler that builds it.
-    """
-    checks = (
-        getattr(torch.cpu, name, lambda: False)
-        for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    )
-    return any(check() for check in checks) and find_toolchain() is not None

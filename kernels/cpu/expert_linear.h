@@ -2,7 +2,7 @@
 // and put back. The product is the linear op of this library, or torch's.
 #pragma once
 
-#include "linear_columns.h"
+#include "kernels.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -15,14 +15,12 @@
 
 namespace llmc {
 
-// x by a weight [depth, channels].
-inline at::Tensor by_columns(const at::Tensor& x, const at::Tensor& weight,
+// x, which is dense, by a weight [depth, channels].
+inline at::Tensor by_columns(Dtype dtype, const at::Tensor& x, const at::Tensor& weight,
                              const std::optional<at::Tensor>& bias) {
-  const bool dense = weight.stride(1) == 1 && (!bias || bias->is_contiguous());
-  if (x.scalar_type() != at::kBFloat16 || x.size(0) > kMaxColumnRows || !dense)
-    return at::linear(x, weight.t(), bias).contiguous();
+  const at::Tensor rows = weight.stride(1) == 1 ? weight : weight.contiguous();
   at::Tensor out = at::empty({x.size(0), weight.size(1)}, x.options());
-  linear_columns({x.data_ptr(), weight.data_ptr(), bias ? bias->data_ptr() : nullptr,
+  linear_columns({dtype, x.data_ptr(), rows.data_ptr(), bias ? bias->data_ptr() : nullptr,
                   out.data_ptr(), x.size(0), x.size(1), weight.size(1), x.stride(0),
                   weight.stride(0), weight.size(1),
                   at::in_parallel_region() ? 1 : at::get_num_threads()});
@@ -31,7 +29,7 @@ inline at::Tensor by_columns(const at::Tensor& x, const at::Tensor& weight,
 
 // `multiply(x, weight, bias)` is the linear op for weights [channels, depth].
 template <typename Linear>
-at::Tensor expert_linear(const Linear& multiply, const at::Tensor& x, const at::Tensor& weight,
+at::Tensor expert_linear(const Linear& multiply, Dtype dtype, const at::Tensor& x, const at::Tensor& weight,
                          const std::optional<at::Tensor>& bias, const at::Tensor& expert,
                          bool transposed) {
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 3 && expert.dim() == 1 &&
@@ -64,7 +62,7 @@ at::Tensor expert_linear(const Linear& multiply, const at::Tensor& x, const at::
     if (bias.has_value() && bias->defined()) b = bias->select(0, k);
     const at::Tensor w = weight.select(0, k);
     const at::Tensor y =
-        transposed ? by_columns(gathered, w, b) : multiply(gathered, w, b).contiguous();
+        transposed ? by_columns(dtype, gathered, w, b) : multiply(gathered, w, b).contiguous();
     const char* result = static_cast<const char*>(y.data_ptr());
     for (int64_t r : mine) {
       std::memcpy(to + r * out_bytes, result, out_bytes);

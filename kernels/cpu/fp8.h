@@ -98,6 +98,10 @@ LLMC_INLINE void put(float* to, uint16_t bits) {
   *to = to_float(bf16{bits});
 }
 
+LLMC_INLINE void put(f16* to, uint16_t bits) {
+  assign(*to, to_float(bf16{bits}));
+}
+
 #if defined(LLMC_AVX512) && defined(__AVX512VBMI__)
 #define LLMC_FP8_BYTES 1
 // The table cut in lower and upper bytes, so that one look-up serves 64 codes.
@@ -139,7 +143,16 @@ LLMC_INLINE void put_line(float* to, __m512i words) {
 }
 #endif
 
-// n codes as T: exact in either.
+#ifdef LLMC_AVX512
+LLMC_INLINE void put_line(f16* to, __m512i words) {
+  float wide[2 * kLanes];
+  put_line(wide, words);
+  store(to, load(wide));
+  store(to + kLanes, load(wide + kLanes));
+}
+#endif
+
+// n codes as T: exact in each.
 template <class T>
 inline void decode_row(const uint8_t* from, int64_t n, const Fp8Table& table, T* to) {
   int64_t i = 0;

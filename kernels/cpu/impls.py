@@ -33,7 +33,7 @@ from llmc.kernels.token_logprobs import token_logprobs
 from llmc.kernels.write_kv import write_kv
 from llmc.kernels.write_segments import write_segments
 
-_DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 1024
 _MAX_TAPS = 16  # as in state.h
 

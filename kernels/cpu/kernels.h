@@ -6,7 +6,7 @@
 
 namespace llmc {
 
-enum class Dtype { f32, bf16, e4m3, e5m2 };  // the last two: caches only
+enum class Dtype { f32, bf16, f16, e4m3, e5m2 };  // the last two: caches only
 
 struct Rows {  // a tensor seen as rows with a dense last dimension: up to three outer dimensions
   void* data;
@@ -121,7 +121,8 @@ struct ProcessArgs {
   int threads;
 };
 
-struct LinearArgs {  // bf16; x, weight and out are rows with dense last dimensions
+struct LinearArgs {  // all of one dtype; x, weight and out are rows with dense last dimensions
+  Dtype dtype;
   const void *x, *weight, *bias;  // bias may be null
   void* out;                      // [rows, channels]
   int64_t rows, depth, channels, x_stride, weight_stride, out_stride;
@@ -138,5 +139,8 @@ void token_logprobs(const TokenLogprobsArgs&);
 void process_logits(const ProcessArgs&);
 bool takes_linear(const LinearArgs&);  // whether linear() is the fastest way here
 void linear(const LinearArgs&);
+// The same with a weight [depth, channels], as some checkpoints stack their experts; weight_stride is
+// that from one input to the next.
+void linear_columns(const LinearArgs&);
 
 }  // namespace llmc

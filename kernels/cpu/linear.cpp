@@ -1,36 +1,83 @@
-// linear: y = x W^T + b for bf16 weights as the checkpoint stores them (no packing: a tied embedding
-// is held once, and loading is a plain copy). Few rows are bound by reading the weight. Many go to
-// the library where it computes as fast: with tiles, and where bf16 has no products in hardware.
+// linear: y = x W^T + b for weights as the checkpoint stores them (no packing: a tied embedding is
+// held once, and loading is a plain copy). Few rows are bound by reading the weight; for more, what
+// the CPU multiplies fastest: tiles or pairs of bf16 where it has them, float32 otherwise.
 #include "attention.h"
 #include "linear.h"
-#include "parallel.h"
+#include "matmul.h"
 
 namespace llmc {
 namespace {
 
-constexpr int64_t kMaxDotRows = 16, kMaxTileRows = 192, kTileChannels = 16;
+constexpr int64_t kMaxTileRows = 192, kTileChannels = 16;
 constexpr int64_t kMaxStreamRows = 2;  // up to here reading is faster line by line than by tiles
-constexpr int64_t kMaxPairRows = 4;    // and by dot products than by pairs
+constexpr int64_t kMaxDotRows = 4;     // and by dot products than by panels
 
 bool by_tiles(const LinearArgs& a) {
-  return a.rows > kMaxStreamRows && a.channels >= kTileChannels && amx_ready();
+  return a.dtype == Dtype::bf16 && a.rows > kMaxStreamRows && a.channels >= kTileChannels &&
+         amx_ready();
 }
 
 bool by_pairs(const LinearArgs& a) {
-  return a.rows > kMaxPairRows && a.channels >= kTileChannels && has_pairs() && !amx_ready();
+  return a.dtype == Dtype::bf16 && a.rows > kMaxDotRows && a.channels >= kTileChannels &&
+         has_pairs() && !amx_ready();
 }
+
+template <class T>
+struct Stored {  // a weight as it is, [channels, depth]
+  static constexpr bool kByInput = false;
+  const T* weight;
+  int64_t stride;
+
+  void widen(int64_t n, int64_t count, int64_t k, int64_t depth, float* to) const {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    const T* w = weight + n * stride + k;
+    for (int64_t m = 0; m < count; ++m, w += stride, to += matmul::kDepth) {
+      int64_t i = 0;
+      for (; i + kLanes <= depth; i += kLanes) {
+        if (i % kLine == 0) __builtin_prefetch(w + matmul::kDepth + i, 0, 2);
+        store(to + i, load(w + i));
+      }
+      if (i < depth) store_n(to + i, load_n(w + i, depth - i), depth - i);
+    }
+  }
+};
+
+template <class T>
+struct Columns {  // a weight stored [depth, channels]
+  static constexpr bool kByInput = true;
+  const T* weight;
+  int64_t stride;
+
+  void widen(int64_t n, int64_t count, int64_t k, int64_t depth, float* to) const {
+    const T* w = weight + k * stride + n;
+    for (int64_t i = 0; i < depth; ++i, w += stride, to += matmul::kBlock)
+      for (int64_t c = 0; c < count; c += kLanes)
+        store(to + c, count - c < kLanes ? load_n(w + c, count - c) : load(w + c));
+  }
+};
 
 }  // namespace
 
 bool takes_linear(const LinearArgs& a) {
-  return a.depth > 0 && (by_pairs(a) || a.rows <= (by_tiles(a) ? kMaxTileRows : kMaxDotRows));
+  return a.depth > 0 && !(by_tiles(a) && a.rows > kMaxTileRows);
 }
 
 void linear(const LinearArgs& a) {
   if (by_tiles(a)) return linear_amx(a);
   if (by_pairs(a)) return linear_pairs(a);
-  parallel_rows(a.channels, a.depth * (a.rows + 3) / 4, a.threads,
-                [&](int64_t begin, int64_t end) { dot_share(a, 0, a.rows, begin, end); });
+  if (a.rows <= kMaxDotRows) return linear_dot(a);
+  with_type(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    matmul::multiply<T>(a, Stored<T>{static_cast<const T*>(a.weight), a.weight_stride});
+  });
+}
+
+void linear_columns(const LinearArgs& a) {
+  if (a.rows <= kMaxDotRows) return few_columns(a);
+  with_type(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    matmul::multiply<T>(a, Columns<T>{static_cast<const T*>(a.weight), a.weight_stride});
+  });
 }
 
 }  // namespace llmc

@@ -25,9 +25,11 @@ inline float bias_of(const LinearArgs& a, int64_t n) {
   return a.bias ? to_float(static_cast<const bf16*>(a.bias)[n]) : 0.0f;
 }
 
-// Channels [begin, end) of `rows` rows from `row` on, by dot products.
+void linear_dot(const LinearArgs&);  // for few rows, of any dtype
+// Channels [begin, end) of `rows` rows of bf16 from `row` on, by dot products.
 void dot_share(const LinearArgs&, int64_t row, int64_t rows, int64_t begin, int64_t end);
 
+void few_columns(const LinearArgs&);  // linear_columns for few rows, of any dtype
 void linear_amx(const LinearArgs&);  // only where amx_ready()
 bool has_pairs();                    // the CPU multiplies pairs of bf16
 void linear_pairs(const LinearArgs&);

@@ -28,6 +28,16 @@ llmc::Format format_of(const Tensor& weight) {
   }
 }
 
+llmc::Dtype dtype_of(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kFloat: return llmc::Dtype::f32;
+    case at::kBFloat16: return llmc::Dtype::bf16;
+    case at::kHalf: return llmc::Dtype::f16;
+    default:
+      TORCH_CHECK(false, "llmc_cpu takes float32, bfloat16 or float16, got ", x.scalar_type());
+  }
+}
+
 const void* bias_data(const optional<Tensor>& bias, const Tensor& x, int64_t channels) {
   if (!bias.has_value() || !bias->defined()) return nullptr;
   TORCH_CHECK(bias->scalar_type() == x.scalar_type() && bias->is_contiguous() &&
@@ -53,12 +63,10 @@ void check_scales(const Tensor& weight, const Tensor& scale, const optional<Tens
 
 llmc::LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& scale,
                            const optional<Tensor>& zero, const optional<Tensor>& bias) {
-  TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
-              "llmc_cpu takes float32 or bfloat16, got ", x.scalar_type());
   TORCH_CHECK(weight.dim() == 3 && weight.size(2) == llmc::kLineBytes && weight.is_contiguous(),
               "weight must be a dense [N / 16, lines, 64], got ", weight.sizes());
   llmc::LowBitArgs a{};
-  a.dtype = x.scalar_type() == at::kFloat ? llmc::Dtype::f32 : llmc::Dtype::bf16;
+  a.dtype = dtype_of(x);
   a.format = format_of(weight);
   a.depth = weight.size(1) * (a.format == llmc::Format::int4 ? 8 : 4);
   a.channels = weight.size(0) * llmc::kChannels;
@@ -91,7 +99,7 @@ void by_stretches(const llmc::LowBitArgs& a, const Tensor& x, const optional<Ten
     llmc::widen(a, n, n + count, reinterpret_cast<llmc::bf16*>(widened.data_ptr()));
     const optional<Tensor> part = a.bias ? optional(bias->narrow(0, n, count)) : std::nullopt;
     Tensor to = out.narrow(1, n, count);
-    const llmc::LinearArgs product{reordered.data_ptr(), widened.data_ptr(),
+    const llmc::LinearArgs product{a.dtype, reordered.data_ptr(), widened.data_ptr(),
                                    part ? part->data_ptr() : nullptr, to.data_ptr(), a.rows,
                                    a.depth, count, a.depth, a.depth, a.channels, a.threads};
     if (llmc::takes_linear(product))
@@ -115,6 +123,8 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
     by_stretches(a, input, bias, out);
   else if (is_bf16 && a.rows > kFewPairRows && llmc::has_pair_rows())
     llmc::quantized_pair_rows(a);
+  else if (a.rows > llmc::kMaxFewRows && !(is_bf16 && llmc::widens_weights()))
+    llmc::quantized_many_rows(a);
   else
     llmc::quantized_linear(a);
   return out;

@@ -1,9 +1,8 @@
 // linear_columns for few rows: a thread keeps the sums of a stretch of channels and walks down the
 // inputs, so that each row of the weight is read where it lies.
-#include "linear_columns.h"
-
+#include "dtypes.h"
+#include "linear.h"
 #include "parallel.h"
-#include "vec.h"
 
 #include <algorithm>
 
@@ -18,15 +17,15 @@ constexpr int kWide = 4;  // a vector is two registers of 16
 constexpr int64_t kAhead = 4;  // inputs
 
 // kVectors vectors of channels from n on; of the last one, only `lanes` lanes exist.
-template <int kVectors>
-void stretch(const LinearArgs& a, const bf16* x, bf16* out, int64_t n, int64_t lanes) {
-  const bf16* w = static_cast<const bf16*>(a.weight) + n;
+template <int kVectors, class T>
+void stretch(const LinearArgs& a, const T* x, T* out, int64_t n, int64_t lanes) {
+  const T* w = static_cast<const T*>(a.weight) + n;
   v16f sum[kVectors] = {};
   for (int64_t k = 0; k < a.depth; ++k, w += a.weight_stride) {
     const float scale = to_float(x[k]);
 #pragma GCC unroll 24
     for (int i = 0; i < kVectors; ++i) {
-      if (i % 2 == 0) __builtin_prefetch(w + kAhead * a.weight_stride + i * kLanes, 0, 3);
+      if (i * sizeof(T) * kLanes % 64 == 0) __builtin_prefetch(w + kAhead * a.weight_stride + i * kLanes, 0, 3);
       const bool whole = i + 1 < kVectors || lanes == kLanes;
       sum[i] += scale * (whole ? load(w + i * kLanes) : load_n(w + i * kLanes, lanes));
     }
@@ -34,19 +33,18 @@ void stretch(const LinearArgs& a, const bf16* x, bf16* out, int64_t n, int64_t l
   for (int i = 0; i < kVectors; ++i) {
     const int64_t count = i + 1 < kVectors ? kLanes : lanes, at = n + i * kLanes;
     v16f y = sum[i];
-    if (a.bias) y += load_n(static_cast<const bf16*>(a.bias) + at, count);
+    if (a.bias) y += load_n(static_cast<const T*>(a.bias) + at, count);
     store_n(out + at, y, count);
   }
 }
 
-}  // namespace
-
-void linear_columns(const LinearArgs& a) {
+template <class T>
+void all(const LinearArgs& a) {
   const int64_t vectors = (a.channels + kLanes - 1) / kLanes;
   parallel_rows(vectors, a.depth * kLanes * a.rows / 4, a.threads, [&](int64_t begin, int64_t end) {
     for (int64_t m = 0; m < a.rows; ++m) {
-      const bf16* x = static_cast<const bf16*>(a.x) + m * a.x_stride;
-      bf16* out = static_cast<bf16*>(a.out) + m * a.out_stride;
+      const T* x = static_cast<const T*>(a.x) + m * a.x_stride;
+      T* out = static_cast<T*>(a.out) + m * a.out_stride;
       auto lanes = [&](int64_t last) { return std::min<int64_t>(kLanes, a.channels - last * kLanes); };
       int64_t v = begin;
       for (; v + kWide <= end; v += kWide)
@@ -55,6 +53,12 @@ void linear_columns(const LinearArgs& a) {
       for (; v < end; ++v) stretch<1>(a, x, out, v * kLanes, lanes(v));
     }
   });
+}
+
+}  // namespace
+
+void few_columns(const LinearArgs& a) {
+  with_type(a.dtype, [&](auto t) { all<decltype(t)>(a); });
 }
 
 }  // namespace llmc

@@ -1,43 +1,128 @@
 // linear by dot products: rows of the weight, each read once and in order, with up to four rows of
-// x at a time. For one or two rows of x, for CPUs without tiles, and for the channels that do not
-// fill a tile.
+// x at a time, for CPUs without tiles and for the channels that do not fill a tile. x is brought
+// once into the form and the order in which weights come out of a register.
+#include "arena.h"
+#include "dtypes.h"
 #include "linear.h"
+#include "parallel.h"
+
+#include <type_traits>
 
 namespace llmc {
 namespace {
 
 constexpr int kToL2 = 2;          // the locality that __builtin_prefetch takes
 constexpr int64_t kAhead = 3072;  // bytes; measured: docs/cpu.md
-constexpr int64_t kLine = 32;     // elements of a cache line
+constexpr int64_t kLineBytes = 64;
+
+// kStep elements of the weight as V, which add() multiplies by as many of x, packed as X.
+template <class Element>
+struct Words {  // float
+  using T = Element;
+  using X = float;
+  using V = vf;
+  using Sum = vf;
+  static constexpr int64_t kStep = kNative;
+  LLMC_INLINE V get(const float* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+  }
+  LLMC_INLINE Sum add(Sum acc, V w, const float* x) { return acc + w * get(x); }
+  static void pack(const T* x, int64_t n, X* to) { std::memcpy(to, x, n * sizeof(T)); }
+};
+
+LLMC_INLINE vf native(const float* p) {
+  return Words<float>::get(p);
+}
+
+template <>
+struct Words<f16> {
+  using T = f16;
+  using X = float;
+  using V = vf;
+  using Sum = vf;
+  static constexpr int64_t kStep = kNative;
+  LLMC_INLINE V get(const f16* p) {
+#if defined(LLMC_AVX512)
+    return (V)load(p);
+#elif defined(__F16C__)
+    return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    typedef _Float16 Halves __attribute__((vector_size(2 * kNative)));
+    Halves h;
+    std::memcpy(&h, p, sizeof h);
+    return __builtin_convertvector(h, vf);
+#endif
+  }
+  LLMC_INLINE Sum add(Sum acc, V w, const float* x) { return acc + w * native(x); }
+  static void pack(const T* x, int64_t n, X* to) {
+    for (int64_t i = 0; i < n; ++i) to[i] = to_float(x[i]);
+  }
+};
 
 #ifdef LLMC_AVX512_BF16
-struct Words {  // 32 products an instruction
-  static constexpr int64_t kStep = 32;
+template <>
+struct Words<bf16> {  // 32 products an instruction
+  using T = bf16;
+  using X = bf16;
   using V = __m512i;
+  using Sum = v16f;
+  static constexpr int64_t kStep = 32;
   LLMC_INLINE V get(const bf16* p) { return _mm512_loadu_si512(p); }
-  LLMC_INLINE V get_n(const bf16* p, int64_t n) {
-    return _mm512_maskz_loadu_epi16((1u << n) - 1, p);
+  LLMC_INLINE Sum add(Sum acc, V w, const bf16* x) {
+    return (v16f)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)get(x));
   }
-  LLMC_INLINE v16f add(v16f acc, V w, V x) {
-    return (v16f)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
-  }
+  static void pack(const T* x, int64_t n, X* to) { std::memcpy(to, x, n * sizeof(T)); }
 };
 #else
-struct Words {
-  static constexpr int64_t kStep = kLanes;
-  using V = v16f;
-  LLMC_INLINE V get(const bf16* p) { return load(p); }
-  LLMC_INLINE V get_n(const bf16* p, int64_t n) { return load_n(p, n); }
-  LLMC_INLINE v16f add(v16f acc, V w, V x) { return acc + w * x; }
+template <>
+struct Words<bf16> {  // a register of them is two of floats: the even ones, and the odd ones
+  using T = bf16;
+  using X = float;
+  using V = vu;
+  using Sum = vf;
+  static constexpr int64_t kStep = 2 * kNative;
+  LLMC_INLINE V get(const bf16* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+  }
+  LLMC_INLINE Sum add(Sum acc, V w, const float* x) {
+    acc += (vf)(w << 16) * native(x);
+    return acc + (vf)(w & 0xffff0000u) * native(x + kNative);
+  }
+  static void pack(const T* x, int64_t n, X* to) {
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t in = i % kStep;
+      to[i - in + in % 2 * kNative + in / 2] = to_float(x[i]);
+    }
+  }
 };
 #endif
+
+template <class Sum>
+LLMC_INLINE float sum_of(Sum x) {
+#ifdef LLMC_AVX512
+  return sum_lanes(x);
+#elif defined(__AVX2__)
+  const __m256 all = (__m256)x;
+  __m128 part = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+  part = _mm_add_ps(part, _mm_movehl_ps(part, part));
+  return _mm_cvtss_f32(_mm_add_ss(part, _mm_movehdup_ps(part)));
+#else
+  float sum = 0;
+  for (int i = 0; i < kNative; ++i) sum += x[i];
+  return sum;
+#endif
+}
 
 #ifdef LLMC_AVX512
 constexpr int kSums = 16;  // of 32 registers
 
 // The sums of the lanes of sixteen vectors, in order: in a tree, so that the loads of the next block
 // need not wait behind hundreds of instructions.
-LLMC_INLINE v16f sum_each(const v16f* acc) {
+LLMC_INLINE void sum_each(const v16f* acc, float* sums) {
   __m512 t[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {  // lanes 0, 1 of each 128 bits: vectors 2i, 2i + 1
@@ -52,138 +137,186 @@ LLMC_INLINE v16f sum_each(const v16f* acc) {
   for (int i = 0; i < 2; ++i)
     t[i] = _mm512_add_ps(_mm512_shuffle_f32x4(t[2 * i], t[2 * i + 1], 0x88),
                          _mm512_shuffle_f32x4(t[2 * i], t[2 * i + 1], 0xdd));
-  return (v16f)_mm512_add_ps(_mm512_shuffle_f32x4(t[0], t[1], 0x88),
-                             _mm512_shuffle_f32x4(t[0], t[1], 0xdd));
+  store(sums, (v16f)_mm512_add_ps(_mm512_shuffle_f32x4(t[0], t[1], 0x88),
+                                  _mm512_shuffle_f32x4(t[0], t[1], 0xdd)));
 }
 #else
-constexpr int kSums = 4;  // a vector is two or more of 16 registers
+constexpr int kSums = 12;  // of 16 registers
 
-LLMC_INLINE v16f sum_each(const v16f* acc) {
-  v16f sums = {};
-  for (int i = 0; i < kSums; ++i) sums[i] = sum_lanes(acc[i]);
-  return sums;
+LLMC_INLINE void sum_each(const vf* acc, float* sums) {
+#pragma GCC unroll 12
+  for (int i = 0; i < kSums; ++i) sums[i] = sum_of(acc[i]);
 }
 #endif
 
-// Rows [m, m + rows) of the sums of kSums / M channels from `n` on.
-template <int M>
-LLMC_INLINE void write_sums(const LinearArgs& a, int64_t n, int64_t m, int64_t rows,
-                            const v16f* acc) {
-  constexpr int R = kSums / M;
-  float sums[kLanes];
-  store(sums, sum_each(acc));
-  for (int64_t j = 0; j < rows; ++j)
-    for (int64_t i = 0; i < R; ++i)
-      out_row(a, m + j)[n + i] = to_bf16(sums[j * R + i] + bias_of(a, n + i));
+template <class Words>
+struct Product {  // a linear, and rows of x as Words reads them, zeros up to whole steps
+  using T = typename Words::T;
+  using X = typename Words::X;
+  const LinearArgs& a;
+  const X* x;
+  int64_t stride, first;  // of the packed rows; the row that comes first
+
+  const T* weight(int64_t n) const {
+    return static_cast<const T*>(a.weight) + n * a.weight_stride;
+  }
+  const X* row(int64_t m) const { return x + m * stride; }
+  void put(int64_t m, int64_t n, float sum) const {
+    if (a.bias) sum += to_float(static_cast<const T*>(a.bias)[n]);
+    assign(static_cast<T*>(a.out)[(first + m) * a.out_stride + n], sum);
+  }
+};
+
+// The last elements of a row of the weight, which do not fill a step.
+template <class Words>
+LLMC_INLINE typename Words::V get_rest(const typename Words::T* p, int64_t n) {
+  typename Words::T rest[Words::kStep] = {};
+  std::memcpy(rest, p, n * sizeof *p);
+  return Words::get(rest);
 }
 
 // kSums / M rows of the weight, one after the other as they lie in memory, by M rows of x. One
 // stream of lines, with one request ahead of each, is what memory answers fastest.
-template <int M>
-LLMC_INLINE void stream(const LinearArgs& a, int64_t n, int64_t m) {
-  constexpr int R = kSums / M, kSteps = 2;  // two sums in turn: no step waits for the one before
+template <int M, class Words>
+LLMC_INLINE void stream(const Product<Words>& p, int64_t n, int64_t m) {
+  constexpr int R = kSums / M, kSteps = 4 / M;  // sums in turn: no step waits for the one before
   constexpr int64_t kStep = Words::kStep, kRound = kSteps * kStep;
-  const bf16* x[M];
-#pragma GCC unroll 2
-  for (int j = 0; j < M; ++j) x[j] = x_row(a, m + j);
-  const int64_t depth = a.depth;
-  v16f sums[kSums];
+  constexpr int64_t kSize = sizeof(typename Words::T);
+  const int64_t depth = p.a.depth;
   for (int i = 0; i < R; ++i) {
-    const bf16* w = weight_row(a, n + i);
-    v16f acc[M][kSteps] = {};
+    const typename Words::T* w = p.weight(n + i);
+    typename Words::Sum acc[M][kSteps] = {};
     int64_t k = 0;
     for (; k + kRound <= depth; k += kRound) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int s = 0; s < kSteps; ++s) {
-        const bf16* at = w + k + s * kStep;
-        if (s * kStep % kLine == 0) __builtin_prefetch(at + kAhead / 2, 0, kToL2);
+        const auto* at = w + k + s * kStep;
+        if (s * kStep * kSize % kLineBytes == 0) __builtin_prefetch(at + kAhead / kSize, 0, kToL2);
         const auto v = Words::get(at);
 #pragma GCC unroll 2
         for (int j = 0; j < M; ++j)
-          acc[j][s] = Words::add(acc[j][s], v, Words::get(x[j] + k + s * kStep));
+          acc[j][s] = Words::add(acc[j][s], v, p.row(m + j) + k + s * kStep);
         asm volatile("" ::: "memory");  // requests and loads in turn: two of a kind cost a tenth
       }
     }
     for (; k < depth; k += kStep) {
-      const int64_t left = depth - k;
-      auto get = [=](const bf16* p) { return left < kStep ? Words::get_n(p, left) : Words::get(p); };
-      const auto v = get(w + k);
+      const auto v = depth - k < kStep ? get_rest<Words>(w + k, depth - k) : Words::get(w + k);
 #pragma GCC unroll 2
-      for (int j = 0; j < M; ++j) acc[j][0] = Words::add(acc[j][0], v, get(x[j] + k));
+      for (int j = 0; j < M; ++j) acc[j][0] = Words::add(acc[j][0], v, p.row(m + j) + k);
     }
 #pragma GCC unroll 2
-    for (int j = 0; j < M; ++j) sums[j * R + i] = acc[j][0] + acc[j][1];
+    for (int j = 0; j < M; ++j) {
+      auto sum = acc[j][0];
+      for (int s = 1; s < kSteps; ++s) sum += acc[j][s];
+      p.put(m + j, n + i, sum_of(sum));
+    }
   }
-  write_sums<M>(a, n, m, M, sums);
 }
 
 // kSums / M rows of the weight side by side, by M rows of x, of which `rows` count: what is loaded
 // of either serves several products. kFetch asks for the same part of the next kSums rows.
-template <int M, bool kFetch>
-LLMC_INLINE void block(const LinearArgs& a, int64_t n, int64_t m, int64_t rows) {
+template <int M, bool kFetch, class Words>
+LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t rows) {
   constexpr int R = kSums / M;
-  const bf16 *w = weight_row(a, n), *x[M];
+  const int64_t stride = p.a.weight_stride;
+  const typename Words::T* w = p.weight(n);
+  const typename Words::X* x[M];
 #pragma GCC unroll 4
-  for (int j = 0; j < M; ++j) x[j] = x_row(a, m + std::min<int64_t>(j, rows - 1));
-  const int64_t whole = a.depth / Words::kStep * Words::kStep, tail = a.depth - whole;
-  v16f acc[kSums] = {};
+  for (int j = 0; j < M; ++j) x[j] = p.row(m + std::min<int64_t>(j, rows - 1));
+  const int64_t whole = p.a.depth / Words::kStep * Words::kStep, tail = p.a.depth - whole;
+  typename Words::Sum acc[kSums] = {};
   auto step = [&](auto get, int64_t k) __attribute__((always_inline)) {
-    typename Words::V xs[M];
-#pragma GCC unroll 4
-    for (int j = 0; j < M; ++j) xs[j] = get(x[j] + k);
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) {
-      const auto v = get(w + i * a.weight_stride + k);
+      const auto v = get(w + i * stride + k);
 #pragma GCC unroll 4
-      for (int j = 0; j < M; ++j) acc[j * R + i] = Words::add(acc[j * R + i], v, xs[j]);
+      for (int j = 0; j < M; ++j) acc[j * R + i] = Words::add(acc[j * R + i], v, x[j] + k);
     }
   };
   for (int64_t k = 0; k < whole; k += Words::kStep) {
     if (kFetch) {
 #pragma GCC unroll 16
-      for (int i = 0; i < R; ++i)
-        __builtin_prefetch(w + (kSums + i) * a.weight_stride + k, 0, kToL2);
+      for (int i = 0; i < R; ++i) __builtin_prefetch(w + (kSums + i) * stride + k, 0, kToL2);
     }
-    step([](const bf16* p) __attribute__((always_inline)) { return Words::get(p); }, k);
+    step([](const auto* at) __attribute__((always_inline)) { return Words::get(at); }, k);
   }
   if (tail)
-    step([=](const bf16* p) __attribute__((always_inline)) { return Words::get_n(p, tail); }, whole);
-  write_sums<M>(a, n, m, rows, acc);
+    step([=](const auto* at) __attribute__((always_inline)) { return get_rest<Words>(at, tail); },
+         whole);
+  float sums[kSums];
+  sum_each(acc, sums);
+  for (int64_t j = 0; j < rows; ++j)
+    for (int64_t i = 0; i < R; ++i) p.put(m + j, n + i, sums[j * R + i]);
 }
 
 // One channel and one row: what is left at the edges.
-void single(const LinearArgs& a, int64_t n, int64_t m) {
-  const bf16 *w = weight_row(a, n), *x = x_row(a, m);
-  v16f acc = {};
+template <class Words>
+void single(const Product<Words>& p, int64_t n, int64_t m) {
+  const typename Words::T* w = p.weight(n);
+  typename Words::Sum acc = {};
   int64_t k = 0;
-  for (; k + Words::kStep <= a.depth; k += Words::kStep)
-    acc = Words::add(acc, Words::get(w + k), Words::get(x + k));
-  if (k < a.depth)
-    acc = Words::add(acc, Words::get_n(w + k, a.depth - k), Words::get_n(x + k, a.depth - k));
-  out_row(a, m)[n] = to_bf16(sum_lanes(acc) + bias_of(a, n));
+  for (; k + Words::kStep <= p.a.depth; k += Words::kStep)
+    acc = Words::add(acc, Words::get(w + k), p.row(m) + k);
+  if (k < p.a.depth) acc = Words::add(acc, get_rest<Words>(w + k, p.a.depth - k), p.row(m) + k);
+  p.put(m, n, sum_of(acc));
+}
+
+template <class Words>
+void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end) {
+  int64_t n = begin;
+  for (; n + kSums <= end; n += kSums) {  // all rows of x while these of the weight are near
+    int64_t m = 0;
+    for (; rows - m > 2; m += 4)
+      for (int64_t i = 0; i < kSums; i += kSums / 4)
+        if (m == 0)
+          block<4, true>(p, n + i, m, std::min<int64_t>(4, rows - m));
+        else
+          block<4, false>(p, n + i, m, std::min<int64_t>(4, rows - m));
+    if (rows - m == 2) {
+      stream<2>(p, n, m);
+      stream<2>(p, n + kSums / 2, m);
+    }
+    if (rows - m == 1) stream<1>(p, n, m);
+  }
+  for (; n < end; ++n)
+    for (int64_t m = 0; m < rows; ++m) single(p, n, m);
+}
+
+// Rows [row, row + rows) of x in the form in which Words wants them.
+template <class Words>
+Product<Words> pack(const LinearArgs& a, int64_t row, int64_t rows) {
+  using T = typename Words::T;
+  using X = typename Words::X;
+  if constexpr (std::is_same_v<T, X>)
+    if (a.depth % Words::kStep == 0)
+      return {a, static_cast<const T*>(a.x) + row * a.x_stride, a.x_stride, row};
+  static thread_local Arena arena;
+  const int64_t stride = (a.depth + 63) / 64 * 64;
+  arena.reset(rows * stride * sizeof(X));
+  X* const to = arena.take<X>(rows * stride);
+  for (int64_t m = 0; m < rows; ++m) {
+    std::memset(to + m * stride + a.depth / 64 * 64, 0, (stride - a.depth / 64 * 64) * sizeof(X));
+    Words::pack(static_cast<const T*>(a.x) + (row + m) * a.x_stride, a.depth,
+                to + m * stride);
+  }
+  return {a, to, stride, row};
 }
 
 }  // namespace
 
+void linear_dot(const LinearArgs& a) {
+  with_type(a.dtype, [&](auto t) {
+    const auto p = pack<Words<decltype(t)>>(a, 0, a.rows);
+    const int64_t groups = (a.channels + kSums - 1) / kSums;
+    parallel_rows(groups, kSums * a.depth * (a.rows + 3) / 4, a.threads,
+                  [&](int64_t begin, int64_t end) {
+      channels(p, a.rows, begin * kSums, std::min(a.channels, end * kSums));
+    });
+  });
+}
+
 void dot_share(const LinearArgs& a, int64_t row, int64_t rows, int64_t begin, int64_t end) {
-  const int64_t last = row + rows;
-  int64_t n = begin;
-  for (; n + kSums <= end; n += kSums) {  // all rows of x while these of the weight are near
-    int64_t m = row;
-    for (; last - m > 2; m += 4)
-      for (int64_t i = 0; i < kSums; i += kSums / 4)
-        if (m == row)
-          block<4, true>(a, n + i, m, std::min<int64_t>(4, last - m));
-        else
-          block<4, false>(a, n + i, m, std::min<int64_t>(4, last - m));
-    if (last - m == 2) {
-      stream<2>(a, n, m);
-      stream<2>(a, n + kSums / 2, m);
-    }
-    if (last - m == 1) stream<1>(a, n, m);
-  }
-  for (; n < end; ++n)
-    for (int64_t m = row; m < last; ++m) single(a, n, m);
+  channels(pack<Words<bf16>>(a, row, rows), rows, begin, end);
 }
 
 }  // namespace llmc

@@ -1,5 +1,5 @@
-// quantized_linear for few rows: a block of channels is read once, as one stream, and meets up to
-// eight rows of x. One row is bound by reading the weight.
+// quantized_linear for few rows: a block of channels is read once, as one stream, and meets
+// several rows of x. One row is bound by reading the weight.
 #include "low_bit.h"
 #include "parallel.h"
 
@@ -9,7 +9,7 @@ namespace llmc {
 namespace {
 
 constexpr int64_t kAhead = 2048;  // bytes of the weight to ask for before they are read
-constexpr int kMaxRows = 8, kUnrolled = 4;  // lines; every stretch has a multiple of that
+constexpr int kUnrolled = 4;  // lines; every stretch has a multiple of that
 
 template <class Reader>
 struct Input {  // x in the reader's words
@@ -24,10 +24,10 @@ struct Input {  // x in the reader's words
         packed(a.rows * stretches) {
     std::vector<float> x(a.depth);
     for (int64_t m = 0; m < a.rows; ++m) {
-      for (int64_t k = 0; k < a.depth; ++k)
-        x[k] = a.dtype == Dtype::f32
-                   ? static_cast<const float*>(a.x)[m * a.x_stride + k]
-                   : to_float(static_cast<const bf16*>(a.x)[m * a.x_stride + k]);
+      with_type(a.dtype, [&](auto t) {
+        const auto* from = static_cast<const decltype(t)*>(a.x) + m * a.x_stride;
+        for (int64_t k = 0; k < a.depth; k += kLanes) store(x.data() + k, load(from + k));
+      });
       for (int64_t s = 0; s < stretches; ++s) {
         const int64_t at = m * stretches + s;
         packed[at] = Reader::pack(x.data() + s * stretch, stretch,
@@ -87,7 +87,8 @@ void by_blocks(const LowBitArgs& a) {
                 [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       int64_t m = 0;
-      for (; m + kMaxRows <= a.rows; m += kMaxRows) multiply<Reader, kMaxRows>(a, x, m, block);
+      for (; m + kMaxFewRows <= a.rows; m += kMaxFewRows)
+        multiply<Reader, kMaxFewRows>(a, x, m, block);
       if (m + 4 <= a.rows) multiply<Reader, 4>(a, x, m, block), m += 4;
       if (m + 2 <= a.rows) multiply<Reader, 2>(a, x, m, block), m += 2;
       if (m < a.rows) multiply<Reader, 1>(a, x, m, block);

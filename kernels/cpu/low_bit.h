@@ -2,6 +2,7 @@
 // channels; a lane of a vector is a channel, so no sum crosses lanes and a scale is one vector.
 #pragma once
 
+#include "dtypes.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -32,6 +33,12 @@ struct LowBitArgs {
 };
 
 void quantized_linear(const LowBitArgs&);  // by dot products, for few rows
+#ifdef LLMC_AVX512
+constexpr int64_t kMaxFewRows = 8;  // that it multiplies together
+#else
+constexpr int64_t kMaxFewRows = 4;
+#endif
+void quantized_many_rows(const LowBitArgs&);  // by float32 tiles
 bool has_pair_rows();                      // whether this one serves bf16 here, for more
 void quantized_pair_rows(const LowBitArgs&);
 bool widens_weights();                     // whether these two serve here, for many rows
@@ -65,13 +72,11 @@ LLMC_INLINE v16f zero_of(const LowBitArgs& a, int64_t block, int64_t group) {
 // One row of a block's channels, finished but for the bias.
 LLMC_INLINE void write_block(const LowBitArgs& a, int64_t row, int64_t block, v16f y) {
   const int64_t n = block * kChannels, at = row * a.channels + n;
-  if (a.dtype == Dtype::f32) {
-    if (a.bias) y += load(static_cast<const float*>(a.bias) + n);
-    store(static_cast<float*>(a.out) + at, y);
-  } else {
-    if (a.bias) y += load(static_cast<const bf16*>(a.bias) + n);
-    store(static_cast<bf16*>(a.out) + at, y);
-  }
+  with_type(a.dtype, [&](auto t) __attribute__((always_inline)) {
+    using T = decltype(t);
+    if (a.bias) y += load(static_cast<const T*>(a.bias) + n);
+    store(static_cast<T*>(a.out) + at, y);
+  });
 }
 
 struct Packed {  // what a stretch of x became: its words times `scale`, which add up to `sum`

@@ -1,6 +1,10 @@
 // Work over threads on the OpenMP runtime that torch already runs (one runtime in the process).
+//
+// Work is handed out in pieces from a shared counter: a thread that the system runs late, since
+// another process keeps its core busy, finds less left to do instead of holding up the others.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -8,6 +12,8 @@ namespace llmc {
 
 // A parallel region costs several microseconds: below this much work it is not worth one.
 constexpr int64_t kSerialCost = 60000;  // in units of about a clock cycle per 4 elements
+constexpr int64_t kPieceCost = kSerialCost / 4;
+constexpr int64_t kPiecesPerThread = 8;
 
 inline int worth_threads(int64_t cost, int64_t items, int threads) {
   int64_t useful = cost / kSerialCost + 1;
@@ -15,22 +21,7 @@ inline int worth_threads(int64_t cost, int64_t items, int threads) {
   return static_cast<int>(useful < threads ? useful : threads);
 }
 
-// body(begin, end) over even shares of `items` rows; `cost` is that of one row.
-template <class Body>
-void parallel_rows(int64_t items, int64_t cost, int threads, const Body& body) {
-  const int n = worth_threads(items * cost, items, threads);
-  if (n <= 1) {
-    if (items > 0) body(0, items);
-    return;
-  }
-#pragma omp parallel for num_threads(n) schedule(static, 1)
-  for (int t = 0; t < n; ++t) {
-    const int64_t begin = items * t / n, end = items * (t + 1) / n;
-    if (begin < end) body(begin, end);
-  }
-}
-
-// body(item) one at a time from a shared counter: for items of unequal cost.
+// body(item) one at a time from a shared counter.
 template <class Body>
 void parallel_items(int64_t items, int threads, const Body& body) {
   if (threads <= 1 || items <= 1) {
@@ -40,6 +31,19 @@ void parallel_items(int64_t items, int threads, const Body& body) {
   std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(threads)
   for (int64_t i = next++; i < items; i = next++) body(i);
+}
+
+// body(begin, end) over stretches of `items` rows; `cost` is that of one row.
+template <class Body>
+void parallel_rows(int64_t items, int64_t cost, int threads, const Body& body) {
+  const int n = worth_threads(items * cost, items, threads);
+  if (n <= 1) {
+    if (items > 0) body(int64_t(0), items);
+    return;
+  }
+  const int64_t worth = std::clamp(items * cost / kPieceCost, int64_t(n), n * kPiecesPerThread);
+  const int64_t pieces = std::min(items, worth);
+  parallel_items(pieces, n, [&](int64_t i) { body(items * i / pieces, items * (i + 1) / pieces); });
 }
 
 }  // namespace llmc

@@ -1,4 +1,5 @@
 // rms_norm, add_rms_norm and act_mul: one pass over each row, float inside.
+#include "dtypes.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "vec.h"
@@ -133,11 +134,11 @@ void act_typed(const ActArgs& a) {
 }  // namespace
 
 void rms_norm(const NormArgs& a) {
-  a.dtype == Dtype::f32 ? norm_rows<float>(a) : norm_rows<bf16>(a);
+  with_type(a.dtype, [&](auto t) { norm_rows<decltype(t)>(a); });
 }
 
 void act_mul(const ActArgs& a) {
-  a.dtype == Dtype::f32 ? act_typed<float>(a) : act_typed<bf16>(a);
+  with_type(a.dtype, [&](auto t) { act_typed<decltype(t)>(a); });
 }
 
 }  // namespace llmc

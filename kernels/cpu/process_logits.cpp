@@ -1,4 +1,5 @@
 // process_logits: a copy to float, then the few logits that penalties and biases touch, then masks.
+#include "dtypes.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "vec.h"
@@ -85,7 +86,7 @@ void process_rows(const ProcessArgs& a) {
 }  // namespace
 
 void process_logits(const ProcessArgs& a) {
-  a.dtype == Dtype::f32 ? process_rows<float>(a) : process_rows<bf16>(a);
+  with_type(a.dtype, [&](auto t) { process_rows<decltype(t)>(a); });
 }
 
 }  // namespace llmc

@@ -2,6 +2,7 @@
 //
 // One pass divides by the temperature and keeps the maximum of every block of 64 logits. The block
 // maxima bound what top_k, top_p and the noise can still let win, so later passes touch few blocks.
+#include "dtypes.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "philox.h"
@@ -248,7 +249,7 @@ void sample_rows(const SampleArgs& a) {
 }  // namespace
 
 void sample(const SampleArgs& a) {
-  a.dtype == Dtype::f32 ? sample_rows<float>(a) : sample_rows<bf16>(a);
+  with_type(a.dtype, [&](auto t) { sample_rows<decltype(t)>(a); });
 }
 
 }  // namespace llmc

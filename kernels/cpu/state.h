@@ -1,7 +1,8 @@
 // What state_bindings.cpp calls: ops that carry a state from token to token, over packed requests.
-// Everything is float inside; inputs of either dtype are widened a row at a time.
+// Everything is float inside; inputs of any dtype are widened a row at a time.
 #pragma once
 
+#include "dtypes.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -24,7 +25,7 @@ struct Step {
   int64_t tokens_each() const { return requests ? (tokens + requests - 1) / requests : 0; }
 };
 
-struct Packed {  // [T, ...] of either dtype, dense in its last dimension
+struct Packed {  // [T, ...] of any dtype, dense in its last dimension
   Dtype dtype;
   const void* data;
   int64_t token_stride, head_stride;
@@ -114,8 +115,7 @@ void widen(const T* from, int64_t n, float* to) {
 
 // to[0, n) = data[at, at + n), and zeros up to a whole vector.
 inline void widen(Dtype dtype, const void* data, int64_t at, int64_t n, float* to) {
-  dtype == Dtype::f32 ? widen(static_cast<const float*>(data) + at, n, to)
-                      : widen(static_cast<const bf16*>(data) + at, n, to);
+  with_type(dtype, [&](auto t) { widen(static_cast<const decltype(t)*>(data) + at, n, to); });
 }
 
 inline void widen(const Packed& x, int64_t token, int64_t head, int64_t first, int64_t n,
@@ -125,8 +125,9 @@ inline void widen(const Packed& x, int64_t token, int64_t head, int64_t first, i
 
 inline float number(const Packed& x, int64_t token, int64_t head) {
   const int64_t at = x.at(token, head);
-  return x.dtype == Dtype::f32 ? static_cast<const float*>(x.data)[at]
-                               : to_float(static_cast<const bf16*>(x.data)[at]);
+  return with_type(x.dtype, [&](auto t) {
+    return to_float(static_cast<const decltype(t)*>(x.data)[at]);
+  });
 }
 
 template <class T>
@@ -138,8 +139,7 @@ void narrow(const float* from, int64_t n, T* to) {
 
 // data[at, at + n) = from[0, n)
 inline void narrow(Dtype dtype, void* data, int64_t at, int64_t n, const float* from) {
-  dtype == Dtype::f32 ? narrow(from, n, static_cast<float*>(data) + at)
-                      : narrow(from, n, static_cast<bf16*>(data) + at);
+  with_type(dtype, [&](auto t) { narrow(from, n, static_cast<decltype(t)*>(data) + at); });
 }
 
 }  // namespace llmc

@@ -13,9 +13,13 @@ using at::Tensor;
 using std::optional;
 
 llmc::Dtype dtype_of(const Tensor& t, const char* name) {
-  TORCH_CHECK(t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16, name,
-              " must be float32 or bfloat16, got ", t.scalar_type());
-  return t.scalar_type() == at::kFloat ? llmc::Dtype::f32 : llmc::Dtype::bf16;
+  switch (t.scalar_type()) {
+    case at::kFloat: return llmc::Dtype::f32;
+    case at::kBFloat16: return llmc::Dtype::bf16;
+    case at::kHalf: return llmc::Dtype::f16;
+    default:
+      TORCH_CHECK(false, name, " must be float32, bfloat16 or float16, got ", t.scalar_type());
+  }
 }
 
 int num_threads() {

@@ -22,8 +22,8 @@ LLMC_INLINE void prefetch_row(const T* row, int64_t width) {
 
 // Values are read as float lanes. A bf16 line is split in even and odd elements, which needs no
 // shuffle; `unpermute` puts the accumulator back in order at the end.
-template <int N>
-LLMC_INLINE void load_values(const float* p, v16f out[N]) {
+template <int N, class T>
+LLMC_INLINE void load_values(const T* p, v16f out[N]) {  // float and f16
   for (int i = 0; i < N; ++i) out[i] = load(p + i * kLanes);
 }
 

@@ -1,6 +1,7 @@
 // token_logprobs: the log-probability and rank of each row's token, and the k likeliest tokens.
 //
 // Maxima of blocks of 64 logits bound which of them can hold one of the k: few are looked at twice.
+#include "dtypes.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "vec.h"
@@ -119,7 +120,7 @@ void token_logprobs(const TokenLogprobsArgs& a) {
   parallel_rows(a.rows, a.vocab, a.threads, [&](int64_t begin, int64_t end) {
     static thread_local Scratch scratch;
     for (int64_t row = begin; row < end; ++row)
-      a.dtype == Dtype::f32 ? report<float>(a, row, scratch) : report<bf16>(a, row, scratch);
+      with_type(a.dtype, [&](auto t) { report<decltype(t)>(a, row, scratch); });
   });
 }
 

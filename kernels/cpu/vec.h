@@ -7,8 +7,10 @@
 #include <cstring>
 #include <limits>
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#endif
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define LLMC_AVX512 1
 #if defined(__AVX512BF16__)
 #define LLMC_AVX512_BF16 1
@@ -23,12 +25,29 @@ typedef float v16f __attribute__((vector_size(64)));
 typedef int32_t v16i __attribute__((vector_size(64)));
 typedef uint32_t v16u __attribute__((vector_size(64)));
 typedef uint16_t v16h __attribute__((vector_size(32)));
+typedef _Float16 v16half __attribute__((vector_size(32)));
 
 constexpr int kLanes = 16;
+
+// As many lanes as one register has: what inner loops of products hold their sums in.
+#if defined(LLMC_AVX512)
+constexpr int kNative = 16;
+#elif defined(__AVX__)
+constexpr int kNative = 8;
+#else
+constexpr int kNative = 4;
+#endif
+typedef float vf __attribute__((vector_size(4 * kNative)));
+typedef uint32_t vu __attribute__((vector_size(4 * kNative)));
+
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.44269504088896340736f;
 
 struct bf16 {
+  uint16_t bits;
+};
+
+struct f16 {  // IEEE binary16
   uint16_t bits;
 };
 
@@ -64,6 +83,22 @@ LLMC_INLINE v16f load(const bf16* p) {
   return (v16f)(__builtin_convertvector(x, v16u) << 16);
 }
 
+LLMC_INLINE v16f load(const f16* p) {
+#if defined(LLMC_AVX512)
+  return (v16f)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+  const __m256 halves[2] = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+                            _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
+  v16f x;
+  std::memcpy(&x, halves, sizeof x);
+  return x;
+#else
+  v16half x;
+  std::memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(x, v16f);
+#endif
+}
+
 LLMC_INLINE void store(float* p, v16f x) {
   std::memcpy(p, &x, sizeof x);
 }
@@ -82,6 +117,20 @@ LLMC_INLINE v16h round_bf16(v16f x) {  // to nearest, ties to even
 LLMC_INLINE void store(bf16* p, v16f x) {
   v16h h = round_bf16(x);
   std::memcpy(p, &h, sizeof h);
+}
+
+LLMC_INLINE void store(f16* p, v16f x) {  // to nearest, ties to even
+#if defined(LLMC_AVX512)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, 0));
+#elif defined(__F16C__)
+  __m256 halves[2];
+  std::memcpy(halves, &x, sizeof x);
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(halves[0], 0));
+  _mm_storeu_si128((__m128i*)p + 1, _mm256_cvtps_ph(halves[1], 0));
+#else
+  const v16half h = __builtin_convertvector(x, v16half);
+  std::memcpy(p, &h, sizeof h);
+#endif
 }
 
 template <class T>
@@ -109,6 +158,16 @@ LLMC_INLINE float to_float(bf16 x) {
   return y;
 }
 
+LLMC_INLINE float to_float(f16 x) {
+#ifdef __F16C__
+  return _cvtsh_ss(x.bits);
+#else
+  _Float16 y;
+  std::memcpy(&y, &x, sizeof y);
+  return float(y);
+#endif
+}
+
 LLMC_INLINE bf16 to_bf16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -124,13 +183,24 @@ LLMC_INLINE void assign(bf16& y, float x) {
   y = to_bf16(x);
 }
 
+LLMC_INLINE void assign(f16& y, float x) {
+#ifdef __F16C__
+  y.bits = _cvtss_sh(x, 0);
+#else
+  const _Float16 half = _Float16(x);
+  std::memcpy(&y, &half, sizeof y);
+#endif
+}
+
 LLMC_INLINE float sum_lanes(v16f x) {
 #ifdef LLMC_AVX512
   return _mm512_reduce_add_ps((__m512)x);
 #else
-  float s = 0;
-  for (int i = 0; i < kLanes; ++i) s += x[i];
-  return s;
+  float part[kLanes];  // in a tree: one after the other, each sum would wait for the one before
+  store(part, x);
+  for (int n = kLanes / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) part[i] += part[i + n];
+  return part[0];
 #endif
 }
 

@@ -42,7 +42,7 @@ def identify(config: EngineConfig) -> Identity:
     device = pick_device(config.device)
     hf_config, stored = load_config(files, config), load_quantization(files)
     check_model_len(config, hf_config)
-    dtype = pick_dtype(config.dtype, hf_config, device)
+    dtype = pick_dtype(config.dtype, hf_config)
     level = pick_level(config.opt_level, device)
     model_len = config.max_model_len or model_context(hf_config)
     held = held_forms(config, stored, tensors_of(files, stored, dtype))

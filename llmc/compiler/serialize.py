@@ -148,7 +148,6 @@ def _dump_role(node: fx.Node, constants: dict[str, Tensor]) -> Json:
             "kind": "weight",
             "parts": list(role.parts),
             "transposed": role.transposed,
-            "packed": role.packed,
             "quantized": None if role.quantized is None else asdict(role.quantized),
         }
     constants[node.name] = role.tensor.contiguous()
@@ -168,7 +167,6 @@ def _load_role(name: str, role: Json, constants: Mapping[str, Tensor]) -> Input:
             return WeightInput(
                 parts=tuple(role["parts"]),
                 transposed=role["transposed"],
-                packed=role["packed"],
                 quantized=low and QuantizedPart(**{**low, "to": Quantization(**low["to"])}),
             )
         case "constant":

@@ -85,7 +85,7 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
     stored = load_quantization(files)
     check_model_len(config, hf_config)
     device = torch.device("cuda") if config.device == "cuda" else pick_device(config.device)
-    dtype = pick_dtype(config.dtype, hf_config, device)
+    dtype = pick_dtype(config.dtype, hf_config)
     model_len = config.max_model_len or model_context(hf_config)
     extra = user_passes(config.extra_passes)
     processors = user_processors(config.logits_processors)

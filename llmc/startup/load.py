@@ -101,7 +101,7 @@ def find_model(config: EngineConfig, device: torch.device) -> ModelSource:
     """Raises CheckpointError where there is no such model, ConfigError where it is too short."""
     files = resolve_model(config)
     hf_config, stored = load_config(files, config), load_quantization(files)
-    dtype = pick_dtype(config.dtype, hf_config, device)
+    dtype = pick_dtype(config.dtype, hf_config)
     check_model_len(config, hf_config)
     if parts := unused_parts(hf_config):
         named = " and ".join(parts)
@@ -149,7 +149,6 @@ def pipeline_options(
     config: EngineConfig, device: torch.device, model_len: int, held: Held = ()
 ) -> PipelineOptions:
     """What the passes are told of the engine that `config` asks for."""
-    from llmc.kernels.cpu.compile import streams_plain_weights
     from llmc.kernels.prompt_table import head_dims, measured_on
     from llmc.passes.pipeline import PipelineOptions
 
@@ -160,7 +159,6 @@ def pipeline_options(
         quantization=None if config.quantization == "none" else config.quantization,
         stored=held,
         device_type=device.type,
-        streams_plain_weights=device.type == "cpu" and streams_plain_weights(),
         prompt_head_dims=head_dims(measured_on(device)),
     )
 

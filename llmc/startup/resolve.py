@@ -25,8 +25,11 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def pick_dtype(name: str, hf_config: Any, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's dtype; float32 where the CPU would emulate bfloat16."""
+def pick_dtype(name: str, hf_config: Any) -> torch.dtype:
+    """`auto` is the checkpoint's dtype, which weights and caches keep in memory.
+
+    CPUs without products of bfloat16 or float16 widen it in registers.
+    """
     import torch
 
     if name != "auto":
@@ -35,18 +38,14 @@ def pick_dtype(name: str, hf_config: Any, device: torch.device) -> torch.dtype:
     stored = getattr(hf_config, "dtype", None) or torch.float32
     if isinstance(stored, str):
         stored = getattr(torch, stored, torch.float32)
-    if stored not in (torch.float32, torch.bfloat16, torch.float16):
-        stored = torch.float32
-    if device.type == "cpu" and stored != torch.float32:
-        supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-        return torch.bfloat16 if supported() else torch.float32
-    return stored
+    known = stored in (torch.float32, torch.bfloat16, torch.float16)
+    return stored if known else torch.float32
 
 
 def pick_level(level: int | None, device: torch.device) -> int:
     """The optimization level that will run.
 
-    On CPU, -O0 with packed ops is as fast as compiled code and starts at once (bench/results).
+    On CPU, -O0 with C++ ops is as fast as compiled code and starts at once (bench/results).
     """
     if level is not None:
         return level

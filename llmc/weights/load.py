@@ -331,13 +331,13 @@ def make_weight(
     *,
     passing: bool = False,
 ) -> Tensor:
-    """One recipe, filled: parts read into their slices, turned and packed as it says.
+    """One recipe, filled: parts read into their slices, turned as it says.
 
     `passing`: the tensor is soon let go of, and its memory should go back at once.
     """
     sizes = [shapes[p][::-1] if role.transposed else shapes[p] for p in role.parts]
     shape = _shape(role, shapes)
-    if role.packed or passing:
+    if passing:
         out = staging(shape, dtype)
     else:
         out = empty_in_huge_pages(shape, dtype, device)
@@ -352,7 +352,4 @@ def make_weight(
         else:
             source.fill(part, out)
         start += size[0] if size else 0
-    if role.packed:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(out)
-        return packed
     return out

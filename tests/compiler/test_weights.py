@@ -1,4 +1,4 @@
-"""Recipes over checkpoint tensors: merged, turned, packed, converted, tied, random; or refused."""
+"""Recipes over checkpoint tensors: merged, turned, converted, tied, random; or refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from llmc.compiler.program import load_weights
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
 from llmc.passes.inputs import WeightInput
-from llmc.passes.pack_linears import packed_linear_available
 from llmc.startup.load import compile_model, find_model
 from llmc.weights.checkpoint import open_checkpoint
 from llmc.weights.load import CheckpointWeights, DummyWeights, make_weight
@@ -62,15 +61,6 @@ def test_transposed_parts() -> None:
     got = make_weight(role, shapes, torch.bfloat16, source, CPU)
     assert torch.equal(got, torch.cat((A.T, source.tensors["c"].T)))
     assert got.is_contiguous()
-
-
-@pytest.mark.skipif(not packed_linear_available(), reason="this torch has no packed linear")
-def test_packed_parts_multiply_like_the_plain_ones() -> None:
-    x = torch.randn(3, 8).bfloat16()
-    packed = make("a", "b", packed=True)
-    got = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-    want = x.float() @ torch.cat((A, B)).float().T
-    torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)
 
 
 # A whole program

@@ -123,7 +123,7 @@ def test_passes_say_where_they_match_and_why_not(tmp_path: Path) -> None:
     assert found["append_sampler"].layers == (2,), "behind the layers"
     assert not found["merge_linears"].enabled
     assert found["fuse_rms_norm"].layers == () and found["fuse_rms_norm"].removed == 0
-    assert found["pack_linears"].notes, "it says why it rests"
+    assert found["split_prompts"].notes, "it says why it rests"
 
 
 def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:

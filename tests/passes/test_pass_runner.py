@@ -11,7 +11,6 @@ from torch import Tensor, fx
 from llmc.errors import ConfigError
 from llmc.kernels.write_kv import write_kv
 from llmc.passes.base import Notes, graph_pass, run_passes
-from llmc.passes.pack_linears import packed_linear_available
 from llmc.passes.pipeline import PipelineOptions, pipeline
 
 OPTIONS = PipelineOptions(block_size=16, max_positions=64, device_type="cpu")
@@ -71,32 +70,12 @@ def test_the_order_that_passes_rely_on() -> None:
     for earlier, later in (
         ("last_token_logits", "append_sampler"),
         ("merge_linears", "fuse_act_mul"),
-        ("merge_linears", "pack_linears"),
         ("share_rotary", "fuse_rope_write"),
         ("fuse_rms_norm", "fuse_rope_write"),
         ("page_attention", "fuse_rope_write"),
     ):
         if later in names:
             assert names.index(earlier) < names.index(later), (earlier, later)
-
-
-@pytest.mark.parametrize(
-    ("device_type", "streams", "packs"),
-    [("cuda", False, False), ("cpu", True, False), ("cpu", False, packed_linear_available())],
-)
-def test_weights_are_packed_where_it_pays(device_type: str, streams: bool, packs: bool) -> None:
-    options = PipelineOptions(
-        block_size=16,
-        max_positions=64,
-        device_type=device_type,
-        streams_plain_weights=streams,
-    )
-    [pack] = [p for p in pipeline(options) if p.name == "pack_linears"]
-    x = step(torch.randn(1, 5, 32).bfloat16(), dynamic=1)
-    gm = trace(F.linear, x=x, w=weight("w", torch.randn(48, 32).bfloat16()))
-    packed, (report,) = apply(gm, pack)
-    assert ("mkldnn._linear_pointwise.default" in ops(packed)) == packs
-    assert packs or report.notes, "a pass that does nothing says why"
 
 
 def test_an_unknown_pass_is_refused_with_the_known_names() -> None:

@@ -36,10 +36,11 @@ from llmc.kernels.fp8 import FP8
 from llmc.kernels.registry import OPS, Case
 
 CPU = torch.device("cpu")
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {  # of results that are rounded once from float32
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2},
+    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
 }
 
 

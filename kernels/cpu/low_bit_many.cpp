@@ -1,0 +1,58 @@
+// quantized_linear for many rows by float32 tiles, on CPUs that multiply neither tiles nor pairs of
+// bf16, and for x of other dtypes: a stretch of the weight is widened, scaled, and multiplied.
+#include "low_bit.h"
+#include "matmul.h"
+
+namespace llmc {
+namespace {
+
+template <Format kFormat>
+struct LowBit {
+  using Reader = FloatReader<kFormat>;
+  static constexpr bool kByInput = true;
+  const LowBitArgs& a;
+
+  void widen(int64_t n, int64_t count, int64_t k, int64_t depth, float* to) const {
+    for (int64_t c = 0; c < count; c += kChannels) widen_block((n + c) / kChannels, k, depth, to + c);
+  }
+
+  void widen_block(int64_t block, int64_t k, int64_t depth, float* to) const {
+    const uint8_t* line =
+        a.weight + (block * a.lines() + k / Reader::kInputs) * kLineBytes;
+    v16f scale = {}, offset = {};
+    for (int64_t i = 0; i < depth; i += Reader::kInputs, line += kLineBytes) {
+      if (i == 0 || (k + i) % a.group == 0) {
+        scale = scale_of(a, block, (k + i) / a.group);
+        if (kFormat == Format::int4) offset = zero_of(a, block, (k + i) / a.group);
+      }
+      __builtin_prefetch(line + 2048, 0, 2);
+      v16u bytes;
+      std::memcpy(&bytes, line, sizeof bytes);
+#pragma GCC unroll 8
+      for (int step = 0; step < Reader::kSteps; ++step, to += matmul::kBlock) {
+        v16f value = Reader::get(bytes, step);
+        if (kFormat == Format::int4) value -= offset;
+        store(to, value * scale);
+      }
+    }
+  }
+};
+
+template <Format kFormat>
+void run(const LowBitArgs& a) {
+  const LinearArgs product{a.dtype, a.x, nullptr, a.bias, a.out, a.rows, a.depth, a.channels,
+                           a.x_stride, 0, a.channels, a.threads};
+  with_type(a.dtype, [&](auto t) { matmul::multiply<decltype(t)>(product, LowBit<kFormat>{a}); });
+}
+
+}  // namespace
+
+void quantized_many_rows(const LowBitArgs& a) {
+  switch (a.format) {
+    case Format::int8: return run<Format::int8>(a);
+    case Format::int4: return run<Format::int4>(a);
+    case Format::fp8: return run<Format::fp8>(a);
+  }
+}
+
+}  // namespace llmc

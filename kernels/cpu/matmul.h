@@ -1,0 +1,177 @@
+// Products of many rows in float32, for every CPU and every form of weight: y = x W^T + b.
+//
+// Rows of x are widened once and packed in panels of sixteen lanes. A block of channels of the
+// weight is widened, a stretch of inputs at a time, to where the caches hold it; a tile of a few
+// channels by one panel has all its sums in registers.
+//
+// A Source of weights has: kByInput (whether it widens to [input][kBlock], else to
+// [channel][kDepth]), and widen(n, count, k, depth, to) for channels [n, n + count) and inputs
+// [k, k + depth); what `to` holds of the channels past `count` is of no matter.
+#pragma once
+
+#include "arena.h"
+#include "dtypes.h"
+#include "parallel.h"
+#include "transpose.h"
+
+namespace llmc::matmul {
+
+constexpr int64_t kBlock = 48;   // channels that one item of work is
+constexpr int64_t kDepth = 256;  // inputs at a time: a panel of them fits the first cache
+constexpr int64_t kPackedBytes = 8 << 20;  // of x at a time
+constexpr int64_t kMaxRows = 512;          // whose sums stay in the second cache
+
+#ifdef LLMC_AVX512
+constexpr int64_t kHalf = kLanes;  // a panel can't be narrower than a register
+constexpr int kGroup = 24, kHalfGroup = 24;  // channels whose sums the registers hold
+#else
+constexpr int64_t kHalf = kLanes / 2;
+constexpr int kGroup = 6, kHalfGroup = 12;
+#endif
+
+// One of each a thread, whatever the types that are multiplied.
+inline Arena& panel_arena() {
+  static thread_local Arena arena;
+  return arena;
+}
+
+inline Arena& block_arena() {
+  static thread_local Arena arena;
+  return arena;
+}
+
+LLMC_INLINE vf load_native(const float* p) {
+  vf x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+// c[M][kLanes] (+)= w[M] by the first kRows lanes of a panel.
+template <bool kByInput, int M, int kRows>
+void tile(const float* w, const float* x, int64_t depth, float* c, bool add) {
+  constexpr int V = kRows / kNative;
+  vf acc[M][V];
+#pragma GCC unroll 24
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v)
+      acc[m][v] = add ? load_native(c + m * kLanes + v * kNative) : vf{};
+  for (int64_t k = 0; k < depth; ++k, x += kRows) {
+    vf lane[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) lane[v] = load_native(x + v * kNative);
+#pragma GCC unroll 24
+    for (int m = 0; m < M; ++m) {
+      const float value = kByInput ? w[k * kBlock + m] : w[m * kDepth + k];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) acc[m][v] += value * lane[v];
+    }
+  }
+#pragma GCC unroll 24
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v)
+      std::memcpy(c + m * kLanes + v * kNative, &acc[m][v], sizeof(vf));
+}
+
+struct Panels {  // rows [row, row + rows) of x; the last panel may be a half one
+  const float* data;
+  int64_t row, rows, count, floats;  // of a whole panel
+  bool half;
+};
+
+// Inputs [k, k + n) of up to sixteen rows, to [input][width].
+template <class T>
+void pack(const LinearArgs& a, int64_t row, int64_t rows, int64_t k, int64_t n, int64_t width,
+          float* to) {
+  alignas(64) float lines[kLanes][kLanes] = {}, turned[kLanes][kLanes];
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t left = std::min<int64_t>(kLanes, n - i);
+    for (int64_t m = 0; m < rows; ++m) {
+      const T* from = static_cast<const T*>(a.x) + (row + m) * a.x_stride + k + i;
+      store(lines[m], left == kLanes ? load(from) : load_n(from, left));
+    }
+    transpose(lines[0], kLanes, turned[0], kLanes);
+    for (int64_t j = 0; j < left; ++j)
+      std::memcpy(to + (i + j) * width, turned[j], width * sizeof(float));
+  }
+}
+
+// Sums [channel][kLanes] of `count` channels from n on, to rows of the output.
+template <class T>
+void write(const LinearArgs& a, const float* sums, int64_t n, int64_t count, int64_t row,
+           int64_t rows) {
+  alignas(64) float lines[kLanes][kLanes];
+  for (int64_t c = 0; c < count; c += kLanes) {
+    const int64_t left = std::min<int64_t>(kLanes, count - c);
+    v16f bias = {};
+    if (a.bias) {
+      const T* from = static_cast<const T*>(a.bias) + n + c;
+      bias = left == kLanes ? load(from) : load_n(from, left);
+    }
+    transpose(sums + c * kLanes, kLanes, lines[0], kLanes);
+    for (int64_t m = 0; m < rows; ++m) {
+      T* to = static_cast<T*>(a.out) + (row + m) * a.out_stride + n + c;
+      const v16f y = load(lines[m]) + bias;
+      left == kLanes ? store(to, y) : store_n(to, y, left);
+    }
+  }
+}
+
+template <class T, class Source>
+void block(const LinearArgs& a, const Source& source, const Panels& x, int64_t n) {
+  Arena& arena = block_arena();
+  arena.reset((kBlock * kDepth + x.count * kBlock * kLanes) * sizeof(float));
+  float* weight = arena.take<float>(kBlock * kDepth);
+  float* sums = arena.take<float>(x.count * kBlock * kLanes);
+  const int64_t count = std::min(kBlock, a.channels - n);
+  for (int64_t k = 0; k < a.depth; k += kDepth) {
+    const int64_t depth = std::min(kDepth, a.depth - k);
+    source.widen(n, count, k, depth, weight);
+    for (int64_t p = 0; p < x.count; ++p) {
+      const bool half = x.half && p + 1 == x.count;
+      const int group = half ? kHalfGroup : kGroup;
+      const float* panel = x.data + p * x.floats + k * (half ? kHalf : kLanes);
+      auto run = half ? &tile<Source::kByInput, kHalfGroup, kHalf>
+                      : &tile<Source::kByInput, kGroup, kLanes>;
+      for (int64_t m = 0; m < count; m += group)
+        run(weight + m * (Source::kByInput ? 1 : kDepth), panel, depth,
+            sums + (p * kBlock + m) * kLanes, k > 0);
+    }
+  }
+  for (int64_t p = 0; p < x.count; ++p)
+    write<T>(a, sums + p * kBlock * kLanes, n, count, x.row + p * kLanes,
+             std::min<int64_t>(kLanes, x.rows - p * kLanes));
+}
+
+template <class T, class Source>
+void multiply(const LinearArgs& a, const Source& source) {
+  constexpr int64_t kPiece = 2 * kDepth;  // inputs of a panel that are packed at once
+  const int64_t fit = kPackedBytes / (a.depth * sizeof(float)) / kLanes * kLanes;
+  const int64_t most = std::clamp<int64_t>(fit, 4 * kLanes, kMaxRows);
+  const int64_t chunks = (a.rows + most - 1) / most;
+  const int64_t chunk = (a.rows + chunks * kLanes - 1) / (chunks * kLanes) * kLanes;
+  const int64_t pieces = (a.depth + kPiece - 1) / kPiece;
+  const int64_t blocks = (a.channels + kBlock - 1) / kBlock;
+  Arena& arena = panel_arena();
+  arena.reset(chunk * a.depth * sizeof(float));
+  float* const data = arena.take<float>(chunk * a.depth);
+  const int threads = worth_threads(blocks * a.depth * (8 + a.rows) * 2, blocks, a.threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < a.rows; row += chunk) {
+    const int64_t rows = std::min(chunk, a.rows - row), rest = rows % kLanes;
+    const int64_t panels = (rows + kLanes - 1) / kLanes;
+    const Panels x{data, row, rows, panels, a.depth * kLanes, rest > 0 && rest <= kHalf};
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < panels * pieces; ++i) {
+      const int64_t p = i / pieces, k = i % pieces * kPiece;
+      const int64_t width = x.half && p + 1 == panels ? kHalf : kLanes;
+      pack<T>(a, row + p * kLanes, std::min<int64_t>(kLanes, rows - p * kLanes), k,
+              std::min(kPiece, a.depth - k), width, data + p * x.floats + k * width);
+    }
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < blocks; ++i) block<T>(a, source, x, i * kBlock);
+  }
+}
+
+}  // namespace llmc::matmul
