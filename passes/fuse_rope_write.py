@@ -292,11 +292,14 @@ def _source(graph: fx.Graph, rope: _Rotary) -> _Source:
 def _table(
     graph: fx.Graph, table: fx.Node, halved: bool, made: dict[tuple[fx.Node, bool], fx.Node]
 ) -> fx.Node:
-    """The same table in float32, and doubled where it holds one half; made once."""
+    """The same table in float32, and doubled where it holds one half; made once, if at all."""
+    role = input_of(table)
+    assert isinstance(role, ConstantInput)
+    rows = role.tensor
+    if rows.dtype == torch.float32 and rows.dim() == 2 and rows.is_contiguous() and not halved:
+        return table  # layers that are not fused may read it too
     if (table, halved) not in made:
-        role = input_of(table)
-        assert isinstance(role, ConstantInput)
-        rows = role.tensor.flatten(1).float()
+        rows = rows.flatten(1).float()
         rows = torch.cat((rows, rows), -1) if halved else rows
         fake = val(table).new_empty(rows.shape, dtype=torch.float32)
         made[table, halved] = add_input(

@@ -12,6 +12,7 @@ from llmc.passes.base import Pass
 from llmc.passes.canonicalize import canonicalize
 from llmc.passes.find_attention import find_attention
 from llmc.passes.find_convolutions import find_convolutions
+from llmc.passes.find_positions import find_positions
 from llmc.passes.find_shifts import find_shifts
 from llmc.passes.fuse_act_mul import fuse_act_mul
 from llmc.passes.fuse_linears import fuse_linears
@@ -61,6 +62,9 @@ def pipeline(
         find_convolutions(),
         find_shifts(),
         slot_state(),  # after find_convolutions and find_shifts: they have a state too
+        find_positions(  # after those: what numbers keys for a mask is gone
+            max_positions=options.max_positions
+        ),
         last_token_logits(),
         append_sampler(),  # after last_token_logits: samples the selected rows
         *processor_passes(processors),  # between the model and append_sampler's first op

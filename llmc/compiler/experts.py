@@ -39,8 +39,7 @@ def _is_sorted_linear(module: nn.Module) -> bool:
 
 def _sorted_linear(self: Any, inputs: Tensor, expert_size: Tensor) -> Tensor:
     """inputs [S, K], the rows of expert 0 first; expert_size [E], how many each has -> [S, N]"""
-    row = torch.arange(inputs.shape[0], device=inputs.device)
-    expert = torch.searchsorted(expert_size.cumsum(0), row, right=True)
+    expert = torch.repeat_interleave(expert_size, output_size=inputs.shape[0])
     out: Tensor = expert_linear.overload(inputs, self.weight, None, expert, False)
     return out
 

@@ -64,9 +64,12 @@ class CannotSerialize(Exception):
 
 
 def dump_graph(graph: fx.Graph) -> tuple[list[Json], dict[str, Tensor]]:
-    """(nodes in order, the constants by placeholder name). Raises CannotSerialize."""
+    """(nodes in order, the constants by the name of the first placeholder that holds them).
+
+    No two of the constants share memory. Raises CannotSerialize.
+    """
     nodes: list[Json] = []
-    constants: dict[str, Tensor] = {}
+    constants = _Constants()
     for node in graph.nodes:
         entry: dict[str, Json] = {"name": node.name, "op": node.op}
         if "val" in node.meta:
@@ -82,7 +85,26 @@ def dump_graph(graph: fx.Graph) -> tuple[list[Json], dict[str, Tensor]]:
         else:
             raise CannotSerialize(node.op)
         nodes.append(entry)
-    return nodes, constants
+    return nodes, constants.by_name
+
+
+class _Constants:
+    """The tensors of a graph's constants: one that several placeholders hold is kept once."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Tensor] = {}
+        self._names: dict[Any, str] = {}
+
+    def add(self, name: str, tensor: Tensor) -> str:
+        """The name that it is kept under. A view of another constant becomes a copy."""
+        facts = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        known = self._names.setdefault(facts if tensor.numel() else name, name)
+        if known == name:
+            storages = {t.untyped_storage().data_ptr() for t in self.by_name.values()}
+            is_view = tensor.untyped_storage().data_ptr() in storages
+            own = tensor.clone() if is_view else tensor
+            self.by_name[name] = own.contiguous()
+        return known
 
 
 def load_graph(
@@ -98,7 +120,7 @@ def load_graph(
         name = entry["name"]
         if entry["op"] == "placeholder":
             node = graph.placeholder(name)
-            node.meta["input"] = _load_role(name, entry["role"], constants)
+            node.meta["input"] = _load_role(entry["role"], constants)
         elif entry["op"] == "call_function":
             args = tuple(_load(a, env) for a in entry["args"])
             kwargs = {k: _load(v, env) for k, v in entry["kwargs"].items()}
@@ -135,7 +157,7 @@ def _load_val(data: Json, device: torch.device) -> Any:
     return TensorFacts(tuple(shape), tuple(stride), getattr(torch, data["dtype"]), device)
 
 
-def _dump_role(node: fx.Node, constants: dict[str, Tensor]) -> Json:
+def _dump_role(node: fx.Node, constants: _Constants) -> Json:
     role: Input = node.meta["input"]
     if isinstance(role, StepInput):
         return {"kind": "step", "name": role.name}
@@ -150,11 +172,10 @@ def _dump_role(node: fx.Node, constants: dict[str, Tensor]) -> Json:
             "transposed": role.transposed,
             "quantized": None if role.quantized is None else asdict(role.quantized),
         }
-    constants[node.name] = role.tensor.contiguous()
-    return {"kind": "constant"}
+    return {"kind": "constant", "tensor": constants.add(node.name, role.tensor)}
 
 
-def _load_role(name: str, role: Json, constants: Mapping[str, Tensor]) -> Input:
+def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
     match role["kind"]:
         case "step":
             return StepInput(name=role["name"])
@@ -170,7 +191,7 @@ def _load_role(name: str, role: Json, constants: Mapping[str, Tensor]) -> Input:
                 quantized=low and QuantizedPart(**{**low, "to": Quantization(**low["to"])}),
             )
         case "constant":
-            return ConstantInput(tensor=constants[name])
+            return ConstantInput(tensor=constants[role["tensor"]])
         case other:
             raise ValueError(f"unknown role {other!r}")
 

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -15,10 +16,12 @@ from unittest import mock
 import pytest
 import torch
 from safetensors import SafetensorError
+from torch import fx
 
 from llmc.compiler import cache as cache_module
 from llmc.compiler.cache import CachedProgram, ProgramCache
 from llmc.compiler.serialize import dump_graph
+from llmc.passes.inputs import ConstantInput
 
 CPU = torch.device("cpu")
 KEY = "0" * 32
@@ -53,6 +56,24 @@ def test_what_is_saved_is_loaded(program: CachedProgram, tmp_path: Path) -> None
     assert cache.load(KEY, CPU) is None
     cache.save(KEY, program)
     assert_same(cache.load(KEY, CPU), program)
+
+
+def test_constants_that_share_memory_are_saved(program: CachedProgram, tmp_path: Path) -> None:
+    """One tensor in two placeholders is kept once, a view of it as a copy."""
+    table = torch.randn(4, 6)
+    graph = fx.Graph()
+    for name, tensor in {"a": table, "b": table, "half": table[1:3], "turned": table.T}.items():
+        graph.placeholder(name).meta["input"] = ConstantInput(tensor=tensor)
+    graph.output(())
+    cache = ProgramCache(tmp_path)
+    cache.save(KEY, replace(program, graph=fx.GraphModule(torch.nn.Module(), graph)))
+    loaded = cache.load(KEY, CPU)
+    assert loaded is not None
+    nodes = loaded.graph.graph.find_nodes(op="placeholder")
+    a, b, half, turned = (node.meta["input"].tensor for node in nodes)
+    assert a is b
+    for have, want in ((a, table), (half, table[1:3]), (turned, table.T)):
+        torch.testing.assert_close(have, want, rtol=0, atol=0)
 
 
 def test_eight_writers_and_readers_at_once(

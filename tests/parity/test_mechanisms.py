@@ -16,6 +16,8 @@ MECHANISMS = {
     "gpt_neo": "windows in buffers, attention of its own",
     "falcon": "one key head, scores scaled in place",
     "gemma4_text": "layers that share keys and values, head sizes by layer, rotation before heads",
+    "llama4_text": "chunks, and queries scaled by positions that the model counts itself",
+    "gemma3n_text": "several residual streams, sparse activations, layers that share a cache",
     "deepseek_v32": "latent attention, a sparse indexer",
     "qwen3_next": "gated delta rule beside attention",
     "mamba2": "scan with a decay per head, no attention",

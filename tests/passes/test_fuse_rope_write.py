@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_graphs import Values, apply, assert_idempotent, ops, run
+from tiny_graphs import Values, apply, assert_idempotent, ops, roles, run
 from tiny_layer import (
     BLOCK_SIZE,
     INPUTS,
@@ -19,8 +19,10 @@ from tiny_layer import (
 )
 from torch import Tensor, fx
 
+from llmc.passes.edit import aten, calls
 from llmc.passes.fuse_rms_norm import fuse_rms_norm
 from llmc.passes.fuse_rope_write import fuse_rope_write
+from llmc.passes.inputs import ConstantInput
 from llmc.passes.page_attention import page_attention
 from llmc.passes.share_rotary import share_rotary
 
@@ -61,6 +63,19 @@ def test_the_cache_holds_the_same_as_without_the_pass() -> None:
     for key, want in plain_values.caches.items():
         assert want.abs().sum() > 0
         torch.testing.assert_close(fused_values.caches[key], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rotary", [half_turn, two_halves])
+def test_no_two_inputs_share_memory(rotary: object) -> None:
+    """A table in the op's own form is read itself, beside readers that are not fused."""
+    gm = before(layer(rotary))
+    output = gm.graph.output_node()
+    output.args = ((output.args[0], *calls(gm.graph, aten.index_select.default)),)
+    fused, (report,) = apply(gm, fuse_rope_write())
+    assert report.added == {"llmc.rope_write.default": 1}
+    tables = [role.tensor for role in roles(fused, ConstantInput)]
+    assert len(tables) == (4 if rotary is two_halves else 2)
+    assert len({t.untyped_storage().data_ptr() for t in tables}) == len(tables)
 
 
 def _cast_whole(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

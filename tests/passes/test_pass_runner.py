@@ -21,6 +21,7 @@ REQUIRED = {
     "slot_state",
     "find_convolutions",
     "find_shifts",
+    "find_positions",
     "find_attention",
     "last_token_logits",
     "append_sampler",

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import safetensors.torch
 from shared_captures import shared_captures
 from torch import Tensor
 
-from llmc.compiler.cache import ProgramCache
+from llmc.compiler.cache import CachedProgram, ProgramCache
+from llmc.compiler.serialize import dump_graph
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore, RowStates
 from llmc.engine.kv.layout import CacheLayout
@@ -105,7 +107,7 @@ def start(path: Path, **options: Any) -> Running:
         mock.patch.object(
             ProgramCache, "load", return_value=None
         ),  # what is on disk proves nothing
-        mock.patch.object(ProgramCache, "save"),
+        mock.patch.object(ProgramCache, "save", _check_that_it_can_be_saved),
         shared_captures(),
     ):
         started = start_engine(EngineConfig(model=str(path), **{**defaults, **options}))
@@ -114,6 +116,11 @@ def start(path: Path, **options: Any) -> Running:
         assert started.upgrade.wait(300), started.upgrade.error
     stay = made[len(made) // 2 :]  # before them the caches of the profile steps were made
     return Running(started=started, caches=[cache for caches in stay for cache in caches])
+
+
+def _check_that_it_can_be_saved(_: ProgramCache, __: str, program: CachedProgram) -> None:
+    """What saving needs of a program, without the disk: plain data, no tensor in two places."""
+    safetensors.torch.save(dump_graph(program.graph.graph)[1])
 
 
 @dataclass(slots=True, kw_only=True)

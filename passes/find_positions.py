@@ -1,0 +1,277 @@
+"""`find_positions`: what counts the tokens of the step counts those of each request instead.
+
+Some models number their tokens themselves (an `arange` over the sequence) beside the positions that
+they are handed. They were captured as one sequence that begins at 0; in a packed step the same code
+would count on from one request to the next, and begin at 0 again in every chunk of a prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from llmc.errors import CompileError
+from llmc.passes.base import Notes, graph_pass, writes
+from llmc.passes.edit import aten, emit, is_call, replace, val
+from llmc.passes.evaluate import Unknown, evaluate
+from llmc.passes.inputs import ConstantInput, StepInput, input_of, step_input
+
+_LENGTHS = (19, 37)  # of the sequences that values are worked out for
+_COUNTING = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+# These read the shape and the dtype of their first argument alone.
+_OF_A_SHAPE = (
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+)
+_CUTS = (aten.slice.Tensor, aten.select.int, aten.narrow.default)
+# Ops, besides those on single elements, that make a row of a token of its own row alone.
+_ROW_BY_ROW = (aten.linear.default, aten.cat.default, aten.stack.default)
+_LOOK_UPS = (aten.embedding.default, aten.index_select.default, aten.index.Tensor)
+
+
+@dataclass(slots=True)
+class _Counted:
+    """The values that depend on the number of tokens and on constants, and on nothing else."""
+
+    same: set[fx.Node] = field(default_factory=set)  # all elements alike, whatever the number
+    counts: dict[fx.Node, int] = field(default_factory=dict)  # a + 0, a + 1, ...: its a
+    derived: set[fx.Node] = field(default_factory=set)  # made of those
+    others: set[fx.Node] = field(default_factory=set)
+
+    def __contains__(self, node: fx.Node) -> bool:
+        return any(node in kind for kind in (self.same, self.counts, self.derived, self.others))
+
+
+@graph_pass(required=True)
+def find_positions(gm: fx.GraphModule, *, max_positions: int) -> Notes:
+    """Replace numbers that a model gives to its tokens by the positions that it is handed.
+
+    Whatever is made of them has to be a row for each token that depends on its position alone: it
+    is run, and compared with what it was. CompileError where that fails, or where something else
+    depends on the place of a token in the step, or on the number of tokens.
+
+    Before:
+        i [T] = aten.arange(T)
+        y [1, T, D] = aten.mul(x, aten.view(aten.log1p(i), [1, T, 1]))
+    After:
+        y [1, T, D] = aten.mul(x, aten.view(aten.log1p(positions), [1, T, 1]))
+    """
+    graph = gm.graph
+    for node in graph.nodes:
+        _refuse_numbers(node)
+    found = _find(graph)
+    notes = [_left_alone(node) for node in found.others if _is_read(node, found)]
+    ends = [n for n in graph.nodes if n in found.derived and _is_read(n, found)]
+    for node in (*found.counts, *ends):
+        for reader in node.users:
+            if reader not in found:
+                _check_reader(node, reader)
+    before = {end: [_run(graph, end, torch.arange(n)) for n in _LENGTHS] for end in ends}
+    for node, first in found.counts.items():
+        notes.append(f"{node.name} is the position of a token")
+        replace(node, _positions(graph, node, first))
+    for end, values in before.items():
+        _prove(graph, end, values, max_positions)
+    return notes
+
+
+def _refuse_numbers(node: fx.Node) -> None:
+    """The number of tokens may be a size; as a value it is the number of all requests' tokens."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or node.target in _COUNTING:
+        return
+    given = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+    for argument in schema.arguments:
+        sizes = [n for n in _nodes(given.get(argument.name)) if _is_size(n)]
+        if not sizes:
+            continue
+        is_value = any(kind in str(argument.type) for kind in ("Tensor", "number", "float"))
+        if is_value or (node.target in _CUTS and not _is_cut_by_tokens(node)):
+            raise CompileError(
+                f"the model's code computes with the number of tokens ({node.target} in "
+                f"{node.name}), which in a step is that of all requests together: it can't be "
+                "served yet"
+            )
+
+
+def _is_cut_by_tokens(node: fx.Node) -> bool:
+    """Whether what is cut out of the first argument is cut along its tokens."""
+    args: Any = node.args
+    dim = args[1] if len(args) > 1 else 0
+    return isinstance(val(args[0]).shape[dim], torch.SymInt)
+
+
+def _nodes(arg: Any) -> list[fx.Node]:
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(arg, nodes.append)
+    return nodes
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _find(graph: fx.Graph) -> _Counted:
+    found = _Counted()
+    known: list[dict[fx.Node, Any]] = [{} for _ in _LENGTHS]  # what was worked out, by length
+    for node in graph.nodes:
+        if not _is_counted(node, found):
+            continue
+        sources = [] if node.target in _OF_A_SHAPE else node.all_input_nodes
+        if any(source in found.others for source in sources):
+            found.others.add(node)
+        elif any(source in found.counts or source in found.derived for source in sources):
+            found.derived.add(node)
+        else:
+            for values, length in zip(known, _LENGTHS, strict=True):
+                values[node] = _run(graph, node, torch.arange(length), values)
+            _sort_in(node, [values[node] for values in known], found)
+    return found
+
+
+def _is_counted(node: fx.Node, found: _Counted) -> bool:
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor) or writes(node):
+        return False
+    if node.target in _OF_A_SHAPE:
+        return bool(_growing(node))
+    sources = node.all_input_nodes
+    known = {s for s in sources if _is_size(s) or s in found}
+    return bool(known) and all(
+        s in known or isinstance(input_of(s), ConstantInput) for s in sources
+    )
+
+
+def _growing(node: fx.Node) -> list[int]:
+    """The dimensions whose size depends on the number of tokens."""
+    return [i for i, size in enumerate(val(node).shape) if isinstance(size, torch.SymInt)]
+
+
+def _sort_in(node: fx.Node, values: list[Tensor], found: _Counted) -> None:
+    """By what it is for sequences of some lengths."""
+    row = values[0]
+    for dim in _growing(node):
+        row = row[(slice(None),) * dim + (slice(0, 1),)]
+    if row.numel() and all(torch.equal(value, row.expand_as(value)) for value in values):
+        found.same.add(node)
+        return
+    first = int(row.flatten()[0]) if row.numel() == 1 else 0
+    counts = [first + torch.arange(n).to(row.dtype) for n in _LENGTHS]
+    if all(torch.equal(v.flatten(), count) for v, count in zip(values, counts, strict=True)):
+        found.counts[node] = first
+    else:
+        found.others.add(node)
+
+
+def _is_read(node: fx.Node, found: _Counted) -> bool:
+    """By something that is not known from the number of tokens."""
+    return any(reader not in found for reader in node.users)
+
+
+def _left_alone(node: fx.Node) -> str:
+    """CompileError for a value that has to do with tokens; what has other rows is none of ours."""
+    tokens = [n for n in node.graph.nodes if input_of(n) == StepInput(name="token_ids")]
+    sizes = [str(val(node).shape[dim]) for dim in _growing(node)]
+    if not sizes or str(val(tokens[0]).shape[0]) in sizes:
+        raise _refused(node, "is no row for each token that depends on its position alone")
+    return f"{node.name} counts no tokens, but {sizes[0]} others"
+
+
+def _refused(node: fx.Node, why: str) -> CompileError:
+    return CompileError(
+        f"the model's code numbers the tokens of a step, which are those of all requests together, "
+        f"and what it makes of that ({node.target} in {node.name}) {why}: it can't be served yet"
+    )
+
+
+def _check_reader(node: fx.Node, reader: fx.Node) -> None:
+    """CompileError unless rows by position stay with their tokens."""
+    value = reader.meta.get("val")
+    is_rows = isinstance(value, Tensor) and len(_growing(reader)) == 1 == len(_growing(node))
+    if is_call(reader, *_LOOK_UPS):
+        is_fine = not _growing(reader.args[0])  # type: ignore[arg-type]
+    else:
+        tags = getattr(reader.target, "tags", ())
+        is_fine = torch.Tag.pointwise in tags or is_call(reader, *_ROW_BY_ROW, aten.to.dtype)
+    if not (is_rows and is_fine):
+        raise _refused(node, f"is read by {reader.target}, which is not known to keep rows apart")
+
+
+def _run(
+    graph: fx.Graph,
+    target: fx.Node,
+    positions: Tensor,
+    known: dict[fx.Node, Any] | None = None,
+) -> Tensor:
+    """The value of `target` for tokens at these positions [T]."""
+    length = len(positions)
+    given: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if _is_size(node):
+            given[node] = _at(node.meta["val"], length)
+        elif input_of(node) == StepInput(name="positions"):
+            given[node] = positions
+        elif is_call(node, *_OF_A_SHAPE):
+            given[node] = _of_a_shape(node, length)
+        if node is target:
+            break
+    try:
+        return evaluate(graph, target, length, given | (known or {}))
+    except (Unknown, RuntimeError, IndexError) as e:
+        raise _refused(target, f"can't be worked out ({' '.join(str(e).split())[:200]})") from e
+
+
+def _of_a_shape(node: fx.Node, length: int) -> Tensor:
+    source, *rest = node.args
+    shape = [_at(size, length) for size in val(source).shape]
+    args, kwargs = fx.node.map_arg((rest, node.kwargs), lambda n: _at(n.meta["val"], length))
+    made: Tensor = node.target(  # type: ignore[operator]
+        torch.zeros(shape, dtype=val(source).dtype), *args, **{**kwargs, "device": "cpu"}
+    )
+    return made
+
+
+def _at(size: Any, length: int) -> Any:
+    """A number that depends on the number of tokens, for so many."""
+    expr = getattr(getattr(size, "node", None), "expr", None)
+    if expr is None:
+        return size
+    number = expr.subs(dict.fromkeys(expr.free_symbols, length))
+    return float(number) if isinstance(size, torch.SymFloat) else int(number)
+
+
+def _positions(graph: fx.Graph, node: fx.Node, first: int) -> fx.Node:
+    """The positions in the form of `node`, which counts from `first`."""
+    tokens = next(n for n in graph.nodes if input_of(n) == StepInput(name="token_ids"))
+    fake = val(tokens).new_empty(val(tokens).shape, dtype=torch.int64)
+    with graph.inserting_before(node):
+        made = step_input(graph, "positions", fake)
+        if first:
+            made = emit(graph, aten.add.Tensor, made, first)
+        if val(node).dtype != torch.int64:
+            made = emit(graph, aten.to.dtype, made, val(node).dtype)
+        if val(node).dim() != 1:
+            shape = [-1 if dim in _growing(node) else 1 for dim in range(val(node).dim())]
+            made = emit(graph, aten.view.default, made, shape)
+    return made
+
+
+def _prove(graph: fx.Graph, end: fx.Node, before: list[Tensor], max_positions: int) -> None:
+    """The same as before for one sequence; and each row is the same in any company."""
+    for length, value in zip(_LENGTHS, before, strict=True):
+        if not torch.equal(_run(graph, end, torch.arange(length)), value):
+            raise _refused(end, "is something else when it is made of positions")
+    if len(_growing(end)) != 1:
+        raise _refused(end, "is no row for each token")
+    generator = torch.Generator().manual_seed(0)
+    some = torch.randint(0, max_positions, (_LENGTHS[1],), generator=generator)
+    (dim,) = _growing(end)
+    every, second = _run(graph, end, some), _run(graph, end, some[::2])
+    if not torch.equal(every.movedim(dim, 0)[::2], second.movedim(dim, 0)):
+        raise _refused(end, "is no row for each token that depends on its position alone")
