@@ -149,7 +149,7 @@ def pipeline_options(
     config: EngineConfig, device: torch.device, model_len: int, held: Held = ()
 ) -> PipelineOptions:
     """What the passes are told of the engine that `config` asks for."""
-    from llmc.kernels.cpu.compile import streams_plain_weights
+    from llmc.kernels.cpu.build import streams_plain_weights
     from llmc.kernels.prompt_table import head_dims, measured_on
     from llmc.passes.pipeline import PipelineOptions
 

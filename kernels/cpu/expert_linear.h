@@ -2,7 +2,7 @@
 // and put back. The product is the linear op of this library, or torch's.
 #pragma once
 
-#include "linear_columns.h"
+#include "table.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -22,7 +22,7 @@ inline at::Tensor by_columns(const at::Tensor& x, const at::Tensor& weight,
   if (x.scalar_type() != at::kBFloat16 || x.size(0) > kMaxColumnRows || !dense)
     return at::linear(x, weight.t(), bias).contiguous();
   at::Tensor out = at::empty({x.size(0), weight.size(1)}, x.options());
-  linear_columns({x.data_ptr(), weight.data_ptr(), bias ? bias->data_ptr() : nullptr,
+  kernels->linear_columns({x.data_ptr(), weight.data_ptr(), bias ? bias->data_ptr() : nullptr,
                   out.data_ptr(), x.size(0), x.size(1), weight.size(1), x.stride(0),
                   weight.stride(0), weight.size(1),
                   at::in_parallel_region() ? 1 : at::get_num_threads()});

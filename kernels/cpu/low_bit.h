@@ -38,7 +38,7 @@ bool widens_weights();                     // whether these two serve here, for 
 // x in the order in which a line's values are unpacked, for the product with widened weights.
 void reorder_x(const LowBitArgs&, bf16* to);
 // Channels [begin, end) as rows of bf16 in that order, scaled.
-void widen(const LowBitArgs&, int64_t begin, int64_t end, bf16* to);
+void widen_channels(const LowBitArgs&, int64_t begin, int64_t end, bf16* to);
 
 // x is read in stretches that lie inside one group of the weight.
 inline int64_t stretch_of(const LowBitArgs& a) {
