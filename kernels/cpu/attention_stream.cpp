@@ -216,7 +216,7 @@ void stream_group(const Plan& plan, const Item& item) {
 void run_stream(const Plan& plan, const Item& item) {
   if (plan.a.dtype == Dtype::f32) return stream_group<float, PlainRows<float>>(plan, item);
   if (plan.a.dtype == Dtype::f16) return stream_group<f16, PlainRows<f16>>(plan, item);
-#ifdef LLMC_FP8_BYTES
+#if defined(LLMC_FP8_BYTES) && defined(LLMC_AVX512_BF16)
   if (is_fp8(plan.a.cache) && are_whole<CodeRows>(plan.a))
     return stream_group<bf16, WholeRows<CodeRows>>(plan, item);
 #endif

@@ -1,6 +1,6 @@
 // The torch side: schemas, checks of what the kernels take on trust, and outputs.
 #include "expert_linear.h"
-#include "kernels.h"
+#include "table.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -83,7 +83,7 @@ const void* vector_or_null(const optional<Tensor>& t, const char* name, const Te
 Tensor rms_norm(const Tensor& x, const optional<Tensor>& weight, double eps, double offset) {
   Tensor input = x, out = at::empty(x.sizes(), x.options());
   if (x.numel() == 0) return out;
-  llmc::rms_norm({dtype_of(x), rows_of(input), {}, vector_or_null(weight, "weight", x, x.size(-1)),
+  llmc::kernels->rms_norm({dtype_of(x), rows_of(input), {}, vector_or_null(weight, "weight", x, x.size(-1)),
                   out.data_ptr(), nullptr, x.size(-1), float(eps), float(offset), num_threads()});
   return out;
 }
@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
       in = x.contiguous(), res = residual.contiguous();
       x_rows = rows_of(in), res_rows = rows_of(res);
     }
-  llmc::rms_norm({dtype_of(x), x_rows, res_rows, vector_or_null(weight, "weight", x, x.size(-1)),
+  llmc::kernels->rms_norm({dtype_of(x), x_rows, res_rows, vector_or_null(weight, "weight", x, x.size(-1)),
                   out.data_ptr(), sum.data_ptr(), x.size(-1), float(eps), float(offset),
                   num_threads()});
   return {out, sum};
@@ -119,7 +119,7 @@ Tensor act_mul(const Tensor& gate_up, c10::string_view act) {
   const llmc::Act kind = act == "silu"   ? llmc::Act::silu
                          : act == "gelu" ? llmc::Act::gelu
                                          : llmc::Act::gelu_tanh;
-  llmc::act_mul({dtype_of(gate_up), kind, rows_of(input), out.data_ptr(), sizes.back(),
+  llmc::kernels->act_mul({dtype_of(gate_up), kind, rows_of(input), out.data_ptr(), sizes.back(),
                  num_threads()});
   return out;
 }
@@ -187,7 +187,7 @@ llmc::WriteArgs write_args(const Tensor& key, const Tensor& value, const Tensor&
 void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache,
               const Tensor& value_cache, const Tensor& slot_mapping,
               const optional<Tensor>& k_scale, const optional<Tensor>& v_scale) {
-  llmc::write_kv(
+  llmc::kernels->write_kv(
       write_args(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale));
 }
 
@@ -226,7 +226,7 @@ Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
   a.eps = float(eps);
   a.norm_offset = float(norm_offset);
   a.interleaved = interleaved;
-  llmc::rope_write(a);
+  llmc::kernels->rope_write(a);
   return out;
 }
 
@@ -302,7 +302,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   a.scale = float(scale);
   a.softcap = float(softcap);
   a.threads = num_threads();
-  llmc::paged_attention(a);
+  llmc::kernels->paged_attention(a);
   return out;
 }
 
@@ -325,7 +325,7 @@ Tensor linear(const Tensor& x, const Tensor& stored, const optional<Tensor>& bia
                      vector_or_null(dense_bias, "bias", x, weight.size(0)), nullptr, rows.size[2],
                      x.size(-1), weight.size(0), rows.stride[2],
                      weight.stride(by_columns ? 1 : 0), weight.size(0), num_threads()};
-  if (!by_columns && !llmc::takes_linear(a)) {
+  if (!by_columns && !llmc::kernels->takes_linear(a)) {
     // oneDNN's tiles multiply what lies past a row of odd length by zero: a NaN there would spread
     const int64_t past = (32 - a.depth % 32) % 32;
     const Tensor safe = past ? at::constant_pad_nd(x, {0, past}).narrow(-1, 0, a.depth) : x;
@@ -335,7 +335,7 @@ Tensor linear(const Tensor& x, const Tensor& stored, const optional<Tensor>& bia
   sizes.back() = a.channels;
   Tensor out = at::empty(sizes, x.options());
   a.out = out.data_ptr();
-  by_columns ? llmc::linear_columns(a) : llmc::linear(a);
+  by_columns ? llmc::kernels->linear_columns(a) : llmc::kernels->linear(a);
   return out;
 }
 
@@ -357,7 +357,7 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
   check(logits, "logits", logits.scalar_type(), 2);
   const int64_t rows = logits.size(0);
   Tensor out = at::empty({rows}, logits.options().dtype(at::kLong));
-  llmc::sample({dtype_of(logits), logits.data_ptr(), rows, logits.size(1), logits.stride(0),
+  llmc::kernels->sample({dtype_of(logits), logits.data_ptr(), rows, logits.size(1), logits.stride(0),
                 column<float>(temperature, "temperature", at::kFloat, rows),
                 column<float>(top_p, "top_p", at::kFloat, rows),
                 column<float>(min_p, "min_p", at::kFloat, rows),
@@ -376,7 +376,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprobs(const Tensor& logits,
   const auto floats = logits.options().dtype(at::kFloat), longs = logits.options().dtype(at::kLong);
   Tensor chosen = at::empty({rows}, floats), rank = at::empty({rows}, longs);
   Tensor ids = at::empty({rows, k}, longs), values = at::empty({rows, k}, floats);
-  llmc::token_logprobs({dtype_of(logits), logits.data_ptr(), rows, logits.size(1),
+  llmc::kernels->token_logprobs({dtype_of(logits), logits.data_ptr(), rows, logits.size(1),
                         logits.stride(0), k, column<int64_t>(token, "token", at::kLong, rows),
                         chosen.data_ptr<float>(), values.data_ptr<float>(),
                         rank.data_ptr<int64_t>(), ids.data_ptr<int64_t>(), num_threads()});
@@ -428,7 +428,7 @@ Tensor process_logits(const Tensor& logits, const Tensor& row, const Tensor& len
   a.mask = mask.data_ptr<int32_t>();
   a.mask_stride = mask.stride(0);
   a.threads = num_threads();
-  llmc::process_logits(a);
+  llmc::kernels->process_logits(a);
   return out;
 }
 

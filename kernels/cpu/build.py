@@ -1,12 +1,13 @@
 """Compiles the C++ ops once per machine, keeps the library, and loads it into torch.
 
 The library lives in `<cache>/cpu/<key>/ops.so`, beside a digest of it; the key covers everything
-that it depends on. A build is made aside and renamed into place, so any number of processes may
-build at once. `start_build()` returns at once; `load()` waits.
+that it depends on, the level of instructions too. A build is made aside and renamed into place, so
+any number of processes may build at once. `start_build()` returns at once; `load()` waits.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -21,6 +22,7 @@ import torch
 
 from llmc.errors import LlmcError
 from llmc.kernels.cpu.compile import Toolchain, compile_library, find_toolchain
+from llmc.kernels.cpu.levels import Level, pick_level
 
 _log = logging.getLogger("llmc.kernels.cpu")
 _lock = threading.Lock()
@@ -84,9 +86,10 @@ def _publish(made: Path, folder: Path) -> None:
 
 
 class Build:
-    """A build in progress, or one already in the cache."""
+    """A build in progress, or one already in the cache. `level`: None where none fits."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: Level | None) -> None:
+        self.level = level
         self._folder: Path | None = None
         self._error: BuildError | None = None
         self._thread = threading.Thread(target=self._run, name="llmc-cpu-build", daemon=True)
@@ -94,18 +97,20 @@ class Build:
 
     def _run(self) -> None:
         try:
-            self._folder = self._make(find_toolchain())
+            self._folder = self._make(find_toolchain(), self.level)
         except BuildError as error:
             self._error = error
         except OSError as error:
             self._error = BuildError(f"the C++ ops could not be built: {error}")
 
     @staticmethod
-    def _make(toolchain: Toolchain | None) -> Path:
+    def _make(toolchain: Toolchain | None, level: Level | None) -> Path:
+        if level is None:
+            raise BuildError("they need the instructions of x86-64-v3 (AVX2) or an aarch64 CPU")
         if toolchain is None:
             raise BuildError("no C++ compiler found; install g++ or clang++, or name one in $CXX")
         cache = cache_root()
-        folder = cache / toolchain.key()
+        folder = cache / toolchain.key([level])
         if folder.exists():
             if _is_whole(folder):
                 return folder
@@ -114,7 +119,7 @@ class Build:
         _remove_stale(cache)
         made = Path(tempfile.mkdtemp(prefix="tmp-", dir=cache))
         try:
-            error = compile_library(toolchain, made / "ops.so")
+            error = compile_library(toolchain, [level], made / "ops.so")
             if error is not None:
                 raise BuildError(f"{toolchain.compiler[0]} failed: {error}")
             (made / "ops.sha256").write_text(_digest(made / "ops.so"))
@@ -139,11 +144,13 @@ class Build:
 def start_build() -> Build:
     """Begin to build, or to find the cached library; compilers run beside this process.
 
-    While a build is under way it is the one that is returned.
+    While a build is under way it is the one that is returned. Raises ConfigError where
+    $LLMC_CPU_TARGET is wrong.
     """
+    level = pick_level()
     with _start_lock:
         if not _builds or _builds[-1].done:
-            _builds[:] = [Build()]
+            _builds[:] = [Build(level)]
         return _builds[-1]
 
 
@@ -156,18 +163,29 @@ def _load_library() -> None:
     from llmc.kernels.cpu.fakes import register_fakes
 
     load_library: Callable[[str], None] = torch.ops.load_library  # untyped in torch
-    path = start_build().wait()
+    build = start_build()
+    path = build.wait()
     try:
         load_library(str(path))
     except OSError as error:  # whole, yet unfit: such as for a libc that was replaced since
         _log.warning("can't load %s (%s); building it again", path, error)
         shutil.rmtree(path.parent, ignore_errors=True)
-        load_library(str(start_build().wait()))
+        build = start_build()
+        path = build.wait()
+        load_library(str(path))
+    assert build.level is not None, "what was built has a level"
+    use_level = ctypes.CDLL(str(path)).llmc_use_level
+    use_level.argtypes, use_level.restype = [ctypes.c_char_p], ctypes.c_bool
+    if not use_level(build.level.name.encode()):
+        raise BuildError(f"{path} has no kernels for {build.level.name}")
     register_fakes()
 
 
 def load() -> bool:
-    """Build if needed and load the C++ ops. False, after one warning, where that is impossible."""
+    """Build if needed and load the C++ ops. False, after one warning, where that is impossible.
+
+    Raises ConfigError where $LLMC_CPU_TARGET is wrong.
+    """
     with _lock:
         if "loaded" not in _state:
             try:

@@ -1,26 +1,31 @@
 """Runs the C++ compiler: which one, with which flags, and the key that names the result.
 
-The kernels know no torch headers and compile in seconds; only the *bindings.cpp do. Linked to the
-OpenMP runtime that torch brings, since two in one process fight over the cores.
+The kernels know no torch headers and are compiled once for each level of instructions; what is
+left, the bindings and the list of levels, runs on any processor. Linked to torch alone: its own
+OpenMP runtime serves the kernels too, since two in one process fight over the cores.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import shlex
 import shutil
 import subprocess
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from llmc.kernels.cpu.levels import Level
+
 SOURCES = Path(__file__).parent
+OnFile = Callable[[int, int], None]  # files that are compiled, and all of them
 _TORCH = Path(torch.__file__).parent
 _COMPILERS = ("g++", "clang++", "c++")
-_FLAGS = ("-std=c++20", "-fPIC", "-fopenmp", "-march=native", "-w")
+_FLAGS = ("-std=c++20", "-fPIC", "-fopenmp", "-w")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,29 +35,34 @@ class Toolchain:
     compiler: tuple[str, ...]
     version: str
 
-    def key(self) -> str:
+    def key(self, levels: Sequence[Level]) -> str:
         """Names a library by all it is made from and for."""
         hasher = hashlib.sha256()
-        for part in (*self.compiler, self.version, *_FLAGS, torch.__version__, cpu_model()):
+        flags = [flag for level in levels for flag in (level.name, *level.flags)]
+        for part in (*self.compiler, self.version, *_FLAGS, *flags, torch.__version__):
             hasher.update(part.encode() + b"\0")
-        for path in (*sources(), *sorted(SOURCES.glob("*.h"))):
-            hasher.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        hasher.update(sources_digest().encode())
         return hasher.hexdigest()[:32]
+
+
+def kernel_sources() -> list[Path]:
+    """What is compiled once a level."""
+    return [path for path in sources() if not _runs_anywhere(path)]
 
 
 def sources() -> list[Path]:
     return sorted(SOURCES.glob("*.cpp"))
 
 
-def cpu_model() -> str:
-    """What -march=native depends on: the processor's name and its instruction sets."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    wanted = ("model name", "flags", "Features", "CPU part")
-    seen = {line.split(":")[0].strip(): line for line in reversed(lines) if ":" in line}
-    return "\n".join(seen[name] for name in wanted if name in seen)
+def sources_digest() -> str:
+    hasher = hashlib.sha256()
+    for path in (*sources(), *sorted(SOURCES.glob("*.h"))):
+        hasher.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return hasher.hexdigest()
+
+
+def _runs_anywhere(source: Path) -> bool:
+    return source.name.endswith("bindings.cpp") or source.name == "levels.cpp"
 
 
 def find_toolchain() -> Toolchain | None:
@@ -68,31 +78,43 @@ def find_toolchain() -> Toolchain | None:
     return None
 
 
-def _torch_openmp() -> list[str]:
-    """The OpenMP runtime that torch loads; the compiler's own where torch brings none."""
-    for folder in (_TORCH / "lib", _TORCH.parent / "torch.libs"):
-        for pattern in ("libgomp*.so*", "libiomp5.so"):
-            for library in sorted(folder.glob(pattern)):
-                return [str(library)]
-    return ["-fopenmp"]
+def kernel_command(toolchain: Toolchain, source: Path, target: Path, level: Level) -> list[str]:
+    """Compiles one source for one level."""
+    return [
+        *toolchain.compiler,
+        *_FLAGS,
+        "-O3",
+        *level.flags,
+        f"-DLLMC_TABLE={level.symbol}",
+        f'-DLLMC_LEVEL="{level.name}"',
+        "-c",
+        str(source),
+        "-o",
+        str(target),
+    ]
 
 
-def _compile_command(toolchain: Toolchain, source: Path, target: Path) -> list[str]:
-    command = [*toolchain.compiler, *_FLAGS, "-c", str(source), "-o", str(target)]
-    if not source.name.endswith("bindings.cpp"):
-        return [*command, "-O3"]
+def _binding_command(
+    toolchain: Toolchain, source: Path, target: Path, levels: Sequence[Level]
+) -> list[str]:
     include = _TORCH / "include"
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     return [
-        *command,
+        *toolchain.compiler,
+        *_FLAGS,
         "-O1",  # glue: optimizing it would double the time of the whole build
         f"-I{include}",
         f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}",
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        "-DLLMC_TABLES(K)=" + " ".join(f"K({level.symbol})" for level in levels),
+        "-c",
+        str(source),
+        "-o",
+        str(target),
     ]
 
 
-def _link_command(toolchain: Toolchain, objects: list[Path], target: Path) -> list[str]:
+def _link_command(toolchain: Toolchain, objects: Sequence[Path], target: Path) -> list[str]:
     is_clang = "clang" in toolchain.version.lower()
     return [
         *toolchain.compiler,
@@ -101,9 +123,26 @@ def _link_command(toolchain: Toolchain, objects: list[Path], target: Path) -> li
         "-o",
         str(target),
         f"-L{_TORCH / 'lib'}",
-        "-ltorch_cpu",
+        "-ltorch_cpu",  # and through it the OpenMP runtime that torch loads
         "-lc10",
-        *(["-fopenmp"] if is_clang else _torch_openmp()),  # clang's calls need its own runtime
+        *(["-fopenmp"] if is_clang else []),  # clang's calls need its own runtime
+    ]
+
+
+def _seal_commands(
+    toolchain: Toolchain, objects: Sequence[Path], target: Path, level: Level
+) -> list[list[str]]:
+    """Make one object of a level's, with nothing visible but its table.
+
+    Else the linker would keep one copy of what several levels instantiate (std::vector's growth),
+    perhaps that of a level which this processor lacks.
+    """
+    asked = [*toolchain.compiler, "-print-prog-name=objcopy"]
+    objcopy = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    groups = "-Wl,--force-group-allocation"  # no longer shared by name among objects
+    return [
+        [*toolchain.compiler, "-r", "-nostdlib", groups, *map(str, objects), "-o", str(target)],
+        [objcopy, f"--keep-global-symbol={level.symbol}", str(target)],
     ]
 
 
@@ -116,46 +155,62 @@ def first_error(output: str) -> str:
     return lines[0] if lines else "no message"
 
 
-def _slowest_first(source: Path) -> tuple[bool, int]:
-    return not source.name.endswith("bindings.cpp"), -source.stat().st_size
-
-
-def _run_all(commands: list[list[str]], folder: Path) -> str | None:
+def run_all(commands: Sequence[list[str]], folder: Path, on_file: OnFile | None) -> str | None:
     """Run commands, as many at once as there are cores; the first error, or None."""
     limit = os.cpu_count() or 1
-    running: list[subprocess.Popen[str]] = []
+    waiting, running = list(reversed(commands)), dict[subprocess.Popen[bytes], Path]()
     error: str | None = None
-    for command in [*commands, None]:
-        while running and (command is None or len(running) >= limit):
-            process = running.pop(0)
-            output, _ = process.communicate()
+    while running or (waiting and error is None):
+        while waiting and error is None and len(running) < limit:
+            output = folder / f"{len(waiting)}.log"
+            with output.open("wb") as file:
+                command = waiting.pop()
+                process = subprocess.Popen(
+                    command, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+                )
+            running[process] = output
+        ended = [process for process in running if process.poll() is not None]
+        for process in ended:
+            output = running.pop(process)
             if process.returncode != 0 and error is None:
-                error = first_error(output)
-        if command is None or error is not None:
-            continue
-        running.append(
-            subprocess.Popen(
-                command,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+                error = first_error(output.read_text(errors="replace"))
+            output.unlink()
+        if ended and on_file is not None:
+            on_file(len(commands) - len(waiting) - len(running), len(commands))
+        if not ended:
+            time.sleep(0.02)
     return error
 
 
-def compile_library(toolchain: Toolchain, library: Path) -> str | None:
-    """Build `library`; the compiler's first error line, or None when all went well."""
+def compile_library(
+    toolchain: Toolchain, levels: Sequence[Level], library: Path, on_file: OnFile | None = None
+) -> str | None:
+    """Build `library` with these levels; the compiler's first error line, or None."""
     folder = library.parent
+    objects: list[Path] = []
+    compiles: list[tuple[int, list[str]]] = []
+    finish: list[list[str]] = []
+    for level in levels:
+        made = [folder / f"{level.name}-{source.stem}.o" for source in kernel_sources()]
+        compiles += [
+            (source.stat().st_size, kernel_command(toolchain, source, target, level))
+            for source, target in zip(kernel_sources(), made, strict=True)
+        ]
+        if len(levels) > 1:
+            sealed = folder / f"{level.name}.o"
+            finish += _seal_commands(toolchain, made, sealed, level)
+            made = [sealed]
+        objects += made
+    for source in filter(_runs_anywhere, sources()):
+        target = folder / f"{source.stem}.o"
+        command = _binding_command(toolchain, source, target, levels)
+        compiles.append((source.stat().st_size, command))
+        objects.append(target)
     # the slowest first, so that the others fit beside it
-    order = sorted(sources(), key=_slowest_first)
-    objects = [folder / f"{source.stem}.o" for source in order]
-    compiles = [_compile_command(toolchain, s, o) for s, o in zip(order, objects, strict=True)]
-    error = _run_all(compiles, folder)
-    if error is None:
-        error = _run_all([_link_command(toolchain, objects, library)], folder)
-    for path in objects:
-        path.unlink(missing_ok=True)
+    compiles.sort(key=lambda sized: -sized[0])
+    error = run_all([command for _, command in compiles], folder, on_file)
+    for command in [*finish, _link_command(toolchain, objects, library)]:
+        error = error or run_all([command], folder, None)
+    for path in folder.glob("*.o"):
+        path.unlink()
     return error

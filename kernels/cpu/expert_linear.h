@@ -2,7 +2,7 @@
 // and put back. The product is the linear op of this library, or torch's.
 #pragma once
 
-#include "kernels.h"
+#include "table.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ inline at::Tensor by_columns(Dtype dtype, const at::Tensor& x, const at::Tensor&
                              const std::optional<at::Tensor>& bias) {
   const at::Tensor rows = weight.stride(1) == 1 ? weight : weight.contiguous();
   at::Tensor out = at::empty({x.size(0), weight.size(1)}, x.options());
-  linear_columns({dtype, x.data_ptr(), rows.data_ptr(), bias ? bias->data_ptr() : nullptr,
+  kernels->linear_columns({dtype, x.data_ptr(), rows.data_ptr(), bias ? bias->data_ptr() : nullptr,
                   out.data_ptr(), x.size(0), x.size(1), weight.size(1), x.stride(0),
                   weight.stride(0), weight.size(1),
                   at::in_parallel_region() ? 1 : at::get_num_threads()});

@@ -1,5 +1,5 @@
 // The torch side of low-bit linears, and the linear with what surrounds it, made of other ops.
-#include "low_bit.h"
+#include "table.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -90,20 +90,20 @@ llmc::LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& 
 void by_stretches(const llmc::LowBitArgs& a, const Tensor& x, const optional<Tensor>& bias,
                   Tensor out) {
   Tensor reordered = at::empty({a.rows, a.depth}, x.options());
-  llmc::reorder_x(a, reinterpret_cast<llmc::bf16*>(reordered.data_ptr()));
+  llmc::kernels->reorder_x(a, reinterpret_cast<llmc::bf16*>(reordered.data_ptr()));
   const int64_t step = std::max<int64_t>(64, kWidened / (2 * a.depth) / 64 * 64);
   Tensor widened = at::empty({std::min(step, a.channels), a.depth}, x.options());
   out = out.view({a.rows, a.channels});
   for (int64_t n = 0; n < a.channels; n += step) {
     const int64_t count = std::min(step, a.channels - n);
-    llmc::widen(a, n, n + count, reinterpret_cast<llmc::bf16*>(widened.data_ptr()));
+    llmc::kernels->widen_channels(a, n, n + count, reinterpret_cast<llmc::bf16*>(widened.data_ptr()));
     const optional<Tensor> part = a.bias ? optional(bias->narrow(0, n, count)) : std::nullopt;
     Tensor to = out.narrow(1, n, count);
     const llmc::LinearArgs product{a.dtype, reordered.data_ptr(), widened.data_ptr(),
                                    part ? part->data_ptr() : nullptr, to.data_ptr(), a.rows,
                                    a.depth, count, a.depth, a.depth, a.channels, a.threads};
-    if (llmc::takes_linear(product))
-      llmc::linear(product);
+    if (llmc::kernels->takes_linear(product))
+      llmc::kernels->linear(product);
     else
       to.copy_(at::linear(reordered, widened.narrow(0, 0, count), part));
   }
@@ -119,14 +119,12 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
   if (out.numel() == 0) return out;
   a.out = out.data_ptr();
   const bool is_bf16 = a.dtype == llmc::Dtype::bf16;
-  if (is_bf16 && a.rows > kFewRows && llmc::widens_weights())
+  if (is_bf16 && a.rows > kFewRows && llmc::kernels->widens_weights())
     by_stretches(a, input, bias, out);
-  else if (is_bf16 && a.rows > kFewPairRows && llmc::has_pair_rows())
-    llmc::quantized_pair_rows(a);
-  else if (a.rows > llmc::kMaxFewRows && !(is_bf16 && llmc::widens_weights()))
-    llmc::quantized_many_rows(a);
+  else if (is_bf16 && a.rows > kFewPairRows && llmc::kernels->has_pair_rows())
+    llmc::kernels->quantized_pair_rows(a);
   else
-    llmc::quantized_linear(a);
+    llmc::kernels->quantized_linear(a);
   return out;
 }
 

@@ -112,6 +112,8 @@ void run(const LowBitArgs& a) {
 }  // namespace
 
 void quantized_linear(const LowBitArgs& a) {
+  const bool is_widened = a.dtype == Dtype::bf16 && widens_weights();
+  if (a.rows > kMaxFewRows && !is_widened) return quantized_many_rows(a);
   switch (a.format) {
     case Format::int8: return run<Format::int8>(a);
     case Format::int4: return run<Format::int4>(a);

@@ -32,20 +32,20 @@ struct LowBitArgs {
   int64_t groups() const { return depth / group; }
 };
 
-void quantized_linear(const LowBitArgs&);  // by dot products, for few rows
+void quantized_linear(const LowBitArgs&);  // few rows by dot products, many by float32 tiles
 #ifdef LLMC_AVX512
-constexpr int64_t kMaxFewRows = 8;  // that it multiplies together
+constexpr int64_t kMaxFewRows = 8;  // that are multiplied together
 #else
 constexpr int64_t kMaxFewRows = 4;
 #endif
-void quantized_many_rows(const LowBitArgs&);  // by float32 tiles
+void quantized_many_rows(const LowBitArgs&);
 bool has_pair_rows();                      // whether this one serves bf16 here, for more
 void quantized_pair_rows(const LowBitArgs&);
 bool widens_weights();                     // whether these two serve here, for many rows
 // x in the order in which a line's values are unpacked, for the product with widened weights.
 void reorder_x(const LowBitArgs&, bf16* to);
 // Channels [begin, end) as rows of bf16 in that order, scaled.
-void widen(const LowBitArgs&, int64_t begin, int64_t end, bf16* to);
+void widen_channels(const LowBitArgs&, int64_t begin, int64_t end, bf16* to);
 
 // x is read in stretches that lie inside one group of the weight.
 inline int64_t stretch_of(const LowBitArgs& a) {

@@ -69,7 +69,7 @@ void reorder_x(const LowBitArgs& a, bf16* to) {
   });
 }
 
-void widen(const LowBitArgs& a, int64_t begin, int64_t end, bf16* to) {
+void widen_channels(const LowBitArgs& a, int64_t begin, int64_t end, bf16* to) {
   auto block = a.format == Format::int4   ? &widen_block<Format::int4>
                : a.format == Format::int8 ? &widen_block<Format::int8>
                                           : &widen_block<Format::fp8>;
@@ -86,7 +86,7 @@ bool widens_weights() {
   return false;
 }
 void reorder_x(const LowBitArgs&, bf16*) {}  // never called
-void widen(const LowBitArgs&, int64_t, int64_t, bf16*) {}
+void widen_channels(const LowBitArgs&, int64_t, int64_t, bf16*) {}
 
 #endif
 

@@ -25,7 +25,7 @@ struct Step {
   int64_t tokens_each() const { return requests ? (tokens + requests - 1) / requests : 0; }
 };
 
-struct Packed {  // [T, ...] of any dtype, dense in its last dimension
+struct TokenRows {  // [T, ...] of any dtype, dense in its last dimension
   Dtype dtype;
   const void* data;
   int64_t token_stride, head_stride;
@@ -37,7 +37,7 @@ struct Packed {  // [T, ...] of any dtype, dense in its last dimension
 
 struct DeltaArgs {
   Step step;
-  Packed query, key, value, decay, beta;  // decay has D or 1 a head, beta a number
+  TokenRows query, key, value, decay, beta;  // decay has D or 1 a head, beta a number
   bool decays_by_channel;
   float* state;  // [slots, H, D, Dv] dense
   Dtype dtype;   // of out [T, H, Dv], dense
@@ -48,7 +48,7 @@ struct DeltaArgs {
 
 struct ScanArgs {
   Step step;
-  Packed x, dt, b, c;  // x [T, H * P], dt [T, H], b and c [T, G, N]
+  TokenRows x, dt, b, c;  // x [T, H * P], dt [T, H], b and c [T, G, N]
   const float* a;      // [H, N or 1] dense
   bool decays_by_state;
   float* state;  // [slots, H, P, N] dense
@@ -59,7 +59,7 @@ struct ScanArgs {
 
 struct RecurrenceArgs {
   Step step;
-  Packed x, decay;  // [T, C]
+  TokenRows x, decay;  // [T, C]
   float* state;     // [slots, C] dense
   void* out;        // like x, dense
   int64_t channels;
@@ -68,7 +68,7 @@ struct RecurrenceArgs {
 
 struct MixArgs {
   Step step;
-  Packed key, value, decay, bonus;  // [T, C] twice, and [1, C] twice
+  TokenRows key, value, decay, bonus;  // [T, C] twice, and [1, C] twice
   float* state;                     // [slots, 3, C] dense
   void* out;                        // like value, dense
   int64_t channels;
@@ -79,7 +79,7 @@ constexpr int64_t kMaxTaps = 16;
 
 struct ConvArgs {  // all of one dtype
   Step step;
-  Packed x;                   // [T, C]
+  TokenRows x;                   // [T, C]
   const void *weight, *bias;  // [C, K] and [C] dense; bias may be null
   void *state, *out;          // [slots, C, K - 1] and [T, C] dense
   int64_t channels, taps;
@@ -118,12 +118,12 @@ inline void widen(Dtype dtype, const void* data, int64_t at, int64_t n, float* t
   with_type(dtype, [&](auto t) { widen(static_cast<const decltype(t)*>(data) + at, n, to); });
 }
 
-inline void widen(const Packed& x, int64_t token, int64_t head, int64_t first, int64_t n,
+inline void widen(const TokenRows& x, int64_t token, int64_t head, int64_t first, int64_t n,
                   float* to) {
   widen(x.dtype, x.data, x.at(token, head) + first, n, to);
 }
 
-inline float number(const Packed& x, int64_t token, int64_t head) {
+inline float number(const TokenRows& x, int64_t token, int64_t head) {
   const int64_t at = x.at(token, head);
   return with_type(x.dtype, [&](auto t) {
     return to_float(static_cast<const decltype(t)*>(x.data)[at]);

@@ -1,6 +1,6 @@
 // The torch side of the ops with a state. Slots come from the scheduler: sizes are checked, values
 // not.
-#include "state.h"
+#include "table.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -27,7 +27,7 @@ int num_threads() {
 }
 
 // Rows a token; a tensor that lies otherwise is copied into `t`, which must outlive the answer.
-llmc::Packed packed(Tensor& t, const char* name, at::IntArrayRef sizes) {
+llmc::TokenRows packed(Tensor& t, const char* name, at::IntArrayRef sizes) {
   TORCH_CHECK(t.sizes() == sizes, name, " must be ", sizes, ", got ", t.sizes());
   if (t.size(-1) != 1 && t.stride(-1) != 1) t = t.contiguous();
   return {dtype_of(t, name), t.data_ptr(), t.stride(0), t.dim() > 1 ? t.stride(1) : 0};
@@ -77,7 +77,7 @@ Tensor causal_conv(const Tensor& x, const Tensor& weight, const optional<Tensor>
   const int64_t channels = x.size(1), width = weight.size(1);
   TORCH_CHECK(!bias || offset.numel() == channels, "bias must have ", channels, " elements");
   Tensor out = at::empty(x.sizes(), x.options());
-  llmc::causal_conv({step_of(x.size(0), query_start, context_len, request_row),
+  llmc::kernels->causal_conv({step_of(x.size(0), query_start, context_len, request_row),
                      packed(input, "x", x.sizes()), taps.data_ptr(),
                      bias ? offset.data_ptr() : nullptr,
                      slots(state, x.scalar_type(), {channels, width - 1}), out.data_ptr(),
@@ -109,7 +109,7 @@ Tensor delta_rule(const Tensor& query, const Tensor& key, const Tensor& value, c
   a.out = out.data_ptr();
   a.heads = heads, a.dim = dim, a.v_dim = v_dim;
   a.threads = num_threads();
-  llmc::delta_rule(a);
+  llmc::kernels->delta_rule(a);
   return out;
 }
 
@@ -138,7 +138,7 @@ Tensor selective_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const 
   s.out = out.data_ptr();
   s.heads = heads, s.width = width, s.groups = groups, s.size = size;
   s.threads = num_threads();
-  llmc::selective_scan(s);
+  llmc::kernels->selective_scan(s);
   return out;
 }
 
@@ -147,7 +147,7 @@ Tensor linear_recurrence(const Tensor& x, const Tensor& decay, const optional<Te
                          const optional<Tensor>& request_row) {
   TORCH_CHECK(x.dim() == 2, "x must have 2 dimensions, got ", x.sizes());
   Tensor input = x, kept = decay, out = at::empty(x.sizes(), x.options());
-  llmc::linear_recurrence({step_of(x.size(0), query_start, context_len, request_row),
+  llmc::kernels->linear_recurrence({step_of(x.size(0), query_start, context_len, request_row),
                            packed(input, "x", x.sizes()), packed(kept, "decay", x.sizes()),
                            static_cast<float*>(slots(state, at::kFloat, {x.size(1)})),
                            out.data_ptr(), x.size(1), num_threads()});
@@ -163,7 +163,7 @@ Tensor decayed_softmax(const Tensor& key, const Tensor& value, const Tensor& dec
   const int64_t channels = key.size(1);
   Tensor k = key, v = value, fade = decay.unsqueeze(0), own = bonus.unsqueeze(0);
   Tensor out = at::empty(value.sizes(), value.options());
-  llmc::decayed_softmax({step_of(key.size(0), query_start, context_len, request_row),
+  llmc::kernels->decayed_softmax({step_of(key.size(0), query_start, context_len, request_row),
                          packed(k, "key", key.sizes()), packed(v, "value", key.sizes()),
                          packed(fade, "decay", {1, channels}), packed(own, "bonus", {1, channels}),
                          static_cast<float*>(slots(state, at::kFloat, {3, channels})),

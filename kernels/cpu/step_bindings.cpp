@@ -1,5 +1,5 @@
 // The torch side of step_rows.cpp. Indices come from the scheduler: sizes are checked, values not.
-#include "step_rows.h"
+#include "table.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -22,7 +22,7 @@ T* dense(const Tensor& t, const char* name, int64_t dims, int64_t at_least) {
 }
 
 void write_segments(const Tensor& memory, const Tensor& delta, int64_t count) {
-  llmc::write_segments(dense<int32_t>(memory, "memory", 1, 0),
+  llmc::kernels->write_segments(dense<int32_t>(memory, "memory", 1, 0),
                        dense<int32_t>(delta, "delta", 1, count * 3), count);
 }
 
@@ -61,13 +61,13 @@ void prepare_step(const Tensor& work, const Tensor& history, const Tensor& block
   a.logits_index = dense<int64_t>(logits_index, "logits_index", 1, samples);
   a.row = dense<int64_t>(row, "row", 1, samples);
   a.length = dense<int32_t>(length, "length", 1, samples);
-  llmc::prepare_step(a);
+  llmc::kernels->prepare_step(a);
 }
 
 void record_tokens(const Tensor& history, const Tensor& row, const Tensor& length,
                    const Tensor& token) {
   const int64_t samples = row.size(0);
-  llmc::record_tokens(dense<int32_t>(history, "history", 2, 1), history.stride(0),
+  llmc::kernels->record_tokens(dense<int32_t>(history, "history", 2, 1), history.stride(0),
                       dense<int64_t>(row, "row", 1, samples),
                       dense<int32_t>(length, "length", 1, samples),
                       dense<int64_t>(token, "token", 1, samples), samples);
@@ -93,7 +93,7 @@ void ban_words(const Tensor& logits, const Tensor& row, const Tensor& length,
   a.words_stride = words.stride(0);
   a.num_words = words.size(1) / places;
   a.places = places;
-  llmc::ban_words(a);
+  llmc::kernels->ban_words(a);
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ import torch
 import llmc.kernels
 from llmc.check.bisect import Culprit
 from llmc.check.compare import LogitsDeviation, Tolerance
-from llmc.kernels.cpu.compile import cpu_model
+from llmc.kernels.cpu.levels import cpu_model, pick_level
 from llmc.weights.checkpoint import open_checkpoint
 
 log = logging.getLogger(__name__)
@@ -166,9 +166,15 @@ class CertificateStore:
         return path
 
 
+def _processor() -> str:
+    """The processor and the level of instructions that the kernels use of it."""
+    level = pick_level()
+    return f"{cpu_model()}\n{level.name if level else 'references'}"
+
+
 def certificate_key(program: str, weights: str, device: torch.device, level: int) -> str:
     """`program` is the program's own key (compiler/cache.py)."""
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else cpu_model()
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else _processor()
     parts = (program, weights, machine, str(level), _kernels_digest())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 

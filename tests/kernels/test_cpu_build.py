@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from llmc.kernels.cpu import build, compile
+from llmc.kernels.cpu.levels import X86_64
+
+LEVELS = X86_64[:1]
 
 
 @pytest.fixture
@@ -68,12 +71,13 @@ def test_the_key_covers_compiler_and_sources(
     other = compile.Toolchain(compiler=toolchain.compiler, version="fake 2.0")
     copy = tmp_path / "sources"
     shutil.copytree(compile.SOURCES, copy)
-    keys = {toolchain.key(), other.key()}
+    keys = {toolchain.key(LEVELS), other.key(LEVELS)}
     monkeypatch.setattr(compile, "SOURCES", copy)
-    assert toolchain.key() in keys
+    assert toolchain.key(LEVELS) in keys
     with (copy / "vec.h").open("a") as file:
         file.write("// more\n")
-    assert len(keys | {toolchain.key()}) == 3
+    keys |= {toolchain.key(LEVELS), toolchain.key(X86_64[1:2]), toolchain.key(X86_64[:2])}
+    assert len(keys) == 5
 
 
 @pytest.fixture

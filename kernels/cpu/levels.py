@@ -1,0 +1,108 @@
+"""Instruction sets that the C++ kernels are built for, and which of them this machine uses.
+
+A level is a set of compiler flags and what the processor must have for it. The highest that the
+processor has is used; LLMC_CPU_TARGET names a lower one. The kernel's list of features is asked,
+which leaves out what the operating system does not let programs use.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from llmc.errors import ConfigError
+
+VARIABLE = "LLMC_CPU_TARGET"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One set of instructions. `needs`: features as /proc/cpuinfo spells them."""
+
+    name: str
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+
+    @property
+    def symbol(self) -> str:
+        """The name of its table of kernels in the library."""
+        return "llmc_kernels_" + self.name.replace("-", "_")
+
+
+_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_VNNI = _V4 | {"avx512_vnni", "avx512vbmi"}
+_BF16 = _VNNI | {"avx512_bf16"}
+_AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+_V4_FLAGS = ("-march=x86-64-v4",)
+_VNNI_FLAGS = (*_V4_FLAGS, "-mavx512vnni", "-mavx512vbmi")
+_BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
+_AMX_FLAGS = (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+
+X86_64 = (  # each has all that the one before it has
+    Level(name="x86-64-v3", flags=("-march=x86-64-v3",), needs=_V3),
+    Level(name="x86-64-v4", flags=_V4_FLAGS, needs=_V4),
+    Level(name="x86-64-v4-vnni", flags=_VNNI_FLAGS, needs=_VNNI),
+    Level(name="x86-64-v4-bf16", flags=_BF16_FLAGS, needs=_BF16),
+    Level(name="x86-64-v4-amx", flags=_AMX_FLAGS, needs=_AMX),
+)
+AARCH64 = (
+    Level(name="aarch64", flags=("-march=armv8-a",), needs=frozenset()),
+    Level(
+        name="aarch64-bf16",
+        flags=("-march=armv8.2-a+dotprod+bf16+i8mm",),
+        needs=frozenset({"asimddp", "bf16", "i8mm"}),
+    ),
+)
+_LADDERS = {"x86_64": X86_64, "amd64": X86_64, "aarch64": AARCH64, "arm64": AARCH64}
+
+
+def ladder() -> tuple[Level, ...]:
+    """The levels of this kind of processor, the lowest first; empty for kinds without kernels."""
+    return _LADDERS.get(platform.machine().lower(), ())
+
+
+@cache
+def cpu_facts() -> dict[str, str]:
+    """The lines of /proc/cpuinfo about the first processor; empty where there is no such file."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return {}
+    lines = (line.partition(":") for line in reversed(text.splitlines()))
+    return {name.strip(): value.strip() for name, _, value in lines if value}
+
+
+def cpu_model() -> str:
+    """The processor's name and its instruction sets."""
+    wanted = ("model name", "flags", "Features", "CPU part")
+    found = [f"{name}: {cpu_facts()[name]}" for name in wanted if name in cpu_facts()]
+    return "\n".join(found) or f"{platform.machine()} {platform.processor()}"
+
+
+def supported() -> tuple[Level, ...]:
+    """The levels that this processor has; empty below the lowest."""
+    facts = cpu_facts()
+    features = frozenset(facts.get("flags", facts.get("Features", "")).split())
+    return tuple(level for level in ladder() if level.needs <= features)
+
+
+def pick_level() -> Level | None:
+    """What $LLMC_CPU_TARGET names, else the highest supported; None where there is none.
+
+    Raises ConfigError for a name that is unknown, or of a level that this processor lacks.
+    """
+    usable = supported()
+    given = os.environ.get(VARIABLE)
+    if not given:
+        return usable[-1] if usable else None
+    for level in usable:
+        if level.name == given:
+            return level
+    known = any(level.name == given for level in (*X86_64, *AARCH64))
+    wrong = "is more than this processor has" if known else "is not a level of instructions"
+    names = ", ".join(level.name for level in usable) or "none"
+    raise ConfigError(f"{VARIABLE}={given} {wrong}; it can run: {names}; or unset {VARIABLE}")

@@ -1,0 +1,28 @@
+// The kernels of one instruction set as a table of functions. Every source but the bindings is
+// compiled once a level (levels.py); the bindings call through the table of the level in use.
+#pragma once
+
+#include "kernels.h"
+#include "low_bit.h"
+#include "state.h"
+#include "step_rows.h"
+
+#define LLMC_KERNELS(K)                                                                       \
+  K(rms_norm) K(act_mul) K(write_kv) K(rope_write) K(paged_attention) K(sample)               \
+  K(token_logprobs) K(process_logits) K(takes_linear) K(linear) K(linear_columns)             \
+  K(quantized_linear) K(has_pair_rows) K(quantized_pair_rows) K(widens_weights) K(reorder_x)  \
+  K(widen_channels) K(delta_rule) K(selective_scan) K(linear_recurrence) K(decayed_softmax)   \
+  K(causal_conv) K(write_segments) K(prepare_step) K(record_tokens) K(ban_words)
+
+namespace llmc {
+
+struct Kernels {
+  const char* level;
+#define LLMC_MEMBER(name) decltype(&llmc::name) name;
+  LLMC_KERNELS(LLMC_MEMBER)
+#undef LLMC_MEMBER
+};
+
+extern const Kernels* kernels;  // of the level in use: levels.cpp
+
+}  // namespace llmc

@@ -1,0 +1,119 @@
+"""Levels of instructions: which one a processor gets, and what LLMC_CPU_TARGET may name."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llmc.errors import ConfigError
+from llmc.kernels.cpu import build, compile, levels
+from llmc.kernels.cpu.levels import AARCH64, X86_64, Level, pick_level, supported
+
+ZEN4 = X86_64[3].needs | {"sse2", "aes"}
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    monkeypatch.delenv(levels.VARIABLE, raising=False)
+    yield monkeypatch
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, machine: str, **facts: str) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(levels, "cpu_facts", lambda: facts)
+
+
+@pytest.mark.parametrize(
+    "machine,facts,name",
+    [
+        ("x86_64", {"flags": " ".join(X86_64[0].needs)}, "x86-64-v3"),
+        ("AMD64", {"flags": " ".join(X86_64[1].needs)}, "x86-64-v4"),
+        ("x86_64", {"flags": " ".join(ZEN4)}, "x86-64-v4-bf16"),
+        ("x86_64", {"flags": " ".join(ZEN4 - {"avx512_vnni"})}, "x86-64-v4"),
+        ("x86_64", {"flags": " ".join(ZEN4 - {"avx512bw"})}, "x86-64-v3"),
+        ("x86_64", {"flags": " ".join(X86_64[4].needs)}, "x86-64-v4-amx"),
+        ("x86_64", {"flags": "sse2 avx"}, None),
+        ("x86_64", {}, None),
+        ("aarch64", {"Features": "fp asimd"}, "aarch64"),
+        ("aarch64", {"Features": "asimd asimddp i8mm bf16"}, "aarch64-bf16"),
+        ("arm64", {}, "aarch64"),
+        ("riscv64", {}, None),
+    ],
+)
+def test_the_highest_level_of_a_processor(
+    processor: pytest.MonkeyPatch, machine: str, facts: dict[str, str], name: str | None
+) -> None:
+    pretend(processor, machine, **facts)
+    level = pick_level()
+    assert (level.name if level else None) == name
+
+
+def test_a_lower_level_can_be_asked_for(processor: pytest.MonkeyPatch) -> None:
+    pretend(processor, "x86_64", flags=" ".join(ZEN4))
+    processor.setenv(levels.VARIABLE, "x86-64-v3")
+    assert pick_level() == X86_64[0]
+
+
+@pytest.mark.parametrize(
+    "given,reason",
+    [
+        ("native", "LLMC_CPU_TARGET=native is not a level"),
+        ("x86-64-v4-amx", "LLMC_CPU_TARGET=x86-64-v4-amx is more than this processor has"),
+        ("aarch64", "is more than this processor has"),
+    ],
+)
+def test_a_wrong_level_is_refused(processor: pytest.MonkeyPatch, given: str, reason: str) -> None:
+    pretend(processor, "x86_64", flags=" ".join(X86_64[1].needs))
+    processor.setenv(levels.VARIABLE, given)
+    with pytest.raises(ConfigError, match=f"{reason}.*can run: x86-64-v3, x86-64-v4; or unset"):
+        build.start_build()
+
+
+def test_levels_contain_each_other() -> None:
+    for ladder in (X86_64, AARCH64):
+        for lower, higher in zip(ladder, ladder[1:], strict=False):
+            assert lower.needs < higher.needs
+
+
+def test_this_machine_has_what_its_levels_need() -> None:
+    machine = platform.machine()
+    if machine not in ("x86_64", "aarch64"):
+        pytest.skip(f"no levels are known for {machine}")
+    assert pick_level() is None or pick_level() in supported()
+
+
+def compilers() -> list[tuple[str, Level]]:
+    """Each level with a compiler for it: this machine's, or Debian's for the other kind."""
+    kinds = {"x86_64": X86_64, "aarch64": AARCH64}
+    mine = kinds.pop(platform.machine(), ())
+    other = [(f"{kind}-linux-gnu-g++", level) for kind, all in kinds.items() for level in all]
+    return [("", level) for level in mine] + other
+
+
+@pytest.mark.slow
+@pytest.mark.beside
+@pytest.mark.parametrize("compiler,level", compilers(), ids=lambda x: getattr(x, "name", ""))
+def test_every_level_compiles(
+    compiler: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiler:
+        monkeypatch.setenv("CXX", compiler)
+    toolchain = compile.find_toolchain()
+    if toolchain is None:
+        pytest.skip(f"{compiler or 'a C++ compiler'} is not installed")
+    commands = [
+        [
+            # not optimized: a quarter of the time, and every instruction is still checked
+            "-O0" if argument == "-O3" else argument
+            for argument in compile.kernel_command(
+                toolchain, source, tmp_path / f"{source.stem}.o", level
+            )
+        ]
+        for source in compile.kernel_sources()
+    ]
+    assert compile.run_all(commands, tmp_path, None) is None
+    tables = tmp_path / "table.o"
+    assert level.symbol.encode() in tables.read_bytes()
