@@ -278,6 +278,8 @@ class LLM:
 
     def _drive(self, engine: Engine, progress: bool, num_requests: int) -> None:
         num_done = num_tokens = 0
+        while engine.use_idle_time():  # a caller's thread is idle only before it starts
+            pass
         with GenerationProgress(num_requests, enabled=progress) as bar:
             while self._outputs.active:
                 if not engine.has_work:

@@ -40,6 +40,9 @@ class AtOnce:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
 
+    def use_idle_time(self) -> bool:
+        return bool(self._runner.use_idle_time())
+
     @property
     def num_runtime_compiles(self) -> int:
         return int(self._runner.num_runtime_compiles)

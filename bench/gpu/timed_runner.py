@@ -35,6 +35,9 @@ class TimedRunner:
     def max_in_flight(self) -> int:
         return self._runner.max_in_flight
 
+    def use_idle_time(self) -> bool:
+        return bool(self._runner.use_idle_time())
+
     @property
     def num_runtime_compiles(self) -> int:
         return self._runner.num_runtime_compiles

@@ -22,7 +22,9 @@ from llmc.passes.inputs import StepInput, input_of
 class StepFunction:
     """call(**step inputs) -> (next_token [S] int64, logits [S, V]); inputs by contract name.
 
-    Tokens, rows, samples and the block table's width must be at least `min_size`.
+    Tokens, rows, samples and the block table's width must be at least `min_size`; `small` takes
+    fewer. `references` are the ops that run on their references on a GPU, which read tensors on
+    the host, so that the step can't be captured in a CUDA graph.
     """
 
     call: Callable[..., tuple[Tensor, Tensor]]
@@ -30,6 +32,8 @@ class StepFunction:
     source: str
     level: int = 0
     min_size: int = 1
+    small: StepFunction | None = None
+    references: tuple[str, ...] = ()
 
 
 def lower(gm: fx.GraphModule, bound: Mapping[str, Tensor]) -> StepFunction:
@@ -38,7 +42,29 @@ def lower(gm: fx.GraphModule, bound: Mapping[str, Tensor]) -> StepFunction:
     source = writer.write()
     scope: dict[str, Any] = dict(writer.scope)
     exec(compile(source, "<llmc step>", "exec"), scope)
-    return StepFunction(call=scope["step"], inputs=tuple(writer.inputs), source=source)
+    return StepFunction(
+        call=scope["step"],
+        inputs=tuple(writer.inputs),
+        source=source,
+        references=gpu_references(gm.graph),
+    )
+
+
+def gpu_references(graph: fx.Graph) -> tuple[str, ...]:
+    """The ops that `lower_kernels` left on their references, where they run on a GPU."""
+    names = {
+        node.target._schema.name.partition("::")[2]
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "llmc"
+        and any(_on_gpu(arg) for arg in node.all_input_nodes)
+    }
+    return tuple(sorted(names))
+
+
+def _on_gpu(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, Tensor) and val.device.type == "cuda"
 
 
 class _Writer:

@@ -236,6 +236,11 @@ class EngineCore:
         except Exception as error:
             return self._fail(plan, error)
 
+    def use_idle_time(self) -> bool:
+        """Do a little of what would delay a step, such as capturing a CUDA graph. Meant for when
+        there is no work. -> whether there may be more to do."""
+        return self._runner.use_idle_time()
+
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._grammar_queue)

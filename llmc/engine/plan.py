@@ -162,5 +162,8 @@ class Runner(Protocol):
     def num_runtime_compiles(self) -> int:
         """Compilations that a step had to wait for."""
 
+    def use_idle_time(self) -> bool:
+        """Do a little of what would delay a step. -> whether there may be more to do."""
+
     def submit(self, plan: StepPlan) -> PendingStep:
         """Start a step and return at once. Never raises for what one request brought along."""

@@ -94,6 +94,8 @@ class EngineThread:
         """Everything that waits; when the engine is idle, sleeps until something comes."""
         messages = []
         if not self._engine.has_work:
+            while self._inbox.empty() and self._engine.use_idle_time():
+                pass
             messages.append(self._inbox.get())
         while not self._inbox.empty():
             messages.append(self._inbox.get())

@@ -70,7 +70,8 @@ class EngineHost:
 
     def turn(self) -> None:
         """Take what has come, do one step, tell the fronts."""
-        if self._socket.poll(0 if self._engine.has_work else IDLE_POLL_MS):
+        is_busy = self._engine.has_work or self._engine.use_idle_time()
+        if self._socket.poll(0 if is_busy else IDLE_POLL_MS):
             self._receive()
         if self._engine.has_work:
             self._sort(self._engine.step())

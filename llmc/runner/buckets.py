@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 _WINDOW = 512  # decode steps between two looks
 _WASTE = 0.10  # share of computed rows that were dummies, above which a size is added
+_MOST_MIXED_TOKENS = 2048
 _MOST_ADDED = 8  # each size is one more graph to keep
 
 
@@ -19,6 +20,15 @@ def default_buckets(max_rows: int) -> tuple[int, ...]:
     """Decode batch sizes: 1, 2, 4, 8, then by 8 to 64, by 16 to 256, by 64 from there."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_rows + 64, 64)]
     return (*[s for s in sizes if s < max_rows], max_rows)
+
+
+def mixed_tokens(tokens: int) -> int | None:
+    """Packed tokens that a step with prompts is padded to: four sizes for each doubling, so at
+    most a quarter more. None above 2048, where the host keeps ahead of the device anyway."""
+    if tokens > _MOST_MIXED_TOKENS:
+        return None
+    step = max(8, 1 << max((tokens - 1).bit_length() - 3, 0))
+    return -(-tokens // step) * step
 
 
 class Buckets:

@@ -44,13 +44,21 @@ class Delta:
     prompts: Prompts
 
 
-def encode(rows: RowTables, plan: StepPlan, padding: int = 0, dummy_tokens: int = 1) -> Delta:
-    """`padding` dummies are added that compute `dummy_tokens` tokens and sample one each."""
+def encode(
+    rows: RowTables, plan: StepPlan, padding: int = 0, num_tokens: int | None = None
+) -> Delta:
+    """`padding` dummies are added that sample one token each. Between them they compute what is
+    missing to `num_tokens` tokens, or one each."""
     segments = _row_changes(rows, plan)
-    lines, num_tokens, num_sampled = _work_lines(plan)
+    lines, num_real, num_sampled = _work_lines(plan)
+    num_dummy = padding if num_tokens is None else num_tokens - num_real
+    if num_dummy < padding or (num_dummy and not padding):
+        raise ValueError(f"{padding} dummies can't make {num_real} tokens {num_tokens}")
+    first = num_real
     for i in range(padding):
-        first = num_tokens + i * dummy_tokens
-        lines += (rows.padding_row, 0, dummy_tokens, first, 0, num_sampled + i, 1, 0)
+        count = (i + 1) * num_dummy // padding - i * num_dummy // padding
+        lines += (rows.padding_row, 0, count, first, 0, num_sampled + i, 1, 0)
+        first += count
     picks, wanted, scored = _logprob_picks(rows, plan)
     copies = [copy.source for copy in plan.block_copies]
     copies += [copy.target for copy in plan.block_copies]
@@ -72,7 +80,7 @@ def encode(rows: RowTables, plan: StepPlan, padding: int = 0, dummy_tokens: int 
         num_segments=count,
         work=at_work,
         num_requests=len(plan.work) + padding,
-        num_tokens=num_tokens + padding * dummy_tokens,
+        num_tokens=first,
         num_samples=num_sampled + padding,
         num_sampled=num_sampled,
         picks=at_picks,
@@ -82,7 +90,7 @@ def encode(rows: RowTables, plan: StepPlan, padding: int = 0, dummy_tokens: int 
         copies=at_copies,
         num_copies=len(plan.block_copies),
         swaps=at_swaps,
-        prompts=_prompts(plan, padding, dummy_tokens),
+        prompts=_prompts(plan, padding, num_dummy // padding if padding else 1),
     )
 
 

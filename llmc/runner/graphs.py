@@ -1,21 +1,46 @@
-"""Decode steps captured once per batch size and replayed: no host work between the kernels.
+"""Steps captured once per shape and replayed: no host work between the kernels.
 
-A graph is captured over the step's static buffers with every request a dummy, so capturing
-touches nobody's cache; attention and the sampler are inside. The largest batch comes first and
-the others share its memory.
+A graph is captured over the step's static buffers with dummy requests only, so capturing writes
+to no request's cache; attention and the sampler are inside. A capture that fails costs speed and
+never an answer: the step then runs without graphs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from llmc.compiler.lower import StepFunction
 
+logger = logging.getLogger(__name__)
+
 StepOutputs = tuple[Tensor, Tensor]  # next_token, logits
+
+_MOST_MIXED = 64  # graphs of steps that are not pure decodes
+_WANTED_AFTER = 2  # steps of one shape, after which a graph of it is worth its memory
+
+
+class StepShape(NamedTuple):
+    """The sizes by which a graph is found: packed tokens, requests, and rows of logits."""
+
+    tokens: int
+    requests: int
+    samples: int
+
+    @classmethod
+    def decode(cls, size: int) -> StepShape:
+        return cls(size, size, size)
+
+    @property
+    def is_decode(self) -> bool:
+        return self.tokens == self.requests == self.samples
 
 
 class CapturedStep(Protocol):
@@ -26,6 +51,9 @@ class CapturedStep(Protocol):
 
 class GraphBackend(Protocol):
     """How a device records what it runs. Tests record on the CPU."""
+
+    def new_step(self) -> None:
+        """What is captured from here on shares no memory with what was captured before."""
 
     def capture(self, run: Callable[[], StepOutputs], inputs: Mapping[str, Tensor]) -> CapturedStep:
         """Record `run`, which reads `inputs` and returns its outputs, none of which may move."""
@@ -45,62 +73,138 @@ class _CudaGraph:
 
 
 class CudaGraphs:
-    """torch.cuda.graph with one memory pool for all."""
+    """torch.cuda.CUDAGraph over one memory pool and one stream for each step function.
+
+    A pool must not outlive its graphs: workspaces that libraries made during a capture may still
+    lie in it, so a swapped step gets a new one.
+    """
 
     def __init__(self) -> None:
         self._pool: Any = None  # a handle, whose type differs by torch version
+        self._stream: torch.cuda.Stream | None = None
         self._bytes = 0
 
+    def new_step(self) -> None:
+        self._pool = self._stream = None
+
     def capture(self, run: Callable[[], StepOutputs], inputs: Mapping[str, Tensor]) -> CapturedStep:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # kernels are loaded and workspaces made before recording
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        free = torch.cuda.mem_get_info()[0]
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
-        # thread_local: another thread may be loading or compiling
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = run()
+        stream, current = self._stream, torch.cuda.current_stream()
+        stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(stream):
+                run()  # kernels are loaded and workspaces made before recording
+                torch.cuda.synchronize()
+                gc.collect()  # a graph that is collected during a capture would end it
+                free = torch.cuda.mem_get_info()[0]
+                outputs = self._record(graph, run)
+        finally:
+            current.wait_stream(stream)
         torch.cuda.synchronize()
         self._bytes += max(0, free - torch.cuda.mem_get_info()[0])
         return _CudaGraph(graph, outputs)
+
+    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], StepOutputs]) -> StepOutputs:
+        # thread_local: another thread may be loading or compiling
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            outputs = run()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # "invalidated by a previous error"
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return outputs
 
     def memory_bytes(self) -> int:
         return self._bytes
 
 
-class DecodeGraphs:
-    """The graphs of the step that runs, by batch size. Those of a step that was exchanged go."""
+class StepGraphs:
+    """The graphs of the step function that runs, by shape; those of a swapped one are dropped."""
 
     def __init__(self, backend: GraphBackend) -> None:
         self._backend = backend
         self._step: StepFunction | None = None
-        self._captured: dict[int, CapturedStep] = {}
+        self._captured: dict[StepShape, CapturedStep] = {}
+        self._seen: Counter[StepShape] = Counter()
+        self._is_off = False  # a capture of this step function failed
+        self.num_eager = 0  # steps that ran without a graph
 
-    def next_size(self, step: StepFunction, sizes: Iterable[int]) -> int | None:
-        """The largest of `sizes` that has no graph of this step; None when all have one."""
-        if step is not self._step:
-            self._step = step
-            self._captured = {}
-        needed = {max(size, step.min_size) for size in sizes}
-        return max(needed - self._captured.keys(), default=None)
+    def next_shape(self, step: StepFunction, sizes: Iterable[int]) -> StepShape | None:
+        """The next shape to capture: those in use first, then decodes of `sizes` from the largest.
+
+        None when nothing is missing, or `step` can't be captured.
+        """
+        self._follow(step)
+        if self._is_off:
+            return None
+        least = 1 if step.small is not None else step.min_size
+        missing = {StepShape.decode(max(size, least)) for size in sizes} - self._captured.keys()
+        room = _MOST_MIXED - sum(not shape.is_decode for shape in self._captured)
+        for shape, times in self._seen.most_common():
+            is_mixed = not shape.is_decode and shape not in self._captured and room > 0
+            if shape in missing or (is_mixed and times >= _WANTED_AFTER):
+                return shape
+        return max(missing, default=None)
 
     def capture(
         self,
         step: StepFunction,
-        size: int,
+        shape: StepShape,
         run: Callable[[], StepOutputs],
         inputs: Mapping[str, Tensor],
-    ) -> None:
-        assert step is self._step, "ask for the next size first"
-        self._captured[size] = self._backend.capture(run, inputs)
+    ) -> bool:
+        """False, after one warning, where `step` can't be captured."""
+        assert step is self._step, "ask for the next shape first"
+        try:
+            self._captured[shape] = self._backend.capture(run, inputs)
+        except Exception as error:
+            self._is_off = True
+            logger.warning(
+                "a CUDA graph of %d tokens and %d requests could not be captured, so steps without "
+                "a graph run kernel by kernel, which is slower: %s: %s",
+                shape.tokens, shape.requests, type(error).__name__, error,
+            )  # fmt: skip
+            return False
+        return True
 
-    def find(self, step: StepFunction, size: int) -> CapturedStep | None:
-        return self._captured.get(size) if step is self._step else None
+    def find(self, step: StepFunction, shape: StepShape) -> CapturedStep | None:
+        """The graph of a step that is about to run."""
+        self._follow(step)
+        graph = self._captured.get(shape)
+        self.num_eager += graph is None
+        if graph is None and shape.is_decode:
+            self.want(step, shape)
+        return graph
+
+    def want(self, step: StepFunction, shape: StepShape) -> None:
+        """A step came that a graph of this shape would have served."""
+        self._follow(step)
+        self._seen[shape] += 1
+
+    def has(self, step: StepFunction, shape: StepShape) -> bool:
+        return step is self._step and shape in self._captured
+
+    def _follow(self, step: StepFunction) -> None:
+        if step is not self._step:
+            self._step = step
+            self._captured = {}
+            self._is_off = bool(step.references)
+            self._backend.new_step()
+            if step.references:
+                logger.warning(
+                    "CUDA graphs are off: %s run on their references, which read values on the "
+                    "host",
+                    ", ".join(step.references),
+                )
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._captured
 
     @property
     def memory_bytes(self) -> int:

@@ -22,12 +22,12 @@ from llmc.engine.plan import PendingStep, StepPlan, StepResult
 from llmc.kernels.prepare_step import WORK_WORDS
 from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.write_segments import write_segments
-from llmc.runner.buckets import Buckets, default_buckets
+from llmc.runner.buckets import Buckets, default_buckets, mixed_tokens
 from llmc.runner.compiles import CompileWatch
 from llmc.runner.delta import Delta, encode
 from llmc.runner.device import Device, Download, HostDevice
 from llmc.runner.faults import classified
-from llmc.runner.graphs import DecodeGraphs, StepOutputs
+from llmc.runner.graphs import StepGraphs, StepOutputs, StepShape
 from llmc.runner.kv_cache import copy_blocks
 from llmc.runner.logprobs import chosen_tokens, gather_logprobs, read_result
 from llmc.runner.rows import RowTables
@@ -46,10 +46,10 @@ class Launched:
 class ModelRunner:
     """Executes plans in order; implements the engine's Runner protocol.
 
-    `step` may be replaced by one of another level at any time, from any thread: all levels share
-    rows and caches, and the next launch takes it. `max_tokens` is the most tokens of a step.
-    With `use_graphs`, and a device that has them, decode steps are captured once the first
-    answer is out.
+    `swap_step` replaces the step function by one of another level, from any thread: all levels
+    share rows and caches. `max_tokens` is the most tokens of a step. With `use_graphs`, and a
+    device that has them, steps run as graphs where one of their shape was captured; captures are
+    made by `capture_next`, before the first request and when the engine is idle.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class ModelRunner:
         self._tables = {name: rows.tables[name] for name in rows.tables if name in step.inputs}
         self._packed = tuple(name for name in step.inputs if name not in self._tables)
         self._names_prompts = "prompts" in step.inputs
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         if use_graphs and self._device.graphs is not None:
-            self._graphs = DecodeGraphs(self._device.graphs)
-        self._has_answered = False
+            self._graphs = StepGraphs(self._device.graphs)
+        self._offered: StepFunction | None = None  # waits for an idle moment
         self._watch = CompileWatch()
         self._executor: ThreadPoolExecutor | None = None
         if rows.device.type == "cpu" and max_in_flight > 1:
@@ -112,15 +112,14 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> Launched:
         """Send the plan's delta, queue the step, and start to bring its tokens home."""
-        if plan.is_decode and self._graphs is not None:
-            self._tend_graphs(len(plan.work))
         with torch.inference_mode(), self._watch.launching():
-            step = self.step  # may be exchanged by another thread
-            delta, sent = self._send(plan, step)
+            step = self.step  # another thread may swap it meanwhile
+            shape = self._shape(plan, step)
+            delta, sent = self._send(plan, shape)
             if not plan.work:
                 return Launched(delta=delta, download=None)
             inputs = self._prepare(delta, sent)
-            tokens, logits = self._compute(step, plan, inputs)
+            tokens, logits = self._compute(step, shape, inputs)
             home = [tokens[: delta.num_sampled]]
             if delta.wanted:
                 picks = sent[delta.picks : delta.picks + len(delta.wanted)]
@@ -134,20 +133,20 @@ class ModelRunner:
         if launched.download is None:
             return StepResult(token_ids=())
         drawn, *gathered = launched.download.wait()
-        self._has_answered = True
         return read_result(launched.delta, drawn.tolist(), gathered)
 
     def logits(self, plan: StepPlan) -> Tensor:
         """The unprocessed logits [rows that sample, V] of a plan; its draws are nobody's."""
         with torch.inference_mode():
-            delta, sent = self._send(plan, self.step)
+            shape = self._shape(plan, self.step)
+            delta, sent = self._send(plan, shape)
             _, logits = self._run(self.step, self._prepare(delta, sent))
             return logits[: delta.num_sampled].clone()
 
     def rehearse(self, rows: int, tokens_each: int = 1) -> None:
         """Run a step of dummies, which touch nobody's cache: for its memory, and its kernels."""
         with torch.inference_mode():
-            self._run(self.step, self._dummies(rows, tokens_each))
+            self._run(self.step, self._dummies(StepShape(rows * tokens_each, rows, rows)))
 
     def warm_up(self) -> None:
         """Rehearse the shapes by which kernels are chosen: rows and tokens by powers of two.
@@ -163,15 +162,22 @@ class ModelRunner:
                 tokens *= 2
             rows *= 2
 
-    def _dummies(self, rows: int, tokens_each: int = 1) -> StepInputs:
-        delta = encode(self.rows, StepPlan(step=-1, work=()), rows, tokens_each)
-        return self._prepare(delta, self._device.upload(delta.words))
+    def _dummies(self, shape: StepShape) -> StepInputs:
+        """The inputs of a step of this shape. Whoever samples nothing in a real step does here."""
+        delta = encode(self.rows, StepPlan(step=-1, work=()), shape.requests, shape.tokens)
+        self._prepare(delta, self._device.upload(delta.words))
+        inputs = self._buffers.inputs(shape.tokens, shape.requests, shape.samples)
+        if shape.samples > shape.requests:  # draft tokens sample too; what is left there is old
+            rest = slice(shape.requests, None)
+            inputs["row"][rest] = self.rows.padding_row
+            inputs["logits_index"][rest] = inputs["length"][rest] = 0
+        return inputs
 
     # The parts of a step
 
-    def _send(self, plan: StepPlan, step: StepFunction) -> tuple[Delta, Tensor]:
+    def _send(self, plan: StepPlan, shape: StepShape) -> tuple[Delta, Tensor]:
         """The plan's delta and its copy on the device, where rows and caches are as it says."""
-        delta = encode(self.rows, plan, self._padding(plan, step))
+        delta = encode(self.rows, plan, shape.requests - len(plan.work), shape.tokens)
         sent = self._device.upload(delta.words)
         self._swap(plan, sent[delta.swaps :])
         self._apply(delta, sent)
@@ -205,51 +211,102 @@ class ModelRunner:
             inputs = {**inputs, "prompts": delta.prompts.words()}
         return inputs
 
-    def _compute(self, step: StepFunction, plan: StepPlan, inputs: StepInputs) -> StepOutputs:
-        if plan.is_decode and self._graphs is not None:
-            graph = self._graphs.find(step, inputs["row"].shape[0])
+    def _compute(self, step: StepFunction, shape: StepShape, inputs: StepInputs) -> StepOutputs:
+        if self._graphs is not None:
+            graph = self._graphs.find(step, shape)
             if graph is not None:
                 return graph.replay()
         return self._run(step, inputs)
 
     def _run(self, step: StepFunction, inputs: StepInputs) -> StepOutputs:
+        if step.small is not None and inputs["row"].shape[0] < step.min_size:
+            step = step.small
         tokens, logits = step.call(**{n: inputs[n] for n in self._packed}, **self._tables)
         record_tokens.run(self.rows.tables["history"], inputs["row"], inputs["length"], tokens)
         return tokens, logits
 
-    def _padding(self, plan: StepPlan, step: StepFunction) -> int:
-        """Dummy rows: up to a captured batch size in a decode step, else up to the least size."""
+    def _shape(self, plan: StepPlan, step: StepFunction) -> StepShape:
+        """The step's sizes with its dummies: up to those of a graph, else the step's least."""
         rows = len(plan.work)
+        if plan.is_decode and rows:
+            size = self.buckets.choose(rows) if self._graphs is not None else rows
+            if self._graphs is not None:
+                self.buckets.observe(rows)
+            return StepShape.decode(max(size, self._least(step)))
+        tokens = sum(work.num_tokens for work in plan.work)
+        samples = sum(work.num_samples + work.num_scored for work in plan.work)
         if rows == 0:
-            return 0
-        if plan.is_decode:
-            return max(self.buckets.choose(rows) if self._graphs else rows, step.min_size) - rows
-        sampled = sum(work.num_samples + work.num_scored for work in plan.work)
-        return max(0, step.min_size - min(rows, sampled))
+            return StepShape(0, 0, 0)
+        padded = self._padded(tokens, rows, samples)
+        if padded is not None and self._graphs is not None:
+            if self._graphs.has(step, padded):
+                return padded
+            self._graphs.want(step, padded)
+        padding = max(0, step.min_size - min(rows, samples))
+        return StepShape(tokens + padding, rows + padding, samples + padding)
+
+    def _padded(self, tokens: int, rows: int, samples: int) -> StepShape | None:
+        """The shape of the graph that would serve a step with prompts or draft tokens."""
+        if self._graphs is None or self._names_prompts:
+            return None
+        requests = self.buckets.choose(rows + 1)  # one dummy at least takes the tokens that pad
+        padding = requests - rows
+        padded = mixed_tokens(tokens + padding)
+        fits = (
+            padded is not None
+            and requests <= self._buffers.max_requests
+            and padded <= self._buffers.max_tokens
+            and padded - tokens <= padding * self.rows.max_model_len
+        )
+        return StepShape(padded, requests, samples + padding) if padded and fits else None
+
+    def _least(self, step: StepFunction) -> int:
+        return 1 if step.small is not None else step.min_size
 
     # Graphs
 
-    def _tend_graphs(self, rows: int) -> None:
-        """Between two steps: one more capture, as long as any is missing."""
-        self.buckets.observe(rows)
-        if self._has_answered:
-            self.capture_next()
+    def swap_step(self, step: StepFunction) -> None:
+        """Run `step` from the next launch on; where graphs are in use, from the next idle moment,
+        since its own have to be captured first."""
+        if self._graphs is None or self._graphs.is_empty:
+            self.step = step
+        else:
+            self._offered = step
 
-    def capture_next(self) -> int | None:
-        """Capture the decode step at the largest batch size that has no graph yet.
+    def use_idle_time(self) -> bool:
+        """Something that would delay a step: take over an offered step, capture one graph.
 
-        -> that size; None when all are there. Takes a moment, during which nothing is served.
+        -> whether there may be more to do.
+        """
+        if self._offered is not None:
+            self.step, self._offered = self._offered, None
+        return self.capture_next() is not None
+
+    def capture_next(self) -> StepShape | None:
+        """Capture the step at a shape that has no graph yet: those in use first.
+
+        -> that shape; None when all are there. Takes a moment, during which nothing is served.
         """
         if self._graphs is None:
             return None
         step = self.step
-        size = self._graphs.next_size(step, self.buckets.sizes)
-        if size is None:
+        shape = self._graphs.next_shape(step, self.buckets.sizes)
+        if shape is None:
             return None
         with torch.inference_mode():
-            inputs = self._dummies(size)
-            self._graphs.capture(step, size, lambda: self._run(step, inputs), inputs)
-        return size
+            inputs = self._dummies(shape)
+            if not self._graphs.capture(step, shape, lambda: self._run(step, inputs), inputs):
+                return None
+        return shape
+
+    @property
+    def has_graphs(self) -> bool:
+        return self._graphs is not None
+
+    @property
+    def num_eager_steps(self) -> int:
+        """Steps that ran without a graph, though the runner has graphs."""
+        return self._graphs.num_eager if self._graphs is not None else 0
 
     @property
     def num_runtime_compiles(self) -> int:

@@ -27,6 +27,7 @@ class StepBuffers:
     def __init__(self, rows: RowTables, *, max_tokens: int, max_requests: int) -> None:
         self._rows = rows
         self.max_tokens = max_tokens
+        self.max_requests = max_requests
 
         def words(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=rows.device)
@@ -67,6 +68,11 @@ class StepBuffers:
         for name in GROUPED:
             inputs |= {of_group(name, g): one for g, one in enumerate(whole[name])}
         return _View(inputs=inputs, prepared=tuple(whole[name] for name in _PREPARED))
+
+    def inputs(self, tokens: int, requests: int, samples: int) -> StepInputs:
+        """The inputs of a step of these sizes, as they were last filled."""
+        view: _View = self.view(tokens, requests, samples)
+        return view.inputs
 
     def prepare(self, work: Tensor, tokens: int, samples: int) -> StepInputs:
         """`work` [R, 8] int32 on the device -> the step's inputs, filled."""

@@ -6,6 +6,7 @@ left, the steps are bound; C++ ops and Inductor's code are exchanged in when the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -68,13 +69,16 @@ def start_upgrade(models: Sequence[BoundRunner], level: int, cache_dir: Path) ->
     def compiled(model: BoundRunner) -> StepFunction | None:
         from llmc.compiler.inductor import compile_step  # imports the whole compiler
 
-        return compile_step(
+        step = compile_step(
             lowered(model.program),
             model.bound,
             model.runner.rows.tables,
             level=level,
             cache_dir=cache_dir,
         )
+        if model.runner.has_graphs:  # a batch of one needs no padding in a graph of the plain step
+            step = dataclasses.replace(step, small=lower(lowered(model.program), model.bound))
+        return step
 
     makers = [compiled] if level >= 1 else []
     if not all(model.kernels_built for model in models):
@@ -92,4 +96,4 @@ def start_upgrade(models: Sequence[BoundRunner], level: int, cache_dir: Path) ->
 
 
 def _exchange(runner: ModelRunner, step: StepFunction) -> None:
-    runner.step = step
+    runner.swap_step(step)

@@ -83,6 +83,8 @@ class ProfiledModel:
         runner, bound = self._make(num_blocks, max_model_len, can_swap=True)
         if self._device.type == "cuda":
             runner.warm_up()
+            while runner.capture_next() is not None:
+                pass
         elif runner.caches:
             touch_in_background(runner.caches, _TOUCHED_BYTES)
         return BoundRunner(

@@ -27,6 +27,9 @@ class ScriptedRunner:
         self.max_in_flight = max_in_flight
         self.num_runtime_compiles = 0
 
+    def use_idle_time(self) -> bool:
+        return False
+
     def submit(self, plan: StepPlan) -> DoneStep:
         self.plans.append(plan)
         error = self.errors.pop(0) if self.errors else None

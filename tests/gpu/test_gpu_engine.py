@@ -21,7 +21,7 @@ from llmc.config import EngineConfig
 from llmc.engine.messages import AddRequest
 from llmc.frontend.engine_options import load_tokenizer
 from llmc.guide.manual import load_manual
-from llmc.runner.graphs import DecodeGraphs
+from llmc.runner.graphs import StepGraphs, StepShape
 from llmc.runner.model_runner import ModelRunner
 from llmc.startup.start import Started, start_engine
 
@@ -86,14 +86,14 @@ def test_text_is_that_of_o0_at_every_bucket_rehearsed(
     fast: Guide, plain_answers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replayed = set()
-    find = DecodeGraphs.find
+    find = StepGraphs.find
 
-    def recorded(graphs: DecodeGraphs, step: Any, size: int) -> Any:
-        graph = find(graphs, step, size)
-        replayed.update([size] if graph is not None else [])
+    def recorded(graphs: StepGraphs, step: Any, shape: StepShape) -> Any:
+        graph = find(graphs, step, shape)
+        replayed.update([shape.requests] if graph is not None and shape.is_decode else [])
         return graph
 
-    monkeypatch.setattr(DecodeGraphs, "find", recorded)
+    monkeypatch.setattr(StepGraphs, "find", recorded)
     runner = fast.started.runner
     sizes = list(runner.buckets.sizes)
     assert max(sizes) == MAX_ROWS
@@ -104,7 +104,7 @@ def test_text_is_that_of_o0_at_every_bucket_rehearsed(
         different += [f"batch {size}: {got[i]!r}, not {plain_answers[i]!r}" for i in wrong[:2]]
     assert not different, "\n".join(different)
     if not REHEARSED:
-        assert replayed == {max(size, runner.step.min_size) for size in sizes}
+        assert replayed == set(sizes)
         assert runner.step.level == LEVEL and runner.max_in_flight > 1
 
 

@@ -6,16 +6,21 @@ They run on the CPU against a backend that records and replays there (support/fa
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import tiny_engine
 import tiny_models
+import torch
 from fake_graphs import BYTES_PER_GRAPH, FakeGraphs, HostRead, MovedInput, forbid_host_reads
 from op_cases import require_cpu_ops
 
 from llmc.engine.plan import NewRow, RowWork, StepPlan
 from llmc.runner.device import HostDevice
+from llmc.runner.graphs import CudaGraphs, StepShape
 from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
 from llmc.startup.profile import graphs_to_come
@@ -67,18 +72,183 @@ def decode(rows: range, start: int) -> StepPlan:
     return StepPlan(step=0, work=work)
 
 
-def test_sizes_are_captured_largest_first_once_the_first_answer_is_out(
+def sizes(*decodes: int) -> list[StepShape]:
+    return [StepShape.decode(size) for size in decodes]
+
+
+def test_graphs_are_captured_when_idle_those_in_use_first(running: tiny_engine.Running) -> None:
+    runner, backend = graphed(running)
+    runner.execute(enter(0))
+    for step in range(3):
+        runner.execute(decode(range(1), 3 + step))
+    assert backend.captured == [], "a stream of answers waits for no capture"
+    assert runner.num_eager_steps == 4
+    while runner.use_idle_time():
+        pass
+    assert backend.captured == sizes(1, 4, 2)
+    assert runner.graph_bytes == 3 * BYTES_PER_GRAPH
+    runner.execute(decode(range(1), 6))
+    assert backend.num_replays == 1 and runner.num_eager_steps == 4
+
+
+def test_steps_with_prompts_run_as_graphs_of_the_shapes_that_came(
     running: tiny_engine.Running,
+) -> None:
+    """A prompt of 13 tokens beside a decode is padded to 16 tokens; draft tokens likewise."""
+    runner, backend = graphed(running)
+    plain = running.started.runner
+
+    def mixed(row: int) -> StepPlan:
+        entering = enter(row, num_tokens=13)
+        work = [RowWork(row=0, start=3, num_tokens=1, sample=True), *entering.work]
+        return StepPlan(step=0, new_rows=entering.new_rows, work=work)
+
+    for one in (runner, plain):
+        one.execute(enter(0))
+    want = [plain.execute(mixed(row)).token_ids for row in (1, 2, 1)]
+    got = [runner.execute(mixed(1)).token_ids, runner.execute(mixed(2)).token_ids]
+    while runner.use_idle_time():
+        pass
+    assert backend.captured[0] == StepShape(tokens=16, requests=4, samples=4)
+    assert backend.num_replays == 0
+    got.append(runner.execute(mixed(1)).token_ids)
+    assert backend.num_replays == 1
+    assert got == want
+
+
+def test_a_failed_capture_costs_speed_and_no_answer(
+    running: tiny_engine.Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner, backend = graphed(running)
     runner.execute(enter(0))
-    assert backend.captured == []
-    for step in range(4):
-        runner.execute(decode(range(1), 3 + step))
-    assert backend.captured == [4, 2, 1]
-    assert runner.graph_bytes == 3 * BYTES_PER_GRAPH
-    # the third decode found its graph just made, the fourth too
-    assert backend.num_replays == 2
+    assert runner.capture_next() == StepShape.decode(4)
+    backend.error = RuntimeError("operation not permitted when stream is capturing")
+    while runner.use_idle_time():
+        pass
+    assert runner.capture_next() is None
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1 and "not permitted when stream is capturing" in warnings[0]
+    plain = running.started.runner
+    want = plain.execute(decode(range(1), 3)).token_ids
+    assert runner.execute(decode(range(1), 3)).token_ids == want
+    backend.error = None
+    runner.swap_step(dataclasses.replace(runner.step, level=1))
+    assert runner.use_idle_time(), "another step function is tried anew"
+
+
+def test_a_step_with_references_is_never_captured(
+    running: tiny_engine.Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, backend = graphed(running)
+    runner.swap_step(dataclasses.replace(runner.step, references=("paged_attention",)))
+    assert runner.capture_next() is None and backend.captured == []
+    assert "paged_attention" in caplog.text
+
+
+def test_one_request_needs_no_padding_where_the_plain_step_takes_it(
+    running: tiny_engine.Running,
+) -> None:
+    """Compiled steps take two rows at least; a batch of one runs the plain step instead."""
+    runner, backend = graphed(running)
+
+    def refuse(**inputs: Any) -> Any:
+        raise AssertionError("the compiled step got one row")
+
+    two_rows = dataclasses.replace(runner.step, level=2, min_size=2, call=refuse, small=runner.step)
+    runner.execute(enter(0))
+    runner.swap_step(two_rows)
+    want = running.started.runner.execute(decode(range(1), 3)).token_ids
+    assert runner.execute(decode(range(1), 3)).token_ids == want
+    assert runner.capture_next() == StepShape.decode(1)
+    assert runner.execute(decode(range(1), 3)).token_ids == want
+    assert backend.num_replays == 1
+
+
+class ScriptedCuda:
+    """As much of torch.cuda as a capture uses, with the calls in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.current = "serving"
+        outer = self
+
+        class Graph:
+            def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+                outer.calls.append(f"begin {pool} on {outer.current}")
+
+            def capture_end(self) -> None:
+                outer.calls.append("end")
+
+        class Stream:
+            def __init__(self) -> None:
+                outer.num_streams += 1
+                self.name = f"stream {outer.num_streams}"
+
+            def wait_stream(self, other: object) -> None: ...
+
+        @contextmanager
+        def stream(new: Stream) -> Iterator[None]:
+            before, outer.current = outer.current, new.name
+            try:
+                yield
+            finally:
+                outer.current = before
+
+        self.num_streams = self.num_pools = 0
+        serving = Stream()
+        self.num_streams = 0
+        for name, value in {
+            "CUDAGraph": Graph,
+            "Stream": Stream,
+            "stream": stream,
+            "current_stream": lambda: serving,
+            "synchronize": lambda: None,
+            "mem_get_info": lambda: (1000, 2000),
+            "graph_pool_handle": self._pool,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def _pool(self) -> str:
+        self.num_pools += 1
+        return f"pool {self.num_pools}"
+
+
+def test_a_failed_capture_is_ended_and_gives_the_stream_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = ScriptedCuda(monkeypatch)
+    graphs = CudaGraphs()
+    runs = iter([None, RuntimeError("out of memory")])
+
+    def run() -> Any:
+        if (error := next(runs)) is not None:
+            raise error
+        return torch.zeros(1), torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graphs.capture(run, {})
+    assert cuda.calls == ["begin pool 1 on stream 1", "end"]
+    assert cuda.current == "serving"
+
+
+def test_a_swapped_step_is_captured_into_a_pool_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From another thread too: stream and pool belong to the runner, not to the thread."""
+    cuda = ScriptedCuda(monkeypatch)
+    graphs = CudaGraphs()
+    outputs = torch.zeros(1), torch.zeros(1)
+    graphs.capture(lambda: outputs, {})
+    graphs.capture(lambda: outputs, {})
+    graphs.new_step()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(graphs.capture, lambda: outputs, {}).result().replay is not None
+    begun = [call for call in cuda.calls if call.startswith("begin")]
+    assert begun == [
+        "begin pool 1 on stream 1",
+        "begin pool 1 on stream 1",
+        "begin pool 2 on stream 2",
+    ]
 
 
 def test_a_batch_is_padded_to_the_captured_size_above_it(running: tiny_engine.Running) -> None:
@@ -94,19 +264,20 @@ def test_a_batch_is_padded_to_the_captured_size_above_it(running: tiny_engine.Ru
     assert backend.num_replays == 1
 
 
-def test_an_exchanged_step_is_captured_anew(running: tiny_engine.Running) -> None:
+def test_a_swapped_step_is_captured_anew_when_idle(running: tiny_engine.Running) -> None:
     runner, backend = graphed(running)
     runner.execute(enter(0))
     while runner.capture_next():
         pass
-    runner.step = dataclasses.replace(runner.step, level=1, min_size=2)
+    runner.swap_step(dataclasses.replace(runner.step, level=1, min_size=2))
     first = runner.execute(decode(range(1), 3))
-    assert backend.num_replays == 0, "a graph of the old step was replayed"
-    while runner.capture_next():
+    assert runner.step.level == 0 and backend.num_replays == 1, "graphs serve until it is idle"
+    while runner.use_idle_time():
         pass
-    assert backend.captured == [4, 2, 1, 4, 2], "1 is below the new step's least size"
+    assert runner.step.level == 1 and backend.num_pools == 2
+    assert backend.captured == sizes(4, 2, 1, 4, 2), "1 is below the new step's least size"
     assert runner.execute(decode(range(1), 3)).token_ids == first.token_ids
-    assert backend.num_replays == 1
+    assert backend.num_replays == 2
 
 
 def test_nothing_moves_and_the_host_reads_nothing_between_replays(
@@ -146,6 +317,8 @@ def test_text_is_the_same_with_graphs_and_with_steps_in_flight(
     want = tiny_engine.generate(running.engine(), PROMPTS, 12)
     runner, backend = graphed(running, max_in_flight=max_in_flight)
     engine = running.engine(max_num_seqs=4, runner=runner)
+    while runner.use_idle_time():
+        pass
     got = tiny_engine.generate(engine, PROMPTS, 12)
     assert [g.tokens for g in got] == [w.tokens for w in want]
     assert backend.num_replays > 10
@@ -154,5 +327,5 @@ def test_text_is_the_same_with_graphs_and_with_steps_in_flight(
 def test_what_graphs_will_take_is_measured_on_two_of_them(running: tiny_engine.Running) -> None:
     runner, backend = graphed(running)
     assert graphs_to_come(runner) == 3 * BYTES_PER_GRAPH
-    assert backend.captured == [4, 2]
+    assert backend.captured == sizes(4, 2)
     assert graphs_to_come(running.started.runner) == 0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from llmc.runner.graphs import CapturedStep, StepOutputs
+from llmc.runner.graphs import CapturedStep, StepOutputs, StepShape
 
 BYTES_PER_GRAPH = 1000
 
@@ -56,15 +56,23 @@ class _Recorded:
 
 
 class FakeGraphs:
-    """Records captures by batch size, in order."""
+    """Records captures by shape, in order. Captures raise `error` where it is set."""
 
     def __init__(self) -> None:
-        self.captured: list[int] = []
+        self.captured: list[StepShape] = []
+        self.error: Exception | None = None
+        self.num_pools = 0
         self.steps: list[_Recorded] = []
         self.num_replays = 0
 
+    def new_step(self) -> None:
+        self.num_pools += 1
+
     def capture(self, run: Callable[[], StepOutputs], inputs: Mapping[str, Tensor]) -> CapturedStep:
-        self.captured.append(inputs["row"].shape[0])
+        if self.error is not None:
+            raise self.error
+        shape = tuple(inputs[name].shape[0] for name in ("positions", "request_row", "row"))
+        self.captured.append(StepShape(*shape))
         self.steps.append(_Recorded(self, run, inputs))
         return self.steps[-1]
 

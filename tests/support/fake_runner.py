@@ -201,6 +201,9 @@ class FakeRunner:
         self.fail_at_swap = False  # once
         self.most_blocks = 0  # that rows held at one time
 
+    def use_idle_time(self) -> bool:
+        return False
+
     def submit(self, plan: StepPlan) -> FakeStep:
         assert len(self.in_flight) < self.max_in_flight
         assert plan.step == self.num_submitted, "steps are numbered in order"

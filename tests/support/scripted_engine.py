@@ -78,6 +78,9 @@ class ScriptedRunner:
         self.max_in_flight = 2
         self.num_runtime_compiles = 0
 
+    def use_idle_time(self) -> bool:
+        return False
+
     def submit(self, plan: StepPlan) -> DoneStep:
         return run_now(self.execute, plan)
 
