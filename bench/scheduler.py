@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import deque
 
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import StepPlan, StepResult
 from llmc.engine.request import Request
 from llmc.engine.scheduler import Scheduler
@@ -25,7 +26,15 @@ STEPS = 800
 def filled(num_rows: int) -> Scheduler:
     """A scheduler whose rows all run, in prompts of different lengths."""
     scheduler = Scheduler(
-        num_blocks=num_rows * 128, block_size=16, max_num_seqs=num_rows, max_num_batched_tokens=8192
+        EngineLimits(
+            num_blocks=num_rows * 128,
+            block_size=16,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=8192,
+            max_model_len=4096,
+            vocab_size=100,
+        ),
+        EngineFeatures(),
     )
     for index in range(num_rows):
         length = 32 + index % 16

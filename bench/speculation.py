@@ -32,6 +32,7 @@ import torch
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.load_test.machine import describe_machine, package_versions
 from llmc.load_test.report import context, write_json
 from llmc.sampling_params import SamplingParams
@@ -147,14 +148,15 @@ def _plain_engine(started: Started) -> EngineCore:
     info = started.info
     return EngineCore(
         started.runner,
-        num_blocks=info.num_blocks,
-        block_size=info.block_size,
-        max_num_seqs=16,
-        max_num_batched_tokens=512,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        eos_token_ids=(),
-        enable_prefix_caching=False,
+        EngineLimits(
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_num_seqs=16,
+            max_num_batched_tokens=512,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+        ),
+        EngineFeatures(enable_prefix_caching=False),
     )
 
 

@@ -12,6 +12,7 @@ from bench.ablations.subject import Bench
 from llmc.engine.core import EngineCore
 from llmc.engine.kv.layout import WHOLE, AttentionWindow
 from llmc.engine.messages import AddRequest
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import PendingStep, StepPlan, StepResult
 from llmc.sampling_params import SamplingParams
 
@@ -35,15 +36,15 @@ class NoModel:
 def engine(num_blocks: int, **options: bool) -> EngineCore:
     return EngineCore(
         NoModel(),
-        num_blocks=num_blocks,
-        block_size=BLOCK,
-        max_num_seqs=256,
-        max_num_batched_tokens=4096,
-        max_model_len=CONTEXT,
-        vocab_size=100,
-        eos_token_ids=(),
-        enable_prefix_caching=False,
-        **options,
+        EngineLimits(
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_num_seqs=256,
+            max_num_batched_tokens=4096,
+            max_model_len=CONTEXT,
+            vocab_size=100,
+        ),
+        EngineFeatures(enable_prefix_caching=False, **options),
     )
 
 
@@ -150,15 +151,15 @@ def _windows(bench: Bench) -> Figures:
     def running(windows: Sequence[AttentionWindow]) -> float:
         core = EngineCore(
             NoModel(),
-            num_blocks=4 * 8 * 8192 // BLOCK,  # eight such requests, if all layers keep all
-            block_size=BLOCK,
-            max_num_seqs=256,
-            max_num_batched_tokens=2048,
-            max_model_len=16384,
-            vocab_size=100,
-            eos_token_ids=(),
-            enable_prefix_caching=False,
-            windows=windows,
+            EngineLimits(
+                num_blocks=4 * 8 * 8192 // BLOCK,  # eight such requests, if all layers keep all
+                block_size=BLOCK,
+                max_num_seqs=256,
+                max_num_batched_tokens=2048,
+                max_model_len=16384,
+                vocab_size=100,
+            ),
+            EngineFeatures(enable_prefix_caching=False, windows=windows),
         )
         sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
         for i in range(count):

@@ -21,6 +21,7 @@ from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.kv.swap import SwapCost, SwapRoom
 from llmc.engine.messages import AddRequest
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import PendingStep, Runner, StepPlan, StepResult
 from llmc.sampling_params import SamplingParams
 from llmc.startup.start import Started, start_engine
@@ -74,10 +75,8 @@ class Subject:
 
     def __init__(self, started: Started, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.started = started
-        self._most = {
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-        }
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
         space = started.runner.swap_space
         self._copy_speed = space.measure() if space is not None else 0.0
         self._rng = random.Random(0)
@@ -93,24 +92,31 @@ class Subject:
     def prompt(self, length: int) -> list[int]:
         return [self._rng.randrange(3, min(self.vocab_size, 3000)) for _ in range(length)]
 
-    def engine(self, *, async_scheduling: bool = False, **options: Any) -> EngineCore:
+    def engine(
+        self,
+        *,
+        async_scheduling: bool = False,
+        num_blocks: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        **features: Any,
+    ) -> EngineCore:
         """Without prefix caching unless it is asked for: rounds must not help each other."""
         info, runner = self.started.info, self.started.runner
         chosen: Runner = runner if async_scheduling else AtOnce(runner)
-        settings = {
-            **self._most,
-            "num_blocks": info.num_blocks,
-            "enable_prefix_caching": False,
-            "async_scheduling": async_scheduling,
-            **options,
-        }
         return EngineCore(
             chosen,
-            block_size=info.block_size,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            eos_token_ids=(),
-            **settings,
+            EngineLimits(
+                num_blocks=num_blocks or info.num_blocks,
+                block_size=info.block_size,
+                max_num_seqs=max_num_seqs or self._max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens or self._max_num_batched_tokens,
+                max_model_len=info.max_model_len,
+                vocab_size=info.vocab_size,
+            ),
+            EngineFeatures(
+                **{"enable_prefix_caching": False, **features}, async_scheduling=async_scheduling
+            ),
         )
 
     def swap_room(self) -> SwapRoom:

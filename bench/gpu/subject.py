@@ -21,6 +21,7 @@ from bench.gpu.shapes import Config, read_config
 from bench.gpu.timed_runner import TimedRunner
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.runner.model_runner import ModelRunner
 from llmc.startup.start import ModelInfo, start_engine
 
@@ -41,15 +42,15 @@ class Subject:
     def core(self, runner: TimedRunner | ModelRunner, async_scheduling: bool = True) -> EngineCore:
         return EngineCore(
             runner,
-            num_blocks=self.info.num_blocks,
-            block_size=self.info.block_size,
-            max_num_seqs=self.options.max_num_seqs,
-            max_num_batched_tokens=self.options.max_num_batched_tokens,
-            max_model_len=self.info.max_model_len,
-            vocab_size=self.info.vocab_size,
-            eos_token_ids=(),
-            enable_prefix_caching=False,
-            async_scheduling=async_scheduling,
+            EngineLimits(
+                num_blocks=self.info.num_blocks,
+                block_size=self.info.block_size,
+                max_num_seqs=self.options.max_num_seqs,
+                max_num_batched_tokens=self.options.max_num_batched_tokens,
+                max_model_len=self.info.max_model_len,
+                vocab_size=self.info.vocab_size,
+            ),
+            EngineFeatures(enable_prefix_caching=False, async_scheduling=async_scheduling),
         )
 
     def prompts(self, count: int, length: int) -> list[list[int]]:

@@ -17,107 +17,49 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
-from llmc.config import SchedulingPolicy
 from llmc.engine import parallel_sampling as forks
 from llmc.engine.admission import Limits, admit, derive_seed
 from llmc.engine.beam_search import BeamSearch
-from llmc.engine.grammar import Arrival, GrammarQueue, Grammars, Matcher, start_matching
-from llmc.engine.kv.layout import WHOLE, AttentionWindow
-from llmc.engine.kv.swap import SwapRoom
+from llmc.engine.grammar import Arrival, GrammarQueue, Matcher, start_matching
 from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.outcome import aborted, failed
 from llmc.engine.plan import PendingStep, Runner, StepPlan
 from llmc.engine.request import Request
 from llmc.engine.scheduler import Scheduler
-from llmc.engine.spec_decode.speculation import Speculation
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from llmc.sampling_params import BeamSearchParams
 
 logger = logging.getLogger(__name__)
 
 
-class RowStates(Protocol):
-    """Made of users' logits processors."""
-
-    def begin(
-        self, args: Mapping[str, Any], prompt_token_ids: Sequence[int], /
-    ) -> Mapping[str, bytes]:
-        """NewRow.row_state of a request; raises InvalidRequestError."""
-
-
 class EngineCore:
-    """The engine's whole state; one thread drives it.
+    """The engine's whole state; one thread drives it."""
 
-    `vocab_size` is the width of the model's logits. With `max_num_queued` None the queue has no
-    limit. `async_scheduling` off: one step at a time, whatever the runner can do.
-    `share_prompts` off: sequences of one prompt (`AddRequest.fork_of`) share no blocks by
-    reference; for models that keep more of a sequence than its blocks. With `swap_room` preempted
-    requests may wait in host memory instead of being computed again; not for such models either.
-    Without `grammars` requests for structured outputs are refused. `speculation` guesses tokens
-    ahead; not for models whose state of a sequence can't go back. `row_states` say what
-    `extra_args` mean to users' logits processors. `windows`: how far the groups of layers that
-    have blocks of their own see (layout.py).
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        vocab_size: int,
-        eos_token_ids: Iterable[int],
-        seed: int = 0,
-        enable_prefix_caching: bool = True,
-        max_num_queued: int | None = None,
-        async_scheduling: bool = True,
-        scheduling_policy: SchedulingPolicy = "fcfs",
-        share_prompts: bool = True,
-        swap_room: SwapRoom | None = None,
-        grammars: Grammars | None = None,
-        speculation: Speculation | None = None,
-        row_states: RowStates | None = None,
-        windows: Sequence[AttentionWindow] = (WHOLE,),
-    ) -> None:
+    def __init__(self, runner: Runner, limits: EngineLimits, features: EngineFeatures) -> None:
         self._runner = runner
-        self._grammars = grammars
-        self._row_states = row_states
+        self._features = features
         self._grammar_queue = GrammarQueue()
-        self._share_prompts = share_prompts
-        self._max_in_flight = runner.max_in_flight if async_scheduling else 1
+        self._max_in_flight = runner.max_in_flight if features.async_scheduling else 1
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
-        self._scheduler = Scheduler(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-            use_priority=scheduling_policy == "priority",
-            swap_room=swap_room,
-            speculation=speculation,
-            windows=windows,
-        )
+        self._scheduler = Scheduler(limits, features)
+        vocab_size = limits.vocab_size
         self._limits = Limits(
             vocab_size=vocab_size,
-            max_model_len=max_model_len,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            pool_tokens=self._scheduler.layout.longest(num_blocks),
+            max_model_len=limits.max_model_len,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            pool_tokens=self._scheduler.layout.longest(limits.num_blocks),
             # A checkpoint may name an end token beyond its logits; it can't be drawn, and must
             # not become an index in the runner.
-            eos_token_ids=frozenset(token for token in eos_token_ids if 0 <= token < vocab_size),
+            eos_token_ids=frozenset(t for t in features.eos_token_ids if 0 <= t < vocab_size),
         )
-        self._seed = seed
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs = limits.max_num_seqs
         self._num_added = 0
-        self._max_num_queued = max_num_queued
+        self._max_num_queued = limits.max_num_queued
 
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises InvalidRequestError or QueueFullError, and then keeps nothing."""
@@ -133,10 +75,10 @@ class EngineCore:
                 f"a request with id {request_id!r} is being served; choose another id",
                 param="request_id",
             )
-        request = admit(message, self._limits, derive_seed(self._seed, self._num_added))
+        request = admit(message, self._limits, derive_seed(self._features.seed, self._num_added))
         args = request.sampling.extra_args
-        if args is not None and self._row_states is not None:
-            request.row_state = self._row_states.begin(args, message.prompt_token_ids)
+        if args is not None and self._features.row_states is not None:
+            request.row_state = self._features.row_states.begin(args, message.prompt_token_ids)
         matcher = self._begin_grammar(request)
         if matcher is None:
             self._enter(request, message.fork_of)
@@ -160,7 +102,9 @@ class EngineCore:
             members.append(admit(one, self._limits, default_seed=0))
         search = BeamSearch(params, members)
         for member in members:
-            sibling = members[0] if self._share_prompts and member is not members[0] else None
+            sibling = (
+                members[0] if self._features.share_prompts and member is not members[0] else None
+            )
             self._scheduler.add(member, sibling)
         return search
 
@@ -168,11 +112,11 @@ class EngineCore:
         spec = request.sampling.structured_outputs
         if spec is None:
             return None
-        if self._grammars is None:
+        if self._features.grammars is None:
             raise InvalidRequestError(
                 "structured outputs are not available in this engine", param="structured_outputs"
             )
-        return self._grammars.begin(spec)
+        return self._features.grammars.begin(spec)
 
     def _enter(self, request: Request, fork_of: str | None) -> None:
         self._scheduler.add(request, self._sibling(fork_of, request))
@@ -197,7 +141,7 @@ class EngineCore:
     def _sibling(self, fork_of: str | None, request: Request) -> Request | None:
         """The request to share a prompt with, if it is still there and sharing is on."""
         sibling = None if fork_of is None else self._scheduler.requests.get(fork_of)
-        if sibling is None or not self._share_prompts:
+        if sibling is None or not self._features.share_prompts:
             return None
         if not forks.same_prompt(request, sibling):
             raise InvalidRequestError(

@@ -22,17 +22,17 @@ from llmc.engine import parallel_sampling as forks
 from llmc.engine.beam_search import Beam
 from llmc.engine.fault_bisection import FaultBisection
 from llmc.engine.kv.block_pool import BlockPool
-from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
+from llmc.engine.kv.layout import WHOLE, CacheLayout
 from llmc.engine.kv.prefix_cache import live
 from llmc.engine.kv.row_table import RowTable, new_row
-from llmc.engine.kv.swap import SwapRoom
 from llmc.engine.messages import RequestUpdate
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.outcome import aborted, failed, not_drawn, take_token
 from llmc.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
 from llmc.engine.plan_builder import PlanBuilder
 from llmc.engine.queues import Queues
 from llmc.engine.request import Request, RequestState
-from llmc.engine.spec_decode.speculation import Speculation, count_accepted
+from llmc.engine.spec_decode.speculation import count_accepted
 
 Drawn = tuple[int | None, TokenLogprobs | None]
 RUNNING = RequestState.RUNNING
@@ -42,42 +42,26 @@ FINISHED = RequestState.FINISHED
 class Scheduler:
     """Continuous batching over `max_num_seqs` rows and one BlockPool.
 
-    With `use_priority` a request of lower `priority` goes before all of higher ones, and takes
-    the place of running ones if need be. `windows` are those of the groups of layers that have
-    blocks of their own (layout.py); where one sees a window only, nothing is swapped.
+    With the policy "priority" a request of lower `priority` goes before all of higher ones, and
+    takes the place of running ones if need be. Where layers see a window only, nothing is swapped.
     """
 
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        enable_prefix_caching: bool = True,
-        use_priority: bool = False,
-        swap_room: SwapRoom | None = None,
-        speculation: Speculation | None = None,
-        windows: Sequence[AttentionWindow] = (WHOLE,),
-    ) -> None:
-        if max_num_seqs < 1 or max_num_batched_tokens < 1:
-            raise ValueError(
-                "max_num_seqs and max_num_batched_tokens must be positive, "
-                f"got {max_num_seqs} and {max_num_batched_tokens}"
-            )
-        self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
+    def __init__(self, limits: EngineLimits, features: EngineFeatures) -> None:
+        self.pool = BlockPool(limits.num_blocks, limits.block_size, features.enable_prefix_caching)
         self.layout = CacheLayout(
-            block_size=block_size, step_tokens=max_num_batched_tokens, windows=tuple(windows)
+            block_size=limits.block_size,
+            step_tokens=limits.max_num_batched_tokens,
+            windows=tuple(features.windows),
         )
-        room = swap_room if self.layout.windows == (WHOLE,) else None
-        self.rows = RowTable(max_num_seqs, self.pool, self.layout, room)
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.use_priority = use_priority
+        room = features.swap_room if self.layout.windows == (WHOLE,) else None
+        self.rows = RowTable(limits.max_num_seqs, self.pool, self.layout, room)
+        self.max_num_batched_tokens = limits.max_num_batched_tokens
+        self.use_priority = features.scheduling_policy == "priority"
         self.requests: dict[str, Request] = {}  # all that are not finished
         self._queues = Queues(self.rows)
         self.running, self.waiting = self._queues.running, self._queues.waiting
         self.fault_bisection = FaultBisection()
-        self.speculation = speculation
+        self.speculation = features.speculation
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.spec_decode.speculation import Speculation
 from llmc.startup.draft_model import draft_in_flight, find_draft, load_draft, speculate
 from llmc.startup.load import LoadedModel, compile_model, find_model, load_model
@@ -175,25 +176,29 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
     eos = source.eos_token_ids
     engine = EngineCore(
         bound[0].runner,
-        num_blocks=pool.num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=pool.max_model_len,
-        vocab_size=program.vocab_size,
-        eos_token_ids=eos,
-        seed=config.seed,
-        enable_prefix_caching=config.enable_prefix_caching and not state_bytes,
-        share_prompts=not state_bytes,
-        swap_room=swap_room,
-        max_num_queued=config.max_num_queued,
-        scheduling_policy=config.scheduling_policy,
-        speculation=speculation,
-        windows=profiled[0].layout.windows,
-        grammars=GrammarStarter(
-            source.tokenizer_path, vocab_size=program.vocab_size, eos_token_ids=eos
+        EngineLimits(
+            num_blocks=pool.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=pool.max_model_len,
+            vocab_size=program.vocab_size,
+            max_num_queued=config.max_num_queued,
         ),
-        row_states=RowStates(program.processors, program.vocab_size),
+        EngineFeatures(
+            eos_token_ids=eos,
+            seed=config.seed,
+            enable_prefix_caching=config.enable_prefix_caching and not state_bytes,
+            share_prompts=not state_bytes,
+            swap_room=swap_room,
+            scheduling_policy=config.scheduling_policy,
+            speculation=speculation,
+            windows=profiled[0].layout.windows,
+            grammars=GrammarStarter(
+                source.tokenizer_path, vocab_size=program.vocab_size, eos_token_ids=eos
+            ),
+            row_states=RowStates(program.processors, program.vocab_size),
+        ),
     )
     info = ModelInfo(
         name=source.files.name,

@@ -15,6 +15,7 @@ import pytest
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.errors import InvalidRequestError
 from llmc.llm import LLM
 from llmc.outputs import Logprob, RequestOutput
@@ -67,15 +68,17 @@ def make_llm(started: Started, depth: int, num_blocks: int | None = None) -> LLM
     grammars = GrammarStarter(path, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
     engine = EngineCore(
         started.runner,
-        num_blocks=num_blocks or info.num_blocks,
-        block_size=info.block_size,
-        max_num_seqs=CONFIG.max_num_seqs,
-        max_num_batched_tokens=CONFIG.max_num_batched_tokens,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        eos_token_ids=info.eos_token_ids,
-        async_scheduling=depth == 2,
-        grammars=grammars,
+        EngineLimits(
+            num_blocks=num_blocks or info.num_blocks,
+            block_size=info.block_size,
+            max_num_seqs=CONFIG.max_num_seqs,
+            max_num_batched_tokens=CONFIG.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+        ),
+        EngineFeatures(
+            eos_token_ids=info.eos_token_ids, async_scheduling=depth == 2, grammars=grammars
+        ),
     )
     assert path is not None and started.runner.max_in_flight == 2
     one = dataclasses.replace(started, engine=engine)

@@ -13,6 +13,7 @@ from fake_runner import EOS, VOCAB, FakeRunner, InjectedFault, history, likelies
 from llmc.engine.beam_search import BeamSearch
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import BeamSearchParams, SamplingParams
 
@@ -38,15 +39,15 @@ def engine(
     )
     core = EngineCore(
         runner,
-        num_blocks=num_blocks,
-        block_size=SIZE,
-        max_num_seqs=rows,
-        max_num_batched_tokens=budget,
-        max_model_len=ROOM,
-        vocab_size=VOCAB,
-        eos_token_ids=[EOS],
-        enable_prefix_caching=caching,
-        share_prompts=share,
+        EngineLimits(
+            num_blocks=num_blocks,
+            block_size=SIZE,
+            max_num_seqs=rows,
+            max_num_batched_tokens=budget,
+            max_model_len=ROOM,
+            vocab_size=VOCAB,
+        ),
+        EngineFeatures(eos_token_ids=[EOS], enable_prefix_caching=caching, share_prompts=share),
     )
     return core, runner
 

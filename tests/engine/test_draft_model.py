@@ -13,6 +13,7 @@ from fake_runner import EOS, VOCAB, FakeRunner, FakeStep, Outcome, run_alone
 
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import StepPlan
 from llmc.engine.spec_decode.read_pace import ReadPace
 from llmc.errors import ConfigError
@@ -59,14 +60,15 @@ class Pair:
         )
         self.core = EngineCore(
             self.runner,
-            num_blocks=num_blocks,
-            block_size=2,
-            max_num_seqs=ROWS,
-            max_num_batched_tokens=budget,
-            max_model_len=CONTEXT,
-            vocab_size=VOCAB,
-            eos_token_ids=[EOS],
-            speculation=self.speculation,
+            EngineLimits(
+                num_blocks=num_blocks,
+                block_size=2,
+                max_num_seqs=ROWS,
+                max_num_batched_tokens=budget,
+                max_model_len=CONTEXT,
+                vocab_size=VOCAB,
+            ),
+            EngineFeatures(eos_token_ids=[EOS], speculation=self.speculation),
         )
         self.outcomes: dict[str, Outcome] = {}
 

@@ -11,6 +11,7 @@ from pending import DoneStep
 
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest, RequestUpdate
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import StepPlan, StepResult
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from llmc.sampling_params import SamplingParams
@@ -45,16 +46,16 @@ def engine(
 ) -> EngineCore:
     return EngineCore(
         runner,
-        num_blocks=32,
-        block_size=4,
-        max_num_seqs=2,
-        max_num_batched_tokens=16,
-        max_model_len=32,
-        vocab_size=10,
-        eos_token_ids=[0, 12345],
-        seed=seed,
-        max_num_queued=max_num_queued,
-        async_scheduling=async_scheduling,
+        EngineLimits(
+            num_blocks=32,
+            block_size=4,
+            max_num_seqs=2,
+            max_num_batched_tokens=16,
+            max_model_len=32,
+            vocab_size=10,
+            max_num_queued=max_num_queued,
+        ),
+        EngineFeatures(eos_token_ids=[0, 12345], seed=seed, async_scheduling=async_scheduling),
     )
 
 

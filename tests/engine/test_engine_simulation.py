@@ -17,6 +17,7 @@ from llmc.engine.core import EngineCore
 from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
 from llmc.engine.kv.swap import SwapCost, SwapRoom
 from llmc.engine.messages import AddRequest
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.spec_decode.model_speculation import ModelSpeculation
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
@@ -103,18 +104,22 @@ class Trace:
         )
         self.core = EngineCore(
             self.runner,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            max_num_seqs=rows,
-            max_num_batched_tokens=budget,
-            max_model_len=self.context,
-            vocab_size=VOCAB,
-            eos_token_ids=[EOS],
-            enable_prefix_caching=self.caching,
-            scheduling_policy="priority" if self.priorities else "fcfs",
-            swap_room=self.swap_room(rng) if rng.random() < 0.7 else None,
-            grammars=DigitGrammars(),
-            windows=windows,
+            EngineLimits(
+                num_blocks=self.num_blocks,
+                block_size=self.block_size,
+                max_num_seqs=rows,
+                max_num_batched_tokens=budget,
+                max_model_len=self.context,
+                vocab_size=VOCAB,
+            ),
+            EngineFeatures(
+                eos_token_ids=[EOS],
+                enable_prefix_caching=self.caching,
+                scheduling_policy="priority" if self.priorities else "fcfs",
+                swap_room=self.swap_room(rng) if rng.random() < 0.7 else None,
+                grammars=DigitGrammars(),
+                windows=windows,
+            ),
         )
         self.runner.nan = rng.random() < 0.3
         if self.seed % 5 < 2:

@@ -11,6 +11,7 @@ from fake_runner import FakeRunner, Outcome, run, run_alone
 
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
 
@@ -27,15 +28,15 @@ def engine(
     )
     core = EngineCore(
         runner,
-        num_blocks=num_blocks,
-        block_size=SIZE,
-        max_num_seqs=8,
-        max_num_batched_tokens=budget,
-        max_model_len=ROOM,
-        vocab_size=9,
-        eos_token_ids=[0],
-        enable_prefix_caching=caching,
-        share_prompts=share,
+        EngineLimits(
+            num_blocks=num_blocks,
+            block_size=SIZE,
+            max_num_seqs=8,
+            max_num_batched_tokens=budget,
+            max_model_len=ROOM,
+            vocab_size=9,
+        ),
+        EngineFeatures(eos_token_ids=[0], enable_prefix_caching=caching, share_prompts=share),
     )
     return core, runner
 

@@ -12,6 +12,7 @@ from fake_runner import VOCAB, DigitMatcher, FakeRunner, Outcome, run, run_alone
 from llmc.engine.core import EngineCore
 from llmc.engine.grammar import Matcher
 from llmc.engine.messages import AddRequest
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan_builder import MAX_SCORED
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
@@ -50,15 +51,15 @@ def make_engine(grammars: Any, depth: int = 2, **options: Any) -> EngineCore:
     )
     return EngineCore(
         runner,
-        num_blocks=400,
-        block_size=4,
-        max_num_seqs=8,
-        max_num_batched_tokens=2048,
-        max_model_len=CONTEXT,
-        vocab_size=VOCAB,
-        eos_token_ids=[0],
-        grammars=grammars,
-        **options,
+        EngineLimits(
+            num_blocks=400,
+            block_size=4,
+            max_num_seqs=8,
+            max_num_batched_tokens=2048,
+            max_model_len=CONTEXT,
+            vocab_size=VOCAB,
+        ),
+        EngineFeatures(eos_token_ids=[0], grammars=grammars, **options),
     )
 
 

@@ -11,6 +11,7 @@ from fake_runner import FakeRunner
 from llmc.config import SchedulingPolicy
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
 
@@ -21,14 +22,15 @@ def engine(
     runner = FakeRunner(num_blocks=num_blocks, block_size=2, max_tokens=budget, max_rows=rows)
     core = EngineCore(
         runner,
-        num_blocks=num_blocks,
-        block_size=2,
-        max_num_seqs=rows,
-        max_num_batched_tokens=budget,
-        max_model_len=64,
-        vocab_size=9,
-        eos_token_ids=[0],
-        scheduling_policy=policy,
+        EngineLimits(
+            num_blocks=num_blocks,
+            block_size=2,
+            max_num_seqs=rows,
+            max_num_batched_tokens=budget,
+            max_model_len=64,
+            vocab_size=9,
+        ),
+        EngineFeatures(eos_token_ids=[0], scheduling_policy=policy),
     )
     return core, runner
 

@@ -11,6 +11,7 @@ from fake_runner import FakeRunner, run, run_alone
 from llmc.engine.core import EngineCore
 from llmc.engine.fault_bisection import FaultBisection
 from llmc.engine.messages import AddRequest
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import RowWork
 from llmc.engine.request import Request
 from llmc.sampling_params import SamplingParams
@@ -34,13 +35,15 @@ def engine(depth: int, budget: int = 64) -> tuple[EngineCore, FakeRunner]:
     )
     core = EngineCore(
         runner,
-        num_blocks=BLOCKS,
-        block_size=4,
-        max_num_seqs=8,
-        max_num_batched_tokens=budget,
-        max_model_len=32,
-        vocab_size=9,
-        eos_token_ids=[0],
+        EngineLimits(
+            num_blocks=BLOCKS,
+            block_size=4,
+            max_num_seqs=8,
+            max_num_batched_tokens=budget,
+            max_model_len=32,
+            vocab_size=9,
+        ),
+        EngineFeatures(eos_token_ids=[0]),
     )
     return core, runner
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import StepPlan, StepResult, TokenLogprobs
 from llmc.engine.request import Request, RequestState
 from llmc.engine.scheduler import Scheduler
@@ -37,11 +38,15 @@ def scheduler(
     num_blocks: int = 64, block_size: int = 4, rows: int = 4, budget: int = 32, caching: bool = True
 ) -> Scheduler:
     return Scheduler(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=rows,
-        max_num_batched_tokens=budget,
-        enable_prefix_caching=caching,
+        EngineLimits(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=rows,
+            max_num_batched_tokens=budget,
+            max_model_len=4096,
+            vocab_size=100,
+        ),
+        EngineFeatures(enable_prefix_caching=caching),
     )
 
 

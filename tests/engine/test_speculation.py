@@ -14,6 +14,7 @@ from oracle import Replay
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest, EngineStats
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import StepPlan
 from llmc.engine.request import Request
 from llmc.engine.spec_decode.draft_pace import Acceptance, DraftCosts, best_length
@@ -252,14 +253,15 @@ def engine(
     runner.clock, runner.cost, runner.once = clock or Clock(), cost, once
     core = EngineCore(
         runner,
-        num_blocks=num_blocks,
-        block_size=2,
-        max_num_seqs=4,
-        max_num_batched_tokens=budget,
-        max_model_len=256,
-        vocab_size=VOCAB,
-        eos_token_ids=[EOS],
-        speculation=speculation,
+        EngineLimits(
+            num_blocks=num_blocks,
+            block_size=2,
+            max_num_seqs=4,
+            max_num_batched_tokens=budget,
+            max_model_len=256,
+            vocab_size=VOCAB,
+        ),
+        EngineFeatures(eos_token_ids=[EOS], speculation=speculation),
     )
     return core, runner
 

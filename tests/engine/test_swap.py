@@ -10,6 +10,7 @@ from fake_runner import FakeRunner, Outcome, run, run_alone
 from llmc.engine.core import EngineCore
 from llmc.engine.kv.swap import SwapCost, Swapper, SwapRoom
 from llmc.engine.messages import AddRequest
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.request import Request, RequestState
 from llmc.sampling_params import SamplingParams
 
@@ -21,15 +22,15 @@ def engine(room: SwapRoom | None, depth: int = 2) -> tuple[EngineCore, FakeRunne
     runner = FakeRunner(num_blocks=12, block_size=2, max_tokens=32, max_rows=4, max_in_flight=depth)
     core = EngineCore(
         runner,
-        num_blocks=12,
-        block_size=2,
-        max_num_seqs=4,
-        max_num_batched_tokens=32,
-        max_model_len=24,
-        vocab_size=9,
-        eos_token_ids=[0],
-        enable_prefix_caching=False,
-        swap_room=room,
+        EngineLimits(
+            num_blocks=12,
+            block_size=2,
+            max_num_seqs=4,
+            max_num_batched_tokens=32,
+            max_model_len=24,
+            vocab_size=9,
+        ),
+        EngineFeatures(eos_token_ids=[0], enable_prefix_caching=False, swap_room=room),
     )
     return core, runner
 

@@ -9,6 +9,7 @@ from fake_runner import EOS, VOCAB, FakeRunner, run_alone
 from llmc.engine.core import EngineCore
 from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
 from llmc.engine.messages import AddRequest
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.kernels.attention import first_visible, visible
 from llmc.sampling_params import SamplingParams
 
@@ -30,15 +31,15 @@ def engine(
     )
     core = EngineCore(
         runner,
-        num_blocks=num_blocks,
-        block_size=SIZE,
-        max_num_seqs=4,
-        max_num_batched_tokens=STEP,
-        max_model_len=1000,
-        vocab_size=VOCAB,
-        eos_token_ids=[EOS],
-        enable_prefix_caching=caching,
-        windows=windows,
+        EngineLimits(
+            num_blocks=num_blocks,
+            block_size=SIZE,
+            max_num_seqs=4,
+            max_num_batched_tokens=STEP,
+            max_model_len=1000,
+            vocab_size=VOCAB,
+        ),
+        EngineFeatures(eos_token_ids=[EOS], enable_prefix_caching=caching, windows=windows),
     )
     return core, runner
 

@@ -11,6 +11,7 @@ import tiny_models
 
 from llmc.engine.core import EngineCore
 from llmc.engine.kv.swap import SwapRoom
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.errors import ConfigError
 
 PROMPTS = tiny_models.prompts((9, 5, 12, 7))
@@ -28,15 +29,15 @@ def engine(running: tiny_engine.Running, room: SwapRoom | None) -> EngineCore:
         cache.fill_(float("nan"))
     return EngineCore(
         running.started.runner,
-        num_blocks=NUM_BLOCKS,
-        block_size=info.block_size,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        eos_token_ids=(),
-        enable_prefix_caching=False,
-        swap_room=room,
+        EngineLimits(
+            num_blocks=NUM_BLOCKS,
+            block_size=info.block_size,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+        ),
+        EngineFeatures(enable_prefix_caching=False, swap_room=room),
     )
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
 from llmc.text.tokenizer import Tokenizer
 
@@ -195,13 +196,15 @@ def make_scripted(
     runner = ScriptedRunner(tokenizer)
     engine = EngineCore(
         runner,
-        num_blocks=model.num_blocks,
-        block_size=model.block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=512,
-        max_model_len=model.max_model_len,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
+        EngineLimits(
+            num_blocks=model.num_blocks,
+            block_size=model.block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=512,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+        ),
+        EngineFeatures(eos_token_ids=model.eos_token_ids),
     )
     config = EngineConfig(max_num_seqs=max_num_seqs, max_num_queued=max_num_queued)
     return Scripted(engine=engine, info=model, runner=runner, tokenizer=tokenizer, config=config)

@@ -20,6 +20,7 @@ import psutil
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
+from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import StepPlan, StepResult, TokenLogprobs
 from llmc.errors import CheckpointError, EngineDeadError
 from llmc.processes import engine_main, wire
@@ -146,13 +147,17 @@ class ScriptedStart:
         self.info = model_info()
         self.engine = EngineCore(
             RepeatingRunner(self._delay_s),
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK_SIZE,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=CONTEXT,
-            vocab_size=VOCAB_WIDTH,
-            eos_token_ids=(1,),
+            EngineLimits(
+                num_blocks=NUM_BLOCKS,
+                block_size=BLOCK_SIZE,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=CONTEXT,
+                vocab_size=VOCAB_WIDTH,
+            ),
+            EngineFeatures(
+                eos_token_ids=(1,),
+            ),
         )
         return self
 

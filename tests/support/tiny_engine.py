@@ -15,9 +15,10 @@ from torch import Tensor
 from llmc.compiler.cache import CachedProgram, ProgramCache
 from llmc.compiler.serialize import dump_graph
 from llmc.config import EngineConfig
-from llmc.engine.core import EngineCore, RowStates
+from llmc.engine.core import EngineCore
 from llmc.engine.kv.layout import CacheLayout
 from llmc.engine.messages import AddRequest
+from llmc.engine.options import EngineFeatures, EngineLimits, RowStates
 from llmc.engine.plan import Runner
 from llmc.engine.spec_decode.speculation import Speculation
 from llmc.runner import kv_cache
@@ -69,17 +70,21 @@ class Running:
         info = self.started.info
         return EngineCore(
             runner or self.started.runner,
-            num_blocks=num_blocks or info.num_blocks,
-            block_size=info.block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            eos_token_ids=eos_token_ids,
-            enable_prefix_caching=enable_prefix_caching and not info.state_bytes_per_request,
-            speculation=speculation,
-            row_states=row_states,
-            windows=windows,
+            EngineLimits(
+                num_blocks=num_blocks or info.num_blocks,
+                block_size=info.block_size,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=info.max_model_len,
+                vocab_size=info.vocab_size,
+            ),
+            EngineFeatures(
+                eos_token_ids=eos_token_ids,
+                enable_prefix_caching=enable_prefix_caching and not info.state_bytes_per_request,
+                speculation=speculation,
+                row_states=row_states,
+                windows=windows,
+            ),
         )
 
 
