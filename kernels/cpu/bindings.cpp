@@ -1,44 +1,22 @@
 // The torch side: schemas, checks of what the kernels take on trust, and outputs.
+#include "bindings.h"
+
+#include "dtypes.h"
+
 #include "expert_linear.h"
-#include "table.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
-#include <torch/library.h>
-
+#include <cstring>
 #include <vector>
 
+namespace llmc::ops {
 namespace {
 
-using at::Tensor;
-using std::optional;
-
-llmc::Dtype dtype_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kFloat: return llmc::Dtype::f32;
-    case at::kBFloat16: return llmc::Dtype::bf16;
-    case at::kHalf: return llmc::Dtype::f16;
-    default:
-      TORCH_CHECK(false, "llmc_cpu takes float32, bfloat16 or float16, got ", t.scalar_type());
-  }
-}
-
-llmc::Dtype cache_dtype_of(const Tensor& t, const Tensor& beside) {
-  switch (t.scalar_type()) {
-    case at::kFloat8_e4m3fn: return llmc::Dtype::e4m3;
-    case at::kFloat8_e5m2: return llmc::Dtype::e5m2;
-    default:
-      TORCH_CHECK(t.scalar_type() == beside.scalar_type(), "a cache must be ",
-                  beside.scalar_type(), " or float8, got ", t.scalar_type());
-      return dtype_of(t);
-  }
-}
-
-int num_threads() {
-  return at::in_parallel_region() ? 1 : at::get_num_threads();
+Dtype cache_dtype_of(const Tensor& t, const Tensor& beside) {
+  if (t.scalar_type() == at::kFloat8_e4m3fn) return Dtype::e4m3;
+  if (t.scalar_type() == at::kFloat8_e5m2) return Dtype::e5m2;
+  TORCH_CHECK(t.scalar_type() == beside.scalar_type(), "a cache must be ", beside.scalar_type(),
+              " or float8, got ", t.scalar_type());
+  return dtype_of(t);
 }
 
 void check(const Tensor& t, const char* name, at::ScalarType dtype, int64_t dims) {
@@ -48,11 +26,12 @@ void check(const Tensor& t, const char* name, at::ScalarType dtype, int64_t dims
               " must have a dense last dimension, got strides ", t.strides());
 }
 
-// Rows of the last dimension; the reshape copies only where outer strides do not fit three sizes.
-llmc::Rows rows_of(Tensor& t) {
-  TORCH_CHECK(t.dim() >= 1, "a row op needs at least one dimension");
-  if (t.size(-1) != 1 && t.stride(-1) != 1) t = t.contiguous();
-  llmc::Rows rows{nullptr, {1, 1, 1}, {0, 0, 0}};
+// Rows of the last dimension; copies only where outer strides do not fit three sizes. `kept` holds
+// the copy.
+Rows rows_of(const Tensor& given, Tensor& kept) {
+  TORCH_CHECK(given.dim() >= 1, "a row op needs at least one dimension");
+  const Tensor& t = at::dense_rows(given, kept);
+  Rows rows{nullptr, {1, 1, 1}, {0, 0, 0}};
   int used = 3;
   for (int64_t d = t.dim() - 2; d >= 0; --d) {
     if (t.size(d) == 1) continue;
@@ -61,8 +40,8 @@ llmc::Rows rows_of(Tensor& t) {
       continue;
     }
     if (used == 0) {
-      t = t.contiguous();
-      return rows_of(t);
+      kept = t.contiguous();
+      return rows_of(kept, kept);
     }
     --used;
     rows.size[used] = t.size(d);
@@ -80,57 +59,66 @@ const void* vector_or_null(const optional<Tensor>& t, const char* name, const Te
   return t->data_ptr();
 }
 
+}  // namespace
+
 Tensor rms_norm(const Tensor& x, const optional<Tensor>& weight, double eps, double offset) {
-  Tensor input = x, out = at::empty(x.sizes(), x.options());
+  Tensor kept, out = at::empty(x.sizes(), x.scalar_type());
   if (x.numel() == 0) return out;
-  llmc::kernels->rms_norm({dtype_of(x), rows_of(input), {}, vector_or_null(weight, "weight", x, x.size(-1)),
-                  out.data_ptr(), nullptr, x.size(-1), float(eps), float(offset), num_threads()});
+  kernels->rms_norm({dtype_of(x), rows_of(x, kept), {},
+                     vector_or_null(weight, "weight", x, x.size(-1)), out.data_ptr(), nullptr,
+                     x.size(-1), float(eps), float(offset), at::num_threads()});
   return out;
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
                                         const optional<Tensor>& weight, double eps,
                                         double offset) {
   TORCH_CHECK(x.sizes() == residual.sizes() && x.scalar_type() == residual.scalar_type(),
               "x and residual must be alike");
-  Tensor in = x, res = residual;
-  Tensor out = at::empty(x.sizes(), x.options()), sum = at::empty(x.sizes(), x.options());
-  if (x.numel() == 0) return {out, sum};
-  llmc::Rows x_rows = rows_of(in), res_rows = rows_of(res);
+  Tensor out = at::empty(x.sizes(), x.scalar_type()), sum = at::empty(x.sizes(), x.scalar_type());
+  if (x.numel() == 0) return {std::move(out), std::move(sum)};
+  Tensor kept_x, kept_residual;
+  Rows x_rows = rows_of(x, kept_x), res_rows = rows_of(residual, kept_residual);
   for (int d = 0; d < 3; ++d)
     if (x_rows.size[d] != res_rows.size[d]) {  // folded differently: make both dense
-      in = x.contiguous(), res = residual.contiguous();
-      x_rows = rows_of(in), res_rows = rows_of(res);
+      kept_x = x.contiguous(), kept_residual = residual.contiguous();
+      x_rows = rows_of(kept_x, kept_x), res_rows = rows_of(kept_residual, kept_residual);
     }
-  llmc::kernels->rms_norm({dtype_of(x), x_rows, res_rows, vector_or_null(weight, "weight", x, x.size(-1)),
-                  out.data_ptr(), sum.data_ptr(), x.size(-1), float(eps), float(offset),
-                  num_threads()});
-  return {out, sum};
+  kernels->rms_norm({dtype_of(x), x_rows, res_rows,
+                     vector_or_null(weight, "weight", x, x.size(-1)), out.data_ptr(),
+                     sum.data_ptr(), x.size(-1), float(eps), float(offset), at::num_threads()});
+  return {std::move(out), std::move(sum)};
 }
 
-Tensor act_mul(const Tensor& gate_up, c10::string_view act) {
+}  // namespace
+
+Tensor act_mul(const Tensor& gate_up, const std::string& act) {
   TORCH_CHECK(gate_up.size(-1) % 2 == 0, "gate_up must have an even width, got ", gate_up.sizes());
   TORCH_CHECK(act == "silu" || act == "gelu" || act == "gelu_tanh",
               "act must be silu, gelu or gelu_tanh, got ", act);
   auto sizes = gate_up.sizes().vec();
   sizes.back() /= 2;
-  Tensor input = gate_up, out = at::empty(sizes, gate_up.options());
+  Tensor kept, out = at::empty(sizes, gate_up.scalar_type());
   if (out.numel() == 0) return out;
-  const llmc::Act kind = act == "silu"   ? llmc::Act::silu
-                         : act == "gelu" ? llmc::Act::gelu
-                                         : llmc::Act::gelu_tanh;
-  llmc::kernels->act_mul({dtype_of(gate_up), kind, rows_of(input), out.data_ptr(), sizes.back(),
-                 num_threads()});
+  const Act kind = act == "silu"   ? Act::silu
+                         : act == "gelu" ? Act::gelu
+                                         : Act::gelu_tanh;
+  kernels->act_mul({dtype_of(gate_up), kind, rows_of(gate_up, kept), out.data_ptr(), sizes.back(),
+                    at::num_threads()});
   return out;
 }
+
+namespace {
 
 void copy_strides(const Tensor& t, int64_t* to, int count) {
   for (int d = 0; d < count; ++d) to[d] = t.stride(d);
 }
 
-llmc::Scales scales_of(const optional<Tensor>& key, const optional<Tensor>& value,
+Scales scales_of(const optional<Tensor>& key, const optional<Tensor>& value,
                        const Tensor& cache) {
-  llmc::Scales scales{};
+  Scales scales{};
   auto read = [&](const optional<Tensor>& t, const char* name, int64_t& stride) -> const float* {
     if (!t.has_value() || !t->defined()) return nullptr;
     check(*t, name, at::kFloat, 1);
@@ -146,7 +134,7 @@ llmc::Scales scales_of(const optional<Tensor>& key, const optional<Tensor>& valu
   return scales;
 }
 
-llmc::WriteArgs write_args(const Tensor& key, const Tensor& value, const Tensor& key_cache,
+WriteArgs write_args(const Tensor& key, const Tensor& value, const Tensor& key_cache,
                            const Tensor& value_cache, const Tensor& slots,
                            const optional<Tensor>& k_scale, const optional<Tensor>& v_scale) {
   const auto dtype = key.scalar_type();
@@ -162,7 +150,7 @@ llmc::WriteArgs write_args(const Tensor& key, const Tensor& value, const Tensor&
                   key_cache.size(2) == value_cache.size(2),
               "key ", key.sizes(), ", value ", value.sizes(), " and the caches ",
               key_cache.sizes(), ", ", value_cache.sizes(), " do not fit together");
-  llmc::WriteArgs w{};
+  WriteArgs w{};
   w.dtype = dtype_of(key);
   w.cache = cache_dtype_of(key_cache, key);
   w.scales = scales_of(k_scale, v_scale, key_cache);
@@ -180,14 +168,14 @@ llmc::WriteArgs write_args(const Tensor& key, const Tensor& value, const Tensor&
   copy_strides(value, w.value_stride, 2);
   copy_strides(key_cache, w.key_cache_stride, 3);
   copy_strides(value_cache, w.value_cache_stride, 3);
-  w.threads = num_threads();
+  w.threads = at::num_threads();
   return w;
 }
 
 void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache,
               const Tensor& value_cache, const Tensor& slot_mapping,
               const optional<Tensor>& k_scale, const optional<Tensor>& v_scale) {
-  llmc::kernels->write_kv(
+  kernels->write_kv(
       write_args(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale));
 }
 
@@ -201,7 +189,7 @@ Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
   check(cos_table, "cos_table", at::kFloat, 2);
   check(sin_table, "sin_table", at::kFloat, 2);
   check(positions, "positions", at::kLong, 1);
-  llmc::RopeArgs a{};
+  RopeArgs a{};
   a.write = write_args(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale);
   TORCH_CHECK(query.size(0) == key.size(0) && query.size(2) == key.size(2) &&
                   positions.size(0) == key.size(0) && cos_table.sizes() == sin_table.sizes() &&
@@ -209,7 +197,7 @@ Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
               "query ", query.sizes(), ", positions ", positions.sizes(), " and cos_table ",
               cos_table.sizes(), " do not fit key ", key.sizes());
   const int64_t dim = query.size(2);
-  Tensor out = at::empty(query.sizes(), query.options());
+  Tensor out = at::empty(query.sizes(), query.scalar_type());
   a.query = query.data_ptr();
   a.query_norm = vector_or_null(query_norm, "query_norm", query, dim);
   a.key_norm = vector_or_null(key_norm, "key_norm", query, dim);
@@ -226,7 +214,7 @@ Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
   a.eps = float(eps);
   a.norm_offset = float(norm_offset);
   a.interleaved = interleaved;
-  llmc::kernels->rope_write(a);
+  kernels->rope_write(a);
   return out;
 }
 
@@ -237,14 +225,9 @@ std::vector<float> to_floats(const optional<Tensor>& t, const char* name, int64_
               " elements, got ", t->sizes());
   const int64_t step = t->stride(0);
   for (int64_t h = 0; h < heads; ++h) {
-    if (t->scalar_type() == at::kFloat)
-      out.push_back(t->data_ptr<float>()[h * step]);
-    else if (t->scalar_type() == at::kBFloat16)
-      out.push_back(float(t->data_ptr<at::BFloat16>()[h * step]));
-    else if (t->scalar_type() == at::kHalf)
-      out.push_back(float(t->data_ptr<at::Half>()[h * step]));
-    else
-      TORCH_CHECK(false, name, " must be float32, bfloat16 or float16, got ", t->scalar_type());
+    with_type(dtype_of(*t, name), [&](auto of) {
+      out.push_back(to_float(static_cast<const decltype(of)*>(t->data_ptr())[h * step]));
+    });
   }
   return out;
 }
@@ -272,8 +255,8 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
               " do not fit context_len ", context_len.sizes());
   const std::vector<float> sink = to_floats(sinks, "sinks", heads);
   const std::vector<float> slope = to_floats(slopes, "slopes", heads);
-  llmc::AttentionArgs a{};
-  Tensor out = at::empty({query.size(0), heads, value_cache.size(3)}, query.options());
+  AttentionArgs a{};
+  Tensor out = at::empty({query.size(0), heads, value_cache.size(3)}, query.scalar_type());
   a.dtype = dtype_of(query);
   a.cache = cache_dtype_of(key_cache, query);
   a.scales = scales_of(k_scale, v_scale, key_cache);
@@ -301,47 +284,64 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   a.chunk = chunk;
   a.scale = float(scale);
   a.softcap = float(softcap);
-  a.threads = num_threads();
-  llmc::kernels->paged_attention(a);
+  a.threads = at::num_threads();
+  kernels->paged_attention(a);
   return out;
 }
 
+// x where its rows end at a whole tile, else a view of a copy with zeros beyond their ends: oneDNN's
+// tiles multiply what lies there by zero, and a NaN would spread.
+const Tensor& zero_padded(const Tensor& x, Tensor& kept) {
+  const int64_t depth = x.size(-1), past = (32 - depth % 32) % 32;
+  if (past == 0) return x;
+  auto sizes = x.sizes().vec();
+  sizes.back() += past;
+  Tensor padded = at::empty(sizes, x.scalar_type());
+  char* end = static_cast<char*>(padded.data_ptr()) + depth * x.element_size();
+  const int64_t rows = x.numel() / depth;
+  for (int64_t i = 0; i < rows; ++i)
+    std::memset(end + i * (depth + past) * x.element_size(), 0, past * x.element_size());
+  Tensor view = padded.narrow(x.dim() - 1, 0, depth);
+  view.copy_(x);
+  return kept = std::move(view);
+}
+
+}  // namespace
+
 Tensor linear(const Tensor& x, const Tensor& stored, const optional<Tensor>& bias) {
-  const bool lies_dense = stored.dim() == 2 && (stored.stride(0) == 1 || stored.stride(1) == 1);
-  const Tensor weight = lies_dense ? stored : stored.contiguous();
-  TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1),
-              "weight ", weight.sizes(), " does not fit x ", x.sizes());
-  if (x.numel() == 0 || weight.numel() == 0) return at::linear(x, weight, bias).contiguous();
-  check(weight.stride(0) == 1 ? weight.t() : weight, "weight", x.scalar_type(), 2);
-  Tensor input = x;
-  llmc::Rows rows = rows_of(input);
+  TORCH_CHECK(x.dim() >= 1 && stored.dim() == 2 && x.size(-1) == stored.size(1),
+              "weight ", stored.sizes(), " does not fit x ", x.sizes());
+  if (x.numel() == 0 || stored.numel() == 0) return at::linear(x, stored, bias ? &*bias : nullptr);
+  Tensor dense, kept;
+  const bool by_columns = stored.stride(1) != 1 && stored.stride(0) == 1;
+  const Tensor& weight = by_columns ? stored : at::dense_rows(stored, dense);
+  TORCH_CHECK(weight.scalar_type() == x.scalar_type(), "weight must be ", x.scalar_type(),
+              ", got ", weight.scalar_type());
+  Rows rows = rows_of(x, kept);
   if (rows.size[0] != 1 || rows.size[1] != 1) {
-    input = x.contiguous();
-    rows = rows_of(input);
+    kept = x.contiguous();
+    rows = rows_of(kept, kept);
   }
-  const optional<Tensor> dense_bias = bias ? optional(bias->contiguous()) : std::nullopt;
-  const bool by_columns = weight.stride(1) != 1;
-  llmc::LinearArgs a{dtype_of(x), rows.data, weight.data_ptr(),
-                     vector_or_null(dense_bias, "bias", x, weight.size(0)), nullptr, rows.size[2],
-                     x.size(-1), weight.size(0), rows.stride[2],
-                     weight.stride(by_columns ? 1 : 0), weight.size(0), num_threads()};
-  if (!by_columns && !llmc::kernels->takes_linear(a)) {
-    // oneDNN's tiles multiply what lies past a row of odd length by zero: a NaN there would spread
-    const int64_t past = (32 - a.depth % 32) % 32;
-    const Tensor safe = past ? at::constant_pad_nd(x, {0, past}).narrow(-1, 0, a.depth) : x;
-    return at::linear(safe, weight, bias).contiguous();
-  }
+  const optional<Tensor> b = bias ? optional(bias->contiguous()) : std::nullopt;
+  LinearArgs a{dtype_of(x), rows.data, weight.data_ptr(),
+               vector_or_null(b, "bias", x, weight.size(0)), nullptr, rows.size[2], x.size(-1),
+               weight.size(0), rows.stride[2], weight.stride(by_columns ? 1 : 0), weight.size(0),
+               at::num_threads()};
+  if (!by_columns && !kernels->takes_linear(a))
+    return at::linear(zero_padded(x, kept), weight, b ? &*b : nullptr);
   auto sizes = x.sizes().vec();
   sizes.back() = a.channels;
-  Tensor out = at::empty(sizes, x.options());
+  Tensor out = at::empty(sizes, x.scalar_type());
   a.out = out.data_ptr();
-  by_columns ? llmc::kernels->linear_columns(a) : llmc::kernels->linear(a);
+  by_columns ? kernels->linear_columns(a) : kernels->linear(a);
   return out;
 }
+
+namespace {
 
 Tensor expert_linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
                      const Tensor& expert, bool transposed) {
-  return llmc::expert_linear(&linear, dtype_of(x), x, weight, bias, expert, transposed);
+  return multiply_experts(x, weight, bias, expert, transposed);
 }
 
 template <class T>
@@ -356,15 +356,15 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
               const Tensor& position) {
   check(logits, "logits", logits.scalar_type(), 2);
   const int64_t rows = logits.size(0);
-  Tensor out = at::empty({rows}, logits.options().dtype(at::kLong));
-  llmc::kernels->sample({dtype_of(logits), logits.data_ptr(), rows, logits.size(1), logits.stride(0),
+  Tensor out = at::empty({rows}, at::kLong);
+  kernels->sample({dtype_of(logits), logits.data_ptr(), rows, logits.size(1), logits.stride(0),
                 column<float>(temperature, "temperature", at::kFloat, rows),
                 column<float>(top_p, "top_p", at::kFloat, rows),
                 column<float>(min_p, "min_p", at::kFloat, rows),
                 column<int32_t>(top_k, "top_k", at::kInt, rows),
                 column<int64_t>(seed, "seed", at::kLong, rows),
                 column<int64_t>(position, "position", at::kLong, rows), out.data_ptr<int64_t>(),
-                num_threads()});
+                at::num_threads()});
   return out;
 }
 
@@ -373,14 +373,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprobs(const Tensor& logits,
   check(logits, "logits", logits.scalar_type(), 2);
   TORCH_CHECK(k >= 0, "k must not be negative, got ", k);
   const int64_t rows = logits.size(0);
-  const auto floats = logits.options().dtype(at::kFloat), longs = logits.options().dtype(at::kLong);
-  Tensor chosen = at::empty({rows}, floats), rank = at::empty({rows}, longs);
-  Tensor ids = at::empty({rows, k}, longs), values = at::empty({rows, k}, floats);
-  llmc::kernels->token_logprobs({dtype_of(logits), logits.data_ptr(), rows, logits.size(1),
+  Tensor chosen = at::empty({rows}, at::kFloat), rank = at::empty({rows}, at::kLong);
+  Tensor ids = at::empty({rows, k}, at::kLong), values = at::empty({rows, k}, at::kFloat);
+  kernels->token_logprobs({dtype_of(logits), logits.data_ptr(), rows, logits.size(1),
                         logits.stride(0), k, column<int64_t>(token, "token", at::kLong, rows),
                         chosen.data_ptr<float>(), values.data_ptr<float>(),
-                        rank.data_ptr<int64_t>(), ids.data_ptr<int64_t>(), num_threads()});
-  return {chosen, rank, ids, values};
+                        rank.data_ptr<int64_t>(), ids.data_ptr<int64_t>(), at::num_threads()});
+  return {std::move(chosen), std::move(rank), std::move(ids), std::move(values)};
 }
 
 Tensor process_logits(const Tensor& logits, const Tensor& row, const Tensor& length,
@@ -400,8 +399,8 @@ Tensor process_logits(const Tensor& logits, const Tensor& row, const Tensor& len
                   mask.size(1) * 32 >= vocab,
               "the tables do not fit: bias ", bias_token.sizes(), ", mask ", mask.sizes(),
               ", history ", history.sizes(), ", logits ", logits.sizes());
-  Tensor out = at::empty(logits.sizes(), logits.options().dtype(at::kFloat));
-  llmc::ProcessArgs a{};
+  Tensor out = at::empty(logits.sizes(), at::kFloat);
+  ProcessArgs a{};
   a.dtype = dtype_of(logits);
   a.logits = logits.data_ptr();
   a.out = out.data_ptr<float>();
@@ -427,58 +426,48 @@ Tensor process_logits(const Tensor& logits, const Tensor& row, const Tensor& len
   a.has_mask = column<int32_t>(has_mask, "has_mask", at::kInt, rows);
   a.mask = mask.data_ptr<int32_t>();
   a.mask_stride = mask.stride(0);
-  a.threads = num_threads();
-  llmc::kernels->process_logits(a);
+  a.threads = at::num_threads();
+  kernels->process_logits(a);
   return out;
 }
 
+const at::Ops kOps = {
+    {"rms_norm(Tensor x, Tensor? weight, float eps, float offset) -> Tensor",
+     &at::boxed<&rms_norm>},
+    {"add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset) -> "
+     "(Tensor, Tensor)",
+     &at::boxed<&add_rms_norm>},
+    {"act_mul(Tensor gate_up, str act) -> Tensor",
+     &at::boxed<&act_mul>},
+    {"write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+     "Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
+     &at::boxed<&write_kv>},
+    {"rope_write(Tensor query, Tensor key, Tensor value, Tensor? query_norm, Tensor? key_norm, "
+     "float eps, float norm_offset, Tensor cos_table, Tensor sin_table, Tensor positions, "
+     "bool interleaved, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
+     "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
+     &at::boxed<&rope_write>},
+    {"paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor query_start, "
+     "Tensor context_len, Tensor block_table, float scale, SymInt window, SymInt chunk, "
+     "float softcap, Tensor? sinks, Tensor? slopes, Tensor? k_scale=None, "
+     "Tensor? v_scale=None, Tensor? prompts=None) -> Tensor",
+     &at::boxed<&paged_attention>},
+    {"sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
+     "Tensor seed, Tensor position) -> Tensor",
+     &at::boxed<&sample>},
+    {"token_logprobs(Tensor logits, Tensor token, SymInt k) -> (Tensor, Tensor, Tensor, Tensor)",
+     &at::boxed<&token_logprobs>},
+    {"linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+     &at::boxed<&linear>},
+    {"expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor expert, bool transposed) -> "
+     "Tensor",
+     &at::boxed<&expert_linear>},
+    {"process_logits(Tensor logits, Tensor row, Tensor length, Tensor history, "
+     "Tensor prompt_len, Tensor repetition, Tensor presence, Tensor frequency, "
+     "Tensor bias_token, Tensor bias_value, Tensor bias_until, Tensor has_mask, Tensor mask) -> "
+     "Tensor",
+     &at::boxed<&process_logits>},
+};
+
 }  // namespace
-
-TORCH_LIBRARY(llmc_cpu, m) {
-  m.def("rms_norm(Tensor x, Tensor? weight, float eps, float offset) -> Tensor");
-  m.def(
-      "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset) -> "
-      "(Tensor, Tensor)");
-  m.def("act_mul(Tensor gate_up, str act) -> Tensor");
-  m.def(
-      "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-      "Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
-  m.def(
-      "rope_write(Tensor query, Tensor key, Tensor value, Tensor? query_norm, Tensor? key_norm, "
-      "float eps, float norm_offset, Tensor cos_table, Tensor sin_table, Tensor positions, "
-      "bool interleaved, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-      "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor");
-  m.def(
-      "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor query_start, "
-      "Tensor context_len, Tensor block_table, float scale, SymInt window, SymInt chunk, "
-      "float softcap, Tensor? sinks, Tensor? slopes, Tensor? k_scale=None, "
-      "Tensor? v_scale=None, Tensor? prompts=None) -> Tensor");
-  m.def(
-      "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
-      "Tensor seed, Tensor position) -> Tensor");
-  m.def(
-      "token_logprobs(Tensor logits, Tensor token, SymInt k) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  m.def(
-      "expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor expert, bool transposed) -> "
-      "Tensor");
-  m.def(
-      "process_logits(Tensor logits, Tensor row, Tensor length, Tensor history, "
-      "Tensor prompt_len, Tensor repetition, Tensor presence, Tensor frequency, "
-      "Tensor bias_token, Tensor bias_value, Tensor bias_until, Tensor has_mask, Tensor mask) -> "
-      "Tensor");
-}
-
-TORCH_LIBRARY_IMPL(llmc_cpu, CPU, m) {
-  m.impl("rms_norm", &rms_norm);
-  m.impl("add_rms_norm", &add_rms_norm);
-  m.impl("act_mul", &act_mul);
-  m.impl("write_kv", &write_kv);
-  m.impl("rope_write", &rope_write);
-  m.impl("paged_attention", &paged_attention);
-  m.impl("sample", &sample);
-  m.impl("token_logprobs", &token_logprobs);
-  m.impl("process_logits", &process_logits);
-  m.impl("linear", &linear);
-  m.impl("expert_linear", &expert_linear);
-}
+}  // namespace llmc::ops

@@ -1,8 +1,9 @@
 """Runs the C++ compiler: which one, with which flags, and the key that names the result.
 
 The kernels know no torch headers and are compiled once for each level of instructions; what is
-left, the bindings and the list of levels, runs on any processor. Linked to torch alone: its own
-OpenMP runtime serves the kernels too, since two in one process fight over the cores.
+left, the bindings and the list of levels, runs on any processor and under any torch from 2.11 on
+(tensor.h). Linked to torch alone: its own OpenMP runtime serves the kernels too, since two in one
+process fight over the cores.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Toolchain:
         """Names a library by all it is made from and for."""
         hasher = hashlib.sha256()
         flags = [flag for level in levels for flag in (level.name, *level.flags)]
-        for part in (*self.compiler, self.version, *_FLAGS, *flags, torch.__version__):
+        for part in (*self.compiler, self.version, *_FLAGS, *flags):
             hasher.update(part.encode() + b"\0")
         hasher.update(sources_digest().encode())
         return hasher.hexdigest()[:32]
@@ -97,15 +98,11 @@ def kernel_command(toolchain: Toolchain, source: Path, target: Path, level: Leve
 def _binding_command(
     toolchain: Toolchain, source: Path, target: Path, levels: Sequence[Level]
 ) -> list[str]:
-    include = _TORCH / "include"
-    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     return [
         *toolchain.compiler,
         *_FLAGS,
         "-O1",  # glue: optimizing it would double the time of the whole build
-        f"-I{include}",
-        f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}",
-        f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        f"-I{_TORCH / 'include'}",
         "-DLLMC_TABLES(K)=" + " ".join(f"K({level.symbol})" for level in levels),
         "-c",
         str(source),
@@ -124,7 +121,6 @@ def _link_command(toolchain: Toolchain, objects: Sequence[Path], target: Path) -
         str(target),
         f"-L{_TORCH / 'lib'}",
         "-ltorch_cpu",  # and through it the OpenMP runtime that torch loads
-        "-lc10",
         *(["-fopenmp"] if is_clang else []),  # clang's calls need its own runtime
     ]
 

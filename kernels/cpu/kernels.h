@@ -35,6 +35,14 @@ struct ActArgs {
   int threads;
 };
 
+struct AddArgs {  // dense
+  Dtype dtype;
+  const void* x;
+  void* out;
+  int64_t count;
+  int threads;
+};
+
 struct Scales {  // of an 8-bit cache: null, or by KV head where stride is 1
   const float *key, *value;
   int64_t key_stride, value_stride;
@@ -131,6 +139,7 @@ struct LinearArgs {  // all of one dtype; x, weight and out are rows with dense 
 
 void rms_norm(const NormArgs&);
 void act_mul(const ActArgs&);
+void add_to(const AddArgs&);  // out += x
 void write_kv(const WriteArgs&);
 void rope_write(const RopeArgs&);
 void paged_attention(const AttentionArgs&);

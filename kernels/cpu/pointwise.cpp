@@ -1,4 +1,4 @@
-// rms_norm, add_rms_norm and act_mul: one pass over each row, float inside.
+// rms_norm, add_rms_norm, act_mul and a sum: one pass over each row, float inside.
 #include "dtypes.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -131,6 +131,19 @@ void act_typed(const ActArgs& a) {
   }
 }
 
+template <class T>
+void add_typed(const AddArgs& a) {
+  const int64_t blocks = (a.count + 1023) / 1024;
+  parallel_rows(blocks, 1024, a.threads, [&](int64_t begin, int64_t end) {
+    const T* x = static_cast<const T*>(a.x);
+    T* out = static_cast<T*>(a.out);
+    const int64_t last = end * 1024 < a.count ? end * 1024 : a.count;
+    int64_t i = begin * 1024;
+    for (; i + kLanes <= last; i += kLanes) store(out + i, load(out + i) + load(x + i));
+    if (i < last) store_n(out + i, load_n(out + i, last - i) + load_n(x + i, last - i), last - i);
+  });
+}
+
 }  // namespace
 
 void rms_norm(const NormArgs& a) {
@@ -139,6 +152,10 @@ void rms_norm(const NormArgs& a) {
 
 void act_mul(const ActArgs& a) {
   with_type(a.dtype, [&](auto t) { act_typed<decltype(t)>(a); });
+}
+
+void add_to(const AddArgs& a) {
+  with_type(a.dtype, [&](auto t) { add_typed<decltype(t)>(a); });
 }
 
 }  // namespace llmc

@@ -1,35 +1,14 @@
 // The torch side of the ops with a state. Slots come from the scheduler: sizes are checked, values
 // not.
-#include "table.h"
+#include "bindings.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
+namespace llmc::ops {
 namespace {
 
-using at::Tensor;
-using std::optional;
-
-llmc::Dtype dtype_of(const Tensor& t, const char* name) {
-  switch (t.scalar_type()) {
-    case at::kFloat: return llmc::Dtype::f32;
-    case at::kBFloat16: return llmc::Dtype::bf16;
-    case at::kHalf: return llmc::Dtype::f16;
-    default:
-      TORCH_CHECK(false, name, " must be float32, bfloat16 or float16, got ", t.scalar_type());
-  }
-}
-
-int num_threads() {
-  return at::in_parallel_region() ? 1 : at::get_num_threads();
-}
-
-// Rows a token; a tensor that lies otherwise is copied into `t`, which must outlive the answer.
-llmc::TokenRows packed(Tensor& t, const char* name, at::IntArrayRef sizes) {
-  TORCH_CHECK(t.sizes() == sizes, name, " must be ", sizes, ", got ", t.sizes());
-  if (t.size(-1) != 1 && t.stride(-1) != 1) t = t.contiguous();
+// Rows a token; of a tensor that lies otherwise a copy, which `kept` holds.
+TokenRows packed(const Tensor& given, const char* name, at::Sizes sizes, Tensor& kept) {
+  TORCH_CHECK(given.sizes() == sizes, name, " must be ", sizes, ", got ", given.sizes());
+  const Tensor& t = at::dense_rows(given, kept);
   return {dtype_of(t, name), t.data_ptr(), t.stride(0), t.dim() > 1 ? t.stride(1) : 0};
 }
 
@@ -37,14 +16,14 @@ template <class T>
 const T* list(const optional<Tensor>& t, const char* name, int64_t size) {
   TORCH_CHECK(t.has_value() && t->defined(), name,
               " is missing: without slots only the reference runs");
-  TORCH_CHECK(t->scalar_type() == c10::CppTypeToScalarType<T>::value && t->dim() == 1 &&
+  TORCH_CHECK(t->scalar_type() == at::type_of<T> && t->dim() == 1 &&
                   t->size(0) == size && t->is_contiguous(),
-              name, " must be a dense [", size, "] of ", c10::CppTypeToScalarType<T>::value,
+              name, " must be a dense [", size, "] of ", at::type_of<T>,
               ", got ", t->sizes(), " of ", t->scalar_type());
   return t->data_ptr<T>();
 }
 
-llmc::Step step_of(int64_t tokens, const optional<Tensor>& query_start,
+Step step_of(int64_t tokens, const optional<Tensor>& query_start,
                    const optional<Tensor>& context_len, const optional<Tensor>& request_row) {
   const int64_t requests = request_row.has_value() ? request_row->size(0) : 0;
   return {list<int32_t>(query_start, "query_start", requests + 1),
@@ -53,7 +32,7 @@ llmc::Step step_of(int64_t tokens, const optional<Tensor>& query_start,
 }
 
 // The state [slots, ...]; its slots hold `sizes`.
-void* slots(const optional<Tensor>& state, at::ScalarType dtype, at::IntArrayRef sizes) {
+void* slots(const optional<Tensor>& state, at::ScalarType dtype, at::Sizes sizes) {
   TORCH_CHECK(state.has_value() && state->defined(),
               "state is missing: without slots only the reference runs");
   TORCH_CHECK(state->scalar_type() == dtype && state->is_contiguous() && state->dim() > 0 &&
@@ -68,20 +47,20 @@ Tensor causal_conv(const Tensor& x, const Tensor& weight, const optional<Tensor>
                    const optional<Tensor>& context_len, const optional<Tensor>& request_row) {
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(0) == x.size(1),
               "weight ", weight.sizes(), " does not fit x ", x.sizes());
-  TORCH_CHECK(weight.size(1) > 0 && weight.size(1) <= llmc::kMaxTaps, "weight must have 1 to ",
-              llmc::kMaxTaps, " taps, got ", weight.size(1));
+  TORCH_CHECK(weight.size(1) > 0 && weight.size(1) <= kMaxTaps, "weight must have 1 to ",
+              kMaxTaps, " taps, got ", weight.size(1));
   TORCH_CHECK(weight.scalar_type() == x.scalar_type() &&
                   (!bias || bias->scalar_type() == x.scalar_type()),
               "x, weight and bias must have one dtype");
-  Tensor input = x, taps = weight.contiguous(), offset = bias ? bias->contiguous() : Tensor();
+  Tensor input, taps = weight.contiguous(), offset = bias ? bias->contiguous() : Tensor();
   const int64_t channels = x.size(1), width = weight.size(1);
   TORCH_CHECK(!bias || offset.numel() == channels, "bias must have ", channels, " elements");
-  Tensor out = at::empty(x.sizes(), x.options());
-  llmc::kernels->causal_conv({step_of(x.size(0), query_start, context_len, request_row),
-                     packed(input, "x", x.sizes()), taps.data_ptr(),
+  Tensor out = at::empty(x.sizes(), x.scalar_type());
+  kernels->causal_conv({step_of(x.size(0), query_start, context_len, request_row),
+                     packed(x, "x", x.sizes(), input), taps.data_ptr(),
                      bias ? offset.data_ptr() : nullptr,
                      slots(state, x.scalar_type(), {channels, width - 1}), out.data_ptr(),
-                     channels, width, num_threads()});
+                     channels, width, at::num_threads()});
   return out;
 }
 
@@ -94,22 +73,21 @@ Tensor delta_rule(const Tensor& query, const Tensor& key, const Tensor& value, c
   const int64_t tokens = key.size(0), heads = key.size(1), dim = key.size(2);
   const int64_t v_dim = value.size(2), decays = decay.size(2);
   TORCH_CHECK(decays == 1 || decays == dim, "decay must have 1 or ", dim, " a head, got ", decays);
-  Tensor q = query, k = key, v = value, g = decay, b = beta;
-  Tensor out = at::empty(value.sizes(), value.options());
-  llmc::DeltaArgs a{};
+  Tensor q, k, v, g, b, out = at::empty(value.sizes(), value.scalar_type());
+  DeltaArgs a{};
   a.step = step_of(tokens, query_start, context_len, request_row);
-  a.query = packed(q, "query", {tokens, heads, dim});
-  a.key = packed(k, "key", {tokens, heads, dim});
-  a.value = packed(v, "value", {tokens, heads, v_dim});
-  a.decay = packed(g, "decay", {tokens, heads, decays});
-  a.beta = packed(b, "beta", {tokens, heads});
+  a.query = packed(query, "query", {tokens, heads, dim}, q);
+  a.key = packed(key, "key", {tokens, heads, dim}, k);
+  a.value = packed(value, "value", {tokens, heads, v_dim}, v);
+  a.decay = packed(decay, "decay", {tokens, heads, decays}, g);
+  a.beta = packed(beta, "beta", {tokens, heads}, b);
   a.decays_by_channel = decays > 1;
   a.state = static_cast<float*>(slots(state, at::kFloat, {heads, dim, v_dim}));
   a.dtype = a.value.dtype;
   a.out = out.data_ptr();
   a.heads = heads, a.dim = dim, a.v_dim = v_dim;
-  a.threads = num_threads();
-  llmc::kernels->delta_rule(a);
+  a.threads = at::num_threads();
+  kernels->delta_rule(a);
   return out;
 }
 
@@ -124,21 +102,22 @@ Tensor selective_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const 
   TORCH_CHECK(a.size(0) == heads && (a.size(1) == 1 || a.size(1) == size) &&
                   a.scalar_type() == at::kFloat,
               "a must be [", heads, ", 1 or ", size, "] of float32, got ", a.sizes());
-  Tensor flat = x.reshape({tokens, heads * width}), steps = dt, in = b, read = c;
-  Tensor rate = a.contiguous(), out = at::empty(x.sizes(), x.options());
-  llmc::ScanArgs s{};
+  const Tensor dense = x.contiguous(), rate = a.contiguous();
+  const Tensor rows = dense.view({tokens, heads * width}, {heads * width, 1});
+  Tensor flat, steps, in, read, out = at::empty(x.sizes(), x.scalar_type());
+  ScanArgs s{};
   s.step = step_of(tokens, query_start, context_len, request_row);
-  s.x = packed(flat, "x", {tokens, heads * width});
-  s.dt = packed(steps, "dt", {tokens, heads});
-  s.b = packed(in, "b", {tokens, groups, size});
-  s.c = packed(read, "c", {tokens, groups, size});
+  s.x = packed(rows, "x", {tokens, heads * width}, flat);
+  s.dt = packed(dt, "dt", {tokens, heads}, steps);
+  s.b = packed(b, "b", {tokens, groups, size}, in);
+  s.c = packed(c, "c", {tokens, groups, size}, read);
   s.a = rate.data_ptr<float>();
   s.decays_by_state = a.size(1) > 1;
   s.state = static_cast<float*>(slots(state, at::kFloat, {heads, width, size}));
   s.out = out.data_ptr();
   s.heads = heads, s.width = width, s.groups = groups, s.size = size;
-  s.threads = num_threads();
-  llmc::kernels->selective_scan(s);
+  s.threads = at::num_threads();
+  kernels->selective_scan(s);
   return out;
 }
 
@@ -146,11 +125,11 @@ Tensor linear_recurrence(const Tensor& x, const Tensor& decay, const optional<Te
                          const optional<Tensor>& query_start, const optional<Tensor>& context_len,
                          const optional<Tensor>& request_row) {
   TORCH_CHECK(x.dim() == 2, "x must have 2 dimensions, got ", x.sizes());
-  Tensor input = x, kept = decay, out = at::empty(x.sizes(), x.options());
-  llmc::kernels->linear_recurrence({step_of(x.size(0), query_start, context_len, request_row),
-                           packed(input, "x", x.sizes()), packed(kept, "decay", x.sizes()),
+  Tensor input, kept, out = at::empty(x.sizes(), x.scalar_type());
+  kernels->linear_recurrence({step_of(x.size(0), query_start, context_len, request_row),
+                           packed(x, "x", x.sizes(), input), packed(decay, "decay", x.sizes(), kept),
                            static_cast<float*>(slots(state, at::kFloat, {x.size(1)})),
-                           out.data_ptr(), x.size(1), num_threads()});
+                           out.data_ptr(), x.size(1), at::num_threads()});
   return out;
 }
 
@@ -161,41 +140,35 @@ Tensor decayed_softmax(const Tensor& key, const Tensor& value, const Tensor& dec
   TORCH_CHECK(key.dim() == 2 && decay.dim() == 1 && bonus.dim() == 1,
               "key, decay, bonus must have 2, 1, 1 dimensions");
   const int64_t channels = key.size(1);
-  Tensor k = key, v = value, fade = decay.unsqueeze(0), own = bonus.unsqueeze(0);
-  Tensor out = at::empty(value.sizes(), value.options());
-  llmc::kernels->decayed_softmax({step_of(key.size(0), query_start, context_len, request_row),
-                         packed(k, "key", key.sizes()), packed(v, "value", key.sizes()),
-                         packed(fade, "decay", {1, channels}), packed(own, "bonus", {1, channels}),
+  const Tensor fades = decay.view({1, decay.size(0)}, {0, decay.stride(0)});
+  const Tensor bonuses = bonus.view({1, bonus.size(0)}, {0, bonus.stride(0)});
+  Tensor k, v, fade, own, out = at::empty(value.sizes(), value.scalar_type());
+  kernels->decayed_softmax({step_of(key.size(0), query_start, context_len, request_row),
+                         packed(key, "key", key.sizes(), k), packed(value, "value", key.sizes(), v),
+                         packed(fades, "decay", {1, channels}, fade), packed(bonuses, "bonus", {1, channels}, own),
                          static_cast<float*>(slots(state, at::kFloat, {3, channels})),
-                         out.data_ptr(), channels, num_threads()});
+                         out.data_ptr(), channels, at::num_threads()});
   return out;
 }
 
+const at::Ops kOps = {
+    {"causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? state, "
+     "Tensor? query_start, Tensor? context_len, Tensor? request_row) -> Tensor",
+     &at::boxed<&causal_conv>},
+    {"delta_rule(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, "
+     "Tensor(a!)? state, Tensor? query_start, Tensor? context_len, Tensor? request_row) -> "
+     "Tensor",
+     &at::boxed<&delta_rule>},
+    {"selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor(a!)? state, "
+     "Tensor? query_start, Tensor? context_len, Tensor? request_row) -> Tensor",
+     &at::boxed<&selective_scan>},
+    {"linear_recurrence(Tensor x, Tensor decay, Tensor(a!)? state, Tensor? query_start, "
+     "Tensor? context_len, Tensor? request_row) -> Tensor",
+     &at::boxed<&linear_recurrence>},
+    {"decayed_softmax(Tensor key, Tensor value, Tensor decay, Tensor bonus, Tensor(a!)? state, "
+     "Tensor? query_start, Tensor? context_len, Tensor? request_row) -> Tensor",
+     &at::boxed<&decayed_softmax>},
+};
+
 }  // namespace
-
-TORCH_LIBRARY_FRAGMENT(llmc_cpu, m) {
-  m.def(
-      "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? state, "
-      "Tensor? query_start, Tensor? context_len, Tensor? request_row) -> Tensor");
-  m.def(
-      "delta_rule(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, "
-      "Tensor(a!)? state, Tensor? query_start, Tensor? context_len, Tensor? request_row) -> "
-      "Tensor");
-  m.def(
-      "selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor(a!)? state, "
-      "Tensor? query_start, Tensor? context_len, Tensor? request_row) -> Tensor");
-  m.def(
-      "linear_recurrence(Tensor x, Tensor decay, Tensor(a!)? state, Tensor? query_start, "
-      "Tensor? context_len, Tensor? request_row) -> Tensor");
-  m.def(
-      "decayed_softmax(Tensor key, Tensor value, Tensor decay, Tensor bonus, Tensor(a!)? state, "
-      "Tensor? query_start, Tensor? context_len, Tensor? request_row) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(llmc_cpu, CPU, m) {
-  m.impl("causal_conv", &causal_conv);
-  m.impl("delta_rule", &delta_rule);
-  m.impl("selective_scan", &selective_scan);
-  m.impl("linear_recurrence", &linear_recurrence);
-  m.impl("decayed_softmax", &decayed_softmax);
-}
+}  // namespace llmc::ops

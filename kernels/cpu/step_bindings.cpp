@@ -1,18 +1,12 @@
 // The torch side of step_rows.cpp. Indices come from the scheduler: sizes are checked, values not.
-#include "table.h"
+#include "bindings.h"
 
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
-
+namespace llmc::ops {
 namespace {
-
-using at::Tensor;
 
 template <class T>
 T* dense(const Tensor& t, const char* name, int64_t dims, int64_t at_least) {
-  constexpr auto dtype = std::is_same_v<T, int64_t> ? at::kLong
-                         : std::is_same_v<T, float> ? at::kFloat
-                                                    : at::kInt;
+  constexpr auto dtype = at::type_of<T>;
   TORCH_CHECK(t.scalar_type() == dtype, name, " must be ", dtype, ", got ", t.scalar_type());
   TORCH_CHECK(t.dim() == dims, name, " must have ", dims, " dimensions, got ", t.sizes());
   TORCH_CHECK(t.numel() == 0 || t.stride(-1) == 1, name, " must have a dense last dimension");
@@ -22,7 +16,7 @@ T* dense(const Tensor& t, const char* name, int64_t dims, int64_t at_least) {
 }
 
 void write_segments(const Tensor& memory, const Tensor& delta, int64_t count) {
-  llmc::kernels->write_segments(dense<int32_t>(memory, "memory", 1, 0),
+  kernels->write_segments(dense<int32_t>(memory, "memory", 1, 0),
                        dense<int32_t>(delta, "delta", 1, count * 3), count);
 }
 
@@ -35,7 +29,7 @@ void prepare_step(const Tensor& work, const Tensor& history, const Tensor& block
   TORCH_CHECK(work.dim() == 2 && work.size(1) == 8 && work.is_contiguous(),
               "work must be a dense [R, 8], got ", work.sizes());
   const int64_t requests = work.size(0), tokens = token_ids.size(0), samples = row.size(0);
-  llmc::PrepareArgs a;
+  PrepareArgs a;
   a.work = dense<int32_t>(work, "work", 2, 0);
   a.requests = requests;
   a.history = dense<int32_t>(history, "history", 2, 1);
@@ -61,13 +55,13 @@ void prepare_step(const Tensor& work, const Tensor& history, const Tensor& block
   a.logits_index = dense<int64_t>(logits_index, "logits_index", 1, samples);
   a.row = dense<int64_t>(row, "row", 1, samples);
   a.length = dense<int32_t>(length, "length", 1, samples);
-  llmc::kernels->prepare_step(a);
+  kernels->prepare_step(a);
 }
 
 void record_tokens(const Tensor& history, const Tensor& row, const Tensor& length,
                    const Tensor& token) {
   const int64_t samples = row.size(0);
-  llmc::kernels->record_tokens(dense<int32_t>(history, "history", 2, 1), history.stride(0),
+  kernels->record_tokens(dense<int32_t>(history, "history", 2, 1), history.stride(0),
                       dense<int64_t>(row, "row", 1, samples),
                       dense<int32_t>(length, "length", 1, samples),
                       dense<int64_t>(token, "token", 1, samples), samples);
@@ -79,7 +73,7 @@ void ban_words(const Tensor& logits, const Tensor& row, const Tensor& length,
   const int64_t samples = logits.size(0), rows = history.size(0);
   TORCH_CHECK(words.dim() == 2 && places > 0 && words.size(1) % places == 0,
               "words must be [", rows, ", W * ", places, "], got ", words.sizes());
-  llmc::BanArgs a;
+  BanArgs a;
   a.logits = dense<float>(logits, "logits", 2, 0);
   a.samples = samples;
   a.vocab = logits.size(1);
@@ -93,27 +87,23 @@ void ban_words(const Tensor& logits, const Tensor& row, const Tensor& length,
   a.words_stride = words.stride(0);
   a.num_words = words.size(1) / places;
   a.places = places;
-  llmc::kernels->ban_words(a);
+  kernels->ban_words(a);
 }
+
+const at::Ops kOps = {
+    {"write_segments(Tensor(a!) memory, Tensor delta, int count) -> ()",
+     &at::boxed<&write_segments>},
+    {"prepare_step(Tensor work, Tensor history, Tensor block_table, int block_size, "
+     "Tensor(a!) token_ids, Tensor(b!) positions, Tensor(c!) slot_mapping, "
+     "Tensor(d!) query_start, Tensor(e!) context_len, Tensor(f!) packed_table, "
+     "Tensor(g!) request_row, Tensor(h!) logits_index, Tensor(i!) row, Tensor(j!) length) -> ()",
+     &at::boxed<&prepare_step>},
+    {"ban_words(Tensor(a!) logits, Tensor row, Tensor length, Tensor history, "
+     "Tensor prompt_len, Tensor words, int places) -> ()",
+     &at::boxed<&ban_words>},
+    {"record_tokens(Tensor(a!) history, Tensor row, Tensor length, Tensor token) -> ()",
+     &at::boxed<&record_tokens>},
+};
 
 }  // namespace
-
-TORCH_LIBRARY_FRAGMENT(llmc_cpu, m) {
-  m.def("write_segments(Tensor(a!) memory, Tensor delta, int count) -> ()");
-  m.def(
-      "prepare_step(Tensor work, Tensor history, Tensor block_table, int block_size, "
-      "Tensor(a!) token_ids, Tensor(b!) positions, Tensor(c!) slot_mapping, "
-      "Tensor(d!) query_start, Tensor(e!) context_len, Tensor(f!) packed_table, "
-      "Tensor(g!) request_row, Tensor(h!) logits_index, Tensor(i!) row, Tensor(j!) length) -> ()");
-  m.def(
-      "ban_words(Tensor(a!) logits, Tensor row, Tensor length, Tensor history, "
-      "Tensor prompt_len, Tensor words, int places) -> ()");
-  m.def("record_tokens(Tensor(a!) history, Tensor row, Tensor length, Tensor token) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(llmc_cpu, CPU, m) {
-  m.impl("write_segments", &write_segments);
-  m.impl("prepare_step", &prepare_step);
-  m.impl("record_tokens", &record_tokens);
-  m.impl("ban_words", &ban_words);
-}
+}  // namespace llmc::ops

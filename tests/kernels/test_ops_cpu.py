@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -37,12 +38,14 @@ def _built() -> None:
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Fresh memory holds NaN (and the largest integer), so an unwritten output shows."""
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    """Fresh memory holds huge numbers, so an unwritten output shows. The C library fills it, since
+    torch's own switch does not reach tensors that are made through its C ABI."""
+    libc = ctypes.CDLL(None)
+    perturb, poison = -6, 0x80  # M_PERTURB; memory is filled with the complement, 0x7f
+    assert libc.mallopt(perturb, poison) == 1
+    assert (torch.empty(5000) > 1e38).all()
     yield
-    torch.use_deterministic_algorithms(was)
+    libc.mallopt(perturb, 0)
 
 
 @pytest.fixture(params=[1, 2], ids=["1thread", "2threads"])

@@ -1,0 +1,348 @@
+// Torch through its stable C ABI, so that one library serves every torch from 2.11 on and the
+// bindings compile in a second: as much of ATen's interface as they need, under the same names.
+// torch/csrc/stable has it in C++, at 1.5 us more a call (two allocations for each tensor).
+#pragma once
+
+#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
+
+#include <cstring>
+#include <initializer_list>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+extern "C" int omp_in_parallel(void);
+
+namespace llmc::aten {
+
+enum class ScalarType { Byte, Char, Int, Long, Half, Float, BFloat16, Float8_e5m2, Float8_e4m3fn };
+constexpr auto kByte = ScalarType::Byte, kChar = ScalarType::Char, kInt = ScalarType::Int,
+               kLong = ScalarType::Long, kHalf = ScalarType::Half, kFloat = ScalarType::Float,
+               kBFloat16 = ScalarType::BFloat16, kFloat8_e5m2 = ScalarType::Float8_e5m2,
+               kFloat8_e4m3fn = ScalarType::Float8_e4m3fn, kOther = ScalarType(9);
+
+struct TypeInfo {
+  int32_t code;  // torch's number
+  const char* name;
+  int64_t size;  // bytes
+};
+
+// In the order of ScalarType; the numbers are the running torch's to choose.
+inline const TypeInfo kTypes[] = {
+    {aoti_torch_dtype_uint8(), "Byte", 1},
+    {aoti_torch_dtype_int8(), "Char", 1},
+    {aoti_torch_dtype_int32(), "Int", 4},
+    {aoti_torch_dtype_int64(), "Long", 8},
+    {aoti_torch_dtype_float16(), "Half", 2},
+    {aoti_torch_dtype_float32(), "Float", 4},
+    {aoti_torch_dtype_bfloat16(), "BFloat16", 2},
+    {aoti_torch_dtype_float8_e5m2(), "Float8_e5m2", 1},
+    {aoti_torch_dtype_float8_e4m3fn(), "Float8_e4m3fn", 1},
+    {-1, "another dtype", 0},
+};
+
+template <class T>
+constexpr ScalarType type_of = std::is_same_v<T, int64_t>   ? kLong
+                               : std::is_same_v<T, int32_t> ? kInt
+                               : std::is_same_v<T, uint8_t> ? kByte
+                               : std::is_same_v<T, float>   ? kFloat
+                                                            : kOther;
+
+struct Sizes {  // borrowed
+  const int64_t* data;
+  int64_t count;
+
+  Sizes(const int64_t* data, int64_t count) : data(data), count(count) {}
+  Sizes(std::initializer_list<int64_t> list) : data(list.begin()), count(list.size()) {}
+  Sizes(const std::vector<int64_t>& list) : data(list.data()), count(list.size()) {}
+  int64_t operator[](int64_t i) const { return data[i]; }
+  const int64_t* begin() const { return data; }
+  const int64_t* end() const { return data + count; }
+  std::vector<int64_t> vec() const { return {begin(), end()}; }
+  Sizes slice(int64_t from) const { return {data + from, count - from}; }
+  bool operator==(const Sizes& other) const {
+    return count == other.count &&
+           (count == 0 || std::memcmp(data, other.data, count * sizeof *data) == 0);
+  }
+};
+
+inline std::string text(const std::string& s) { return s; }
+inline std::string text(const char* s) { return s; }
+inline std::string text(int64_t n) { return std::to_string(n); }
+inline std::string text(ScalarType type) { return kTypes[int(type)].name; }
+inline std::string text(const Sizes& sizes) {
+  std::string out = "[";
+  for (int64_t n : sizes) out += (out.size() > 1 ? ", " : "") + std::to_string(n);
+  return out + "]";
+}
+
+template <class... Parts>
+[[noreturn, gnu::noinline]] void fail(const Parts&... parts) {
+  throw std::runtime_error((text(parts) + ...));
+}
+
+#define TORCH_CHECK(condition, ...)                                    \
+  do {                                                                \
+    if (!(condition)) [[unlikely]] llmc::aten::fail(__VA_ARGS__);      \
+  } while (false)
+
+inline void must(AOTITorchError error) {  // torch has printed its own message
+  TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "a call into torch failed; its message is above");
+}
+
+class Tensor {
+ public:
+  Tensor() = default;
+  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {  // takes it over
+    int32_t code;
+    int64_t *sizes, *strides;
+    must(aoti_torch_get_dim(handle, &dim_));
+    must(aoti_torch_get_sizes(handle, &sizes));
+    must(aoti_torch_get_strides(handle, &strides));
+    must(aoti_torch_get_dtype(handle, &code));
+    sizes_ = sizes, strides_ = strides;
+    while (type_ != kOther && kTypes[int(type_)].code != code) type_ = ScalarType(int(type_) + 1);
+  }
+  Tensor(Tensor&& other) noexcept { swap(other); }
+  Tensor& operator=(Tensor&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~Tensor() {
+    if (handle_) aoti_torch_delete_tensor_object(handle_);
+  }
+
+  bool defined() const { return handle_ != nullptr; }
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
+  AtenTensorHandle share() const {  // one more handle of the same tensor
+    AtenTensorHandle handle;
+    must(aoti_torch_new_tensor_handle(handle_, &handle));
+    return handle;
+  }
+
+  int64_t dim() const { return dim_; }
+  int64_t size(int64_t d) const { return sizes_[d < 0 ? d + dim_ : d]; }
+  int64_t stride(int64_t d) const { return strides_[d < 0 ? d + dim_ : d]; }
+  Sizes sizes() const { return {sizes_, dim_}; }
+  Sizes strides() const { return {strides_, dim_}; }
+  ScalarType scalar_type() const { return type_; }
+  int64_t element_size() const { return kTypes[int(type_)].size; }
+  int64_t numel() const {
+    int64_t n = 1;
+    for (int64_t size : sizes()) n *= size;
+    return n;
+  }
+  bool is_contiguous() const {
+    int64_t expected = 1;
+    if (numel() == 0) return true;
+    for (int64_t d = dim_ - 1; d >= 0; --d) {
+      if (sizes_[d] != 1 && strides_[d] != expected) return false;
+      expected *= sizes_[d];
+    }
+    return true;
+  }
+  void* data_ptr() const {
+    void* data;
+    must(aoti_torch_get_data_ptr(handle_, &data));
+    return data;
+  }
+  template <class T>
+  T* data_ptr() const {
+    TORCH_CHECK(type_ == type_of<T>, "expected ", type_of<T>, ", got ", type_);
+    return static_cast<T*>(data_ptr());
+  }
+
+  // The same memory seen with other sizes, from `offset` elements on.
+  Tensor view(Sizes sizes, Sizes strides, int64_t offset = 0) const {
+    AtenTensorHandle handle;
+    must(aoti_torch__reinterpret_tensor(handle_, sizes.count, sizes.data, strides.data, offset,
+                                        &handle));
+    return Tensor(handle);
+  }
+  Tensor narrow(int64_t d, int64_t from, int64_t count) const {
+    std::vector<int64_t> sizes = this->sizes().vec();
+    sizes[d] = count;
+    return view(sizes, strides(), from * stride(d));
+  }
+  Tensor select(int64_t index) const {  // of the first dimension
+    return view(sizes().slice(1), strides().slice(1), index * stride(0));
+  }
+  Tensor t() const { return view({size(1), size(0)}, {stride(1), stride(0)}); }
+  void copy_(const Tensor& from) const { must(aoti_torch_copy_(handle_, from.get(), 0)); }
+  Tensor contiguous() const;
+
+ private:
+  void swap(Tensor& other) {
+    std::swap(handle_, other.handle_);
+    std::swap(dim_, other.dim_);
+    std::swap(sizes_, other.sizes_);
+    std::swap(strides_, other.strides_);
+    std::swap(type_, other.type_);
+  }
+
+  AtenTensorHandle handle_ = nullptr;
+  int64_t dim_ = 0;
+  const int64_t *sizes_ = nullptr, *strides_ = nullptr;  // the tensor's own
+  ScalarType type_ = kByte;
+};
+
+inline Tensor empty(Sizes sizes, ScalarType type) {
+  constexpr int64_t kUsual = 8;
+  int64_t few[kUsual], step = 1;
+  std::vector<int64_t> many(sizes.count > kUsual ? sizes.count : 0);
+  int64_t* strides = many.empty() ? few : many.data();
+  for (int64_t d = sizes.count - 1; d >= 0; --d) {
+    strides[d] = step;
+    step *= sizes[d] > 0 ? sizes[d] : 1;
+  }
+  AtenTensorHandle handle;
+  must(aoti_torch_empty_strided(sizes.count, sizes.data, strides, kTypes[int(type)].code,
+                                aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+inline Tensor Tensor::contiguous() const {
+  if (is_contiguous()) return Tensor(share());
+  Tensor out = empty(sizes(), type_);
+  out.copy_(*this);
+  return out;
+}
+
+// `t` where its last dimension is dense, else a copy, which `kept` holds.
+inline const Tensor& dense_rows(const Tensor& t, Tensor& kept) {
+  if (t.size(-1) == 1 || t.stride(-1) == 1) return t;
+  return kept = t.contiguous();
+}
+
+inline int num_threads() {
+  uint32_t threads;
+  if (omp_in_parallel()) return 1;
+  must(torch_get_num_threads(&threads));
+  return int(threads);
+}
+
+template <class T>
+StableIValue to_stack(const T& value) {
+  StableIValue out = 0;
+  std::memcpy(&out, &value, sizeof value);
+  return out;
+}
+
+// torch's own linear, dense.
+inline Tensor linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
+  StableIValue stack[3] = {to_stack(x.share()), to_stack(weight.share()), 0};
+  if (bias) stack[2] = to_stack(new StableIValue(to_stack(bias->share())));  // torch deletes it
+  must(torch_call_dispatcher("aten::linear", "", stack, TORCH_TARGET_VERSION));
+  AtenTensorHandle out;
+  std::memcpy(&out, stack, sizeof out);
+  return Tensor(out).contiguous();
+}
+
+// What torch puts on its stack of 64-bit words, as arguments of a function; each is taken over.
+template <class T>
+struct Argument {
+  static T take(StableIValue word) {
+    static_assert(std::is_arithmetic_v<T>);
+    T value;
+    std::memcpy(&value, &word, sizeof value);
+    return value;
+  }
+};
+
+template <>
+struct Argument<Tensor> {
+  static Tensor take(StableIValue word) {
+    AtenTensorHandle handle;
+    std::memcpy(&handle, &word, sizeof handle);
+    return Tensor(handle);
+  }
+};
+
+template <>
+struct Argument<std::string> {
+  static std::string take(StableIValue word) {
+    StringHandle handle;
+    const char* data;
+    size_t length;
+    std::memcpy(&handle, &word, sizeof handle);
+    must(torch_string_c_str(handle, &data));
+    must(torch_string_length(handle, &length));
+    std::string out(data, length);
+    must(torch_delete_string(handle));
+    return out;
+  }
+};
+
+template <class T>
+struct Argument<std::optional<T>> {
+  static std::optional<T> take(StableIValue word) {
+    StableIValue* inner;
+    std::memcpy(&inner, &word, sizeof inner);
+    if (!inner) return std::nullopt;
+    std::optional<T> out(Argument<T>::take(*inner));
+    delete inner;
+    return out;
+  }
+};
+
+inline void put(StableIValue* stack, Tensor&& result) {
+  *stack = to_stack(result.release());
+}
+
+template <class... Results>
+void put(StableIValue* stack, std::tuple<Results...>&& results) {
+  std::apply([&](auto&... result) { ((*stack++ = to_stack(result.release())), ...); }, results);
+}
+
+using Boxed = void (*)(StableIValue*, uint64_t, uint64_t);
+
+template <auto kFunction, class Result, class... Arguments, size_t... I>
+void call(StableIValue* stack, Result (*)(Arguments...), std::index_sequence<I...>) {
+  std::tuple<std::remove_cvref_t<Arguments>...> arguments{
+      Argument<std::remove_cvref_t<Arguments>>::take(stack[I])...};
+  if constexpr (std::is_void_v<Result>)
+    std::apply(kFunction, arguments);
+  else
+    put(stack, std::apply(kFunction, arguments));
+}
+
+template <class Result, class... Arguments>
+constexpr auto indices_of(Result (*)(Arguments...)) {
+  return std::index_sequence_for<Arguments...>();
+}
+
+// kFunction in the form in which torch calls it.
+template <auto kFunction>
+void boxed(StableIValue* stack, uint64_t, uint64_t) {
+  call<kFunction>(stack, kFunction, indices_of(kFunction));
+}
+
+struct Op {
+  const char* schema;  // its arguments are those of the function, in order
+  Boxed function;
+};
+
+// Makes ops of the library llmc_cpu while the library is loaded; never taken back.
+struct Ops {
+  Ops(std::initializer_list<Op> ops) {
+    TorchLibraryHandle schemas, functions;
+    must(aoti_torch_library_init_fragment("llmc_cpu", "kernels/cpu", 0, &schemas));
+    must(aoti_torch_library_init_impl("llmc_cpu", "CPU", "kernels/cpu", 0, &functions));
+    for (const Op& op : ops) {
+      const std::string_view schema = op.schema;
+      const std::string name(schema.substr(0, schema.find('(')));
+      must(aoti_torch_library_def(schemas, op.schema));
+      must(torch_library_impl(functions, name.c_str(), op.function, TORCH_TARGET_VERSION));
+    }
+  }
+};
+
+}  // namespace llmc::aten
