@@ -153,7 +153,7 @@ def is_loaded() -> bool:
 
 
 def _load_library() -> None:
-    from llmc.kernels.cpu.fakes import register_fakes
+    from llmc.kernels.cpu.impls import declare_ops
 
     load_library: Callable[[str], None] = torch.ops.load_library  # untyped in torch
     path = start_build().wait()
@@ -163,7 +163,7 @@ def _load_library() -> None:
         _log.warning("can't load %s (%s); building it again", path, error)
         shutil.rmtree(path.parent, ignore_errors=True)
         load_library(str(start_build().wait()))
-    register_fakes()
+    declare_ops()
 
 
 def load() -> bool:
