@@ -17,11 +17,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _fake(gate_up: Tensor, act: str) -> Tensor:
+def _shape(*, gate_up: Tensor, **others: object) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-@op(fake=_fake)
+@op(shape=_shape)
 def act_mul(gate_up: Tensor, act: str) -> Tensor:
     """gate_up [..., 2N] -> act(gate_up[..., :N]) * gate_up[..., N:], float32 inside.
 

@@ -10,19 +10,7 @@ from torch import Tensor
 from llmc.kernels.registry import Case, op
 
 
-def _fake(
-    logits: Tensor,
-    row: Tensor,
-    length: Tensor,
-    history: Tensor,
-    prompt_len: Tensor,
-    words: Tensor,
-    places: int,
-) -> None:
-    return None
-
-
-@op(mutates=("logits",), fake=_fake)
+@op(mutates=("logits",))
 def ban_words(
     logits: Tensor,
     row: Tensor,

@@ -14,19 +14,7 @@ from llmc.kernels.state_cases import StateStep, step_cases
 from llmc.kernels.torch_impl import torch_impl
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor | None,
-    query_start: Tensor | None,
-    context_len: Tensor | None,
-    request_row: Tensor | None,
-) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@op(mutates=("state",), fake=_fake)
+@op(mutates=("state",), shape="x")
 def causal_conv(
     x: Tensor,
     weight: Tensor,

@@ -18,19 +18,6 @@ from llmc.kernels.torch_impl import torch_impl
 _LOWEST = -1e38  # the largest logit before any token
 
 
-def _fake(
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    bonus: Tensor,
-    state: Tensor | None,
-    query_start: Tensor | None,
-    context_len: Tensor | None,
-    request_row: Tensor | None,
-) -> Tensor:
-    return value.new_empty(value.shape)
-
-
 def _step(key: Tensor, value: Tensor, decay: Tensor, bonus: Tensor, state: Tensor) -> Tensor:
     """One token of each row, [..., C] in float32; `state` [..., 3, C] is brought up to date."""
     above, below, highest = state.unbind(-2)
@@ -43,7 +30,7 @@ def _step(key: Tensor, value: Tensor, decay: Tensor, bonus: Tensor, state: Tenso
     return out
 
 
-@op(mutates=("state",), fake=_fake)
+@op(mutates=("state",), shape="value")
 def decayed_softmax(
     key: Tensor,
     value: Tensor,

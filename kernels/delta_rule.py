@@ -17,21 +17,7 @@ from llmc.kernels.state_cases import StateStep, step_cases
 from llmc.kernels.torch_impl import torch_impl
 
 
-def _fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    state: Tensor | None,
-    query_start: Tensor | None,
-    context_len: Tensor | None,
-    request_row: Tensor | None,
-) -> Tensor:
-    return value.new_empty(value.shape)
-
-
-@op(mutates=("state",), fake=_fake)
+@op(mutates=("state",), shape="value")
 def delta_rule(
     query: Tensor,
     key: Tensor,

@@ -11,13 +11,11 @@ from torch import Tensor
 from llmc.kernels.registry import Case, op
 
 
-def _fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool
-) -> Tensor:
+def _shape(*, x: Tensor, weight: Tensor, transposed: bool, **others: object) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2] if transposed else weight.shape[1])
 
 
-@op(fake=_fake)
+@op(shape=_shape)
 def expert_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool
 ) -> Tensor:

@@ -17,18 +17,7 @@ from llmc.kernels.state_cases import StateStep, step_cases
 from llmc.kernels.torch_impl import torch_impl
 
 
-def _fake(
-    x: Tensor,
-    decay: Tensor,
-    state: Tensor | None,
-    query_start: Tensor | None,
-    context_len: Tensor | None,
-    request_row: Tensor | None,
-) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@op(mutates=("state",), fake=_fake)
+@op(mutates=("state",), shape="x")
 def linear_recurrence(
     x: Tensor,
     decay: Tensor,

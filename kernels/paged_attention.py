@@ -12,11 +12,11 @@ from llmc.kernels.fp8 import FP8, from_cache, indexable, to_cache
 from llmc.kernels.registry import Case, op
 
 
-def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: object) -> Tensor:
+def _shape(*, query: Tensor, value_cache: Tensor, **others: object) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
 
 
-@op(fake=_fake)
+@op(shape=_shape)
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,

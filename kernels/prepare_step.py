@@ -16,25 +16,6 @@ from llmc.kernels.registry import Case, op
 WORK_WORDS = 8
 
 
-def _fake(
-    work: Tensor,
-    history: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    token_ids: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    packed_table: Tensor,
-    request_row: Tensor,
-    logits_index: Tensor,
-    row: Tensor,
-    length: Tensor,
-) -> None:
-    return None
-
-
 PACKED = (
     "token_ids",
     "positions",
@@ -49,7 +30,7 @@ PACKED = (
 )
 
 
-@op(mutates=PACKED, fake=_fake)
+@op(mutates=PACKED)
 def prepare_step(
     work: Tensor,
     history: Tensor,

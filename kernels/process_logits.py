@@ -14,25 +14,11 @@ from torch import Tensor
 from llmc.kernels.registry import Case, op
 
 
-def _fake(
-    logits: Tensor,
-    row: Tensor,
-    length: Tensor,
-    history: Tensor,
-    prompt_len: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    bias_token: Tensor,
-    bias_value: Tensor,
-    bias_until: Tensor,
-    has_mask: Tensor,
-    mask: Tensor,
-) -> Tensor:
-    return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+def _shape(*, logits: Tensor, **others: object) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
-@op(fake=_fake)
+@op(shape=_shape)
 def process_logits(
     logits: Tensor,
     row: Tensor,

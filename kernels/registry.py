@@ -1,41 +1,53 @@
-"""The list of ops and of who implements each: schema, reference, and the fast versions by name.
+"""The ops and their implementations: schema, reference, shape function, and the fast versions.
 
 An op `llmc::x` is defined by its reference: plain PyTorch, obviously right, slow. It is the
-meaning, the fallback and the oracle of the tests. A fast version is an op of its own with the
-same arguments (`llmc_cpu::x` from C++, `llmc_triton::x`), so that a printed graph names what will
-run; `Op.best` picks among them.
+meaning, the fallback and the oracle of the tests. A fast version is an op of another namespace
+(`llmc_cpu::x` from C++, `llmc_triton::x`), so that a printed graph names what will run; schema and
+shape function are the reference's. `Op.best` picks among the versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-PREFER = ("triton", "cpu", "torch")  # the fast versions that may serve, best first
+PREFER = ("triton", "cpu", "torch")  # the fast versions in order of preference
 Fn = Callable[..., Any]
 Case = tuple[Any, ...]
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Impl:
-    """A fast version of an op. `supports(*args)` sees fake or real tensors and must be cheap."""
+    """A fast version of an op.
+
+    `supports` is given the arguments by name, as fake or real tensors; it names those that it
+    looks at and takes the others as `**others`. It must be cheap.
+    """
 
     name: str  # one of PREFER
     op: Callable[[], Any]  # the OpOverload; a call, since C++ ops exist only once built
     available: Callable[[], bool]
-    supports: Fn = lambda *args: True
+    supports: Fn = lambda **arguments: True
     run: Fn | None = None  # the same without the dispatcher, where that costs less
 
 
 @dataclass(slots=True, kw_only=True)
 class Op:
-    """One op: its reference, its fast versions, and the inputs that tests and benchmarks share."""
+    """One op: its reference, its fast versions, and the inputs that tests and benchmarks share.
+
+    `shape` gives empty outputs from fake arguments by name.
+    """
 
     name: str
     reference: Fn
+    shape: Fn
+    defaults: Mapping[str, Any]  # every argument's name in order; `Parameter.empty` for none
     mutates: tuple[str, ...] = ()
     impls: list[Impl] = field(default_factory=list)
     case_makers: list[Callable[[torch.device, torch.dtype], Iterator[Case]]] = field(
@@ -49,6 +61,19 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         return self.overload(*args)
 
+    def bind(
+        self, args: Sequence[Any], keywords: Mapping[str, Any] = _NO_KEYWORDS
+    ) -> dict[str, Any]:
+        """A call's arguments by name, with defaults; TypeError where they do not fit the op."""
+        bound = {**self.defaults, **dict(zip(self.defaults, args, strict=False)), **keywords}
+        missing = [name for name, value in bound.items() if value is inspect.Parameter.empty]
+        if missing or len(bound) > len(self.defaults) or len(args) > len(self.defaults):
+            raise TypeError(
+                f"{self.name} takes {', '.join(self.defaults)}; got {len(args)} positional "
+                f"arguments and {sorted(keywords)}"
+            )
+        return bound
+
     def best(
         self,
         args: Sequence[Any],
@@ -56,20 +81,21 @@ class Op:
         prefer: Sequence[str] = PREFER,
         present: Container[str] | None = None,
     ) -> Impl | None:
-        """The first version, in the order of `prefer`, that is there and takes `args`.
+        """The first version, in the order of `prefer`, that is available and supports `args`.
 
-        `present` names what is to count as there, instead of what is.
+        `present` names the versions to treat as available, whatever this machine has.
         """
+        bound = self.bind(args)
         for name in prefer:
             for impl in self.impls:
                 if impl.name == name:
                     is_there = impl.available() if present is None else name in present
-                    if is_there and impl.supports(*args):
+                    if is_there and impl.supports(**bound):
                         return impl
         return None
 
     def run(self, *args: Any) -> Any:
-        """Call the best version, the reference failing that.
+        """Call the best version, or the reference where there is none.
 
         For calls outside a graph; inside one, `lower_kernels` chooses once.
         """
@@ -85,28 +111,68 @@ class Op:
         self.case_makers.append(maker)
         return maker
 
+    def declare(self, namespace: str, run: Fn | None = None) -> Any:
+        """Define `<namespace>::<name>` with this op's schema and shape function; -> its overload.
+
+        `run`: its kernel for every device. Without it a library that was loaded brings the kernel.
+        """
+        library = _library(namespace)
+        library.define(str(self.overload._schema).partition("::")[2])
+        if run is not None:
+            library.impl(self.name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{namespace}::{self.name}", self._fake, lib=library)
+        return getattr(getattr(torch.ops, namespace), self.name).default
+
+    def _fake(self, *args: Any, **keywords: Any) -> Any:
+        return self.shape(**self.bind(args, keywords))
+
 
 OPS: dict[str, Op] = {}
-_LIBRARY = torch.library.Library("llmc", "FRAGMENT")
+_LIBRARIES: dict[str, torch.library.Library] = {}
 
 
-def op(*, mutates: tuple[str, ...] = (), fake: Fn | None = None) -> Callable[[Fn], Op]:
+def _library(namespace: str) -> torch.library.Library:
+    if namespace not in _LIBRARIES:
+        _LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    return _LIBRARIES[namespace]
+
+
+def op(*, mutates: tuple[str, ...] = (), shape: Fn | str | None = None) -> Callable[[Fn], Op]:
     """Define `llmc::<function name>` with the decorated function as its reference.
 
-    `fake` gives shapes and dtypes only (torch.library.register_fake); without it the reference
-    itself is traced, which is right for short pointwise ops.
+    `shape` makes empty outputs from the arguments, given by name: it names those that it needs and
+    takes the others as `**others`. The name of an argument instead: one output like that one, dense
+    and new. Without it the reference itself is traced, which is right for short pointwise ops; an
+    op that returns nothing needs none.
     """
 
     def define(reference: Fn) -> Op:
         name = reference.__name__
         if name in OPS:
             raise ValueError(f"op {name!r} is defined twice")
+        signature = inspect.signature(reference)
         schema = torch.library.infer_schema(reference, mutates_args=mutates)
         # Not torch.library.custom_op: that imports the compiler, seconds at every start.
-        _LIBRARY.define(name + schema)
-        _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"llmc::{name}", fake or reference, lib=_LIBRARY)
-        OPS[name] = Op(name=name, reference=reference, mutates=mutates)
-        return OPS[name]
+        library = _library("llmc")
+        library.define(name + schema)
+        library.impl(name, reference, "CompositeExplicitAutograd")
+        made = Op(
+            name=name,
+            reference=reference,
+            shape=_shape_of(reference, signature, shape),
+            defaults={name: p.default for name, p in signature.parameters.items()},
+            mutates=mutates,
+        )
+        torch.library.register_fake(f"llmc::{name}", made._fake, lib=library)
+        OPS[name] = made
+        return made
 
     return define
+
+
+def _shape_of(reference: Fn, signature: inspect.Signature, shape: Fn | str | None) -> Fn:
+    if isinstance(shape, str):
+        return lambda **arguments: arguments[shape].new_empty(arguments[shape].shape)
+    if shape is None and signature.return_annotation in (None, "None"):
+        return lambda **arguments: None
+    return shape or reference

@@ -20,16 +20,20 @@ def normalize(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Te
     return y if weight is None else y * (weight.float() + offset)
 
 
-@op()
+@op(shape="x")
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
     """x [..., N], weight [N] -> [..., N] in x's dtype; float32 inside, rounded once.
 
     offset is added to the weight: 0, or 1 for models that store the weight less one.
     """
-    return normalize(x, weight, eps, offset).to(x.dtype)
+    return normalize(x, weight, eps, offset).to(x.dtype).contiguous()
 
 
-@op()
+def _shape(*, x: Tensor, **others: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@op(shape=_shape)
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
@@ -37,7 +41,7 @@ def add_rms_norm(
 
     The sum is rounded to x's dtype before it is normalized, as the unfused graph does.
     """
-    total = x + residual
+    total = (x + residual).contiguous()
     return normalize(total, weight, eps, offset).to(x.dtype), total
 
 

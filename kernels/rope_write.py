@@ -30,11 +30,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((rot * cos[:, None] + turned * sin[:, None], rest), dim=-1)
 
 
-def _fake(query: Tensor, *args: object) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-@op(mutates=("key_cache", "value_cache"), fake=_fake)
+@op(mutates=("key_cache", "value_cache"), shape="query")
 def rope_write(
     query: Tensor,
     key: Tensor,

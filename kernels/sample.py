@@ -80,19 +80,11 @@ def filter_logits(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     return x.masked_fill(x < lowest, ninf)
 
 
-def _fake(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
-) -> Tensor:
-    return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+def _shape(*, logits: Tensor, **others: object) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
-@op(fake=_fake)
+@op(shape=_shape)
 def sample(
     logits: Tensor,
     temperature: Tensor,

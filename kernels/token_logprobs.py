@@ -10,8 +10,7 @@ from torch import Tensor
 from llmc.kernels.registry import Case, op
 
 
-def fake(logits: Tensor, token: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty outputs, dense and new."""
+def shape(*, logits: Tensor, k: int, **others: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = logits.shape[0]
     return (
         logits.new_empty(rows, dtype=torch.float32),
@@ -21,7 +20,7 @@ def fake(logits: Tensor, token: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor,
     )
 
 
-@op(fake=fake)
+@op(shape=shape)
 def token_logprobs(logits: Tensor, token: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logits [S, V], token [S] int64 -> log-probability of each row's token [S] float32, its rank
     [S] int64 (1 is the likeliest; equals share the best one), and the k likeliest ids [S, k] int64

@@ -12,11 +12,7 @@ from llmc.kernels.registry import Case, op
 SEGMENT_WORDS = 3  # target, length, source
 
 
-def _fake(memory: Tensor, delta: Tensor, count: int) -> None:
-    return None
-
-
-@op(mutates=("memory",), fake=_fake)
+@op(mutates=("memory",))
 def write_segments(memory: Tensor, delta: Tensor, count: int) -> None:
     """Copy `count` runs of words out of `delta` [W] int32 into `memory` [M] int32.
 

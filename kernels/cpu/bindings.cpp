@@ -2,7 +2,6 @@
 #include "bindings.h"
 
 #include "dtypes.h"
-
 #include "expert_linear.h"
 
 #include <cstring>
@@ -432,41 +431,17 @@ Tensor process_logits(const Tensor& logits, const Tensor& row, const Tensor& len
 }
 
 const at::Ops kOps = {
-    {"rms_norm(Tensor x, Tensor? weight, float eps, float offset) -> Tensor",
-     &at::boxed<&rms_norm>},
-    {"add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset) -> "
-     "(Tensor, Tensor)",
-     &at::boxed<&add_rms_norm>},
-    {"act_mul(Tensor gate_up, str act) -> Tensor",
-     &at::boxed<&act_mul>},
-    {"write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-     "Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
-     &at::boxed<&write_kv>},
-    {"rope_write(Tensor query, Tensor key, Tensor value, Tensor? query_norm, Tensor? key_norm, "
-     "float eps, float norm_offset, Tensor cos_table, Tensor sin_table, Tensor positions, "
-     "bool interleaved, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-     "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
-     &at::boxed<&rope_write>},
-    {"paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor query_start, "
-     "Tensor context_len, Tensor block_table, float scale, SymInt window, SymInt chunk, "
-     "float softcap, Tensor? sinks, Tensor? slopes, Tensor? k_scale=None, "
-     "Tensor? v_scale=None, Tensor? prompts=None) -> Tensor",
-     &at::boxed<&paged_attention>},
-    {"sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
-     "Tensor seed, Tensor position) -> Tensor",
-     &at::boxed<&sample>},
-    {"token_logprobs(Tensor logits, Tensor token, SymInt k) -> (Tensor, Tensor, Tensor, Tensor)",
-     &at::boxed<&token_logprobs>},
-    {"linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-     &at::boxed<&linear>},
-    {"expert_linear(Tensor x, Tensor weight, Tensor? bias, Tensor expert, bool transposed) -> "
-     "Tensor",
-     &at::boxed<&expert_linear>},
-    {"process_logits(Tensor logits, Tensor row, Tensor length, Tensor history, "
-     "Tensor prompt_len, Tensor repetition, Tensor presence, Tensor frequency, "
-     "Tensor bias_token, Tensor bias_value, Tensor bias_until, Tensor has_mask, Tensor mask) -> "
-     "Tensor",
-     &at::boxed<&process_logits>},
+    {"rms_norm", &at::boxed<&rms_norm>},
+    {"add_rms_norm", &at::boxed<&add_rms_norm>},
+    {"act_mul", &at::boxed<&act_mul>},
+    {"write_kv", &at::boxed<&write_kv>},
+    {"rope_write", &at::boxed<&rope_write>},
+    {"paged_attention", &at::boxed<&paged_attention>},
+    {"sample", &at::boxed<&sample>},
+    {"token_logprobs", &at::boxed<&token_logprobs>},
+    {"linear", &at::boxed<&linear>},
+    {"expert_linear", &at::boxed<&expert_linear>},
+    {"process_logits", &at::boxed<&process_logits>},
 };
 
 }  // namespace

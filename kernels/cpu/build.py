@@ -160,7 +160,7 @@ def is_loaded() -> bool:
 
 
 def _load_library() -> None:
-    from llmc.kernels.cpu.fakes import register_fakes
+    from llmc.kernels.cpu.impls import declare_ops
 
     load_library: Callable[[str], None] = torch.ops.load_library  # untyped in torch
     build = start_build()
@@ -178,7 +178,7 @@ def _load_library() -> None:
     use_level.argtypes, use_level.restype = [ctypes.c_char_p], ctypes.c_bool
     if not use_level(build.level.name.encode()):
         raise BuildError(f"{path} has no kernels for {build.level.name}")
-    register_fakes()
+    declare_ops()
 
 
 def load() -> bool:

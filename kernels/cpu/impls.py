@@ -50,115 +50,99 @@ def _takes(*tensors: Tensor | None) -> bool:
     )
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None, *args: Any) -> bool:
-    return _takes(x, weight)
-
-
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, *args: Any) -> bool:
-    return _takes(x, residual, weight)
-
-
-def _act_mul(gate_up: Tensor, act: str) -> bool:
-    return _takes(gate_up)
+def _all_of(*names: str) -> Fn:
+    """The arguments of these names are taken, those that may be None where they are given."""
+    return lambda **arguments: _takes(*(arguments[name] for name in names))
 
 
 def _write_kv(
+    *,
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    slots: Tensor,
-    *scales: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    **others: object,
 ) -> bool:
-    return _takes(key, value) and caches_fit(key, key_cache, value_cache, *scales)
+    return _takes(key, value) and caches_fit(key, key_cache, value_cache, k_scale, v_scale)
 
 
-def _rope_write(*args: Any) -> bool:
-    query, key, value, query_norm, key_norm, _, _, cos, sin, _, _, *caches = args
-    key_cache, value_cache, _, *scales = caches
+def _rope_write(*, cos_table: Tensor, sin_table: Tensor, **others: Any) -> bool:
+    names = ("key_cache", "value_cache", "k_scale", "v_scale")
     return (
-        _takes(query, key, value, query_norm, key_norm)
-        and caches_fit(query, key_cache, value_cache, *scales)
-        and cos.dtype == sin.dtype == torch.float32
-        and cos.stride(-1) == sin.stride(-1) == 1
+        _takes(*(others[name] for name in ("query", "key", "value", "query_norm", "key_norm")))
+        and caches_fit(others["query"], *(others[name] for name in names))
+        and cos_table.dtype == sin_table.dtype == torch.float32
+        and cos_table.stride(-1) == sin_table.stride(-1) == 1
     )
 
 
-def _paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any) -> bool:
-    fits = query.shape[2] <= _MAX_HEAD_DIM and value_cache.shape[3] <= _MAX_HEAD_DIM
-    return fits and _takes(query) and caches_fit(query, key_cache, value_cache, *args[9:11])
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return _takes(x, weight, bias)
-
-
-def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> bool:
-    return _takes(x, weight, bias)
-
-
-def _quantized_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+def _paged_attention(
+    *,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    **others: object,
 ) -> bool:
+    fits = query.shape[2] <= _MAX_HEAD_DIM and value_cache.shape[3] <= _MAX_HEAD_DIM
+    taken = fits and _takes(query)
+    return taken and caches_fit(query, key_cache, value_cache, k_scale, v_scale)
+
+
+def _quantized_linear(*, x: Tensor, weight: Tensor, bias: Tensor | None, **others: object) -> bool:
     return _takes(x, bias) and weight.device.type == "cpu" and weight.is_contiguous()
 
 
-def _fused_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float | None,
-    offset: float,
-    act: str | None,
-    residual: Tensor | None,
+def _on_cpu(**arguments: object) -> bool:
+    return all(t.device.type == "cpu" for t in arguments.values() if isinstance(t, Tensor))
+
+
+def _with_slots(
+    *,
+    state: Tensor | None,
+    query_start: Tensor | None,
+    context_len: Tensor | None,
+    request_row: Tensor | None,
+    **inputs: Tensor | None,
 ) -> bool:
-    return _takes(x, weight, bias, norm_weight, residual)
-
-
-def _logits(logits: Tensor, *args: Any) -> bool:
-    return _takes(logits)
-
-
-def _on_cpu(first: Tensor, *args: Any) -> bool:
-    return first.device.type == "cpu"
-
-
-def _with_slots(*args: Any) -> bool:
-    """An op with a state: slots and bounds of the requests are its last four arguments."""
-    *inputs, state, query_start, context_len, request_row = args
-    return (
-        all(t is not None for t in (state, query_start, context_len, request_row))
-        and state.is_contiguous()
-        and all(
-            t.device.type == "cpu" and t.dtype in _DTYPES for t in (*inputs, state) if t is not None
-        )
+    """An op with a state, with the slots and the bounds of the requests that a step gives it."""
+    if state is None or query_start is None or context_len is None or request_row is None:
+        return False
+    return state.is_contiguous() and all(
+        t.device.type == "cpu" and t.dtype in _DTYPES
+        for t in (*inputs.values(), state)
+        if t is not None
     )
 
 
-def _causal_conv(*args: Any) -> bool:
-    x, weight, bias, state = args[:4]
+def _causal_conv(
+    *, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, **bounds: Tensor | None
+) -> bool:
     return (
-        _with_slots(*args)
+        _with_slots(x=x, weight=weight, bias=bias, state=state, **bounds)
+        and state is not None
         and weight.shape[1] <= _MAX_TAPS
         and x.dtype == weight.dtype == state.dtype == (x if bias is None else bias).dtype
     )
 
 
 _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
-    (rms_norm, _rms_norm),
-    (add_rms_norm, _add_rms_norm),
-    (act_mul, _act_mul),
+    (rms_norm, _all_of("x", "weight")),
+    (add_rms_norm, _all_of("x", "residual", "weight")),
+    (act_mul, _all_of("gate_up")),
     (write_kv, _write_kv),
     (rope_write, _rope_write),
     (paged_attention, _paged_attention),
-    (sample, _logits),
-    (process_logits, _logits),
-    (token_logprobs, _logits),
-    (linear, _linear),
-    (expert_linear, _expert_linear),
+    (sample, _all_of("logits")),
+    (process_logits, _all_of("logits")),
+    (token_logprobs, _all_of("logits")),
+    (linear, _all_of("x", "weight", "bias")),
+    (expert_linear, _all_of("x", "weight", "bias")),
     (quantized_linear, _quantized_linear),
-    (fused_linear, _fused_linear),
+    (fused_linear, _all_of("x", "weight", "bias", "norm_weight", "residual")),
     (write_segments, _on_cpu),
     (prepare_step, _on_cpu),
     (record_tokens, _on_cpu),
@@ -173,6 +157,12 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
 
 def _overload(name: str) -> Callable[[], Any]:
     return lambda: getattr(torch.ops.llmc_cpu, name).default
+
+
+def declare_ops() -> None:
+    """Once, right after the library is loaded: schemas and shape functions of its ops."""
+    for op, _ in _SUPPORTS:
+        op.declare("llmc_cpu")
 
 
 def register_impls() -> None:

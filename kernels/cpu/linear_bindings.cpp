@@ -121,12 +121,8 @@ Tensor fused_linear(const Tensor& x, const Tensor& weight, const optional<Tensor
 }
 
 const at::Ops kOps = {
-    {"quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias) -> "
-     "Tensor",
-     &at::boxed<&quantized_linear>},
-    {"fused_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float? eps, "
-     "float offset, str? act, Tensor? residual) -> Tensor",
-     &at::boxed<&fused_linear>},
+    {"quantized_linear", &at::boxed<&quantized_linear>},
+    {"fused_linear", &at::boxed<&fused_linear>},
 };
 
 }  // namespace

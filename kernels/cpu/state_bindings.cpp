@@ -152,22 +152,11 @@ Tensor decayed_softmax(const Tensor& key, const Tensor& value, const Tensor& dec
 }
 
 const at::Ops kOps = {
-    {"causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? state, "
-     "Tensor? query_start, Tensor? context_len, Tensor? request_row) -> Tensor",
-     &at::boxed<&causal_conv>},
-    {"delta_rule(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, "
-     "Tensor(a!)? state, Tensor? query_start, Tensor? context_len, Tensor? request_row) -> "
-     "Tensor",
-     &at::boxed<&delta_rule>},
-    {"selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor(a!)? state, "
-     "Tensor? query_start, Tensor? context_len, Tensor? request_row) -> Tensor",
-     &at::boxed<&selective_scan>},
-    {"linear_recurrence(Tensor x, Tensor decay, Tensor(a!)? state, Tensor? query_start, "
-     "Tensor? context_len, Tensor? request_row) -> Tensor",
-     &at::boxed<&linear_recurrence>},
-    {"decayed_softmax(Tensor key, Tensor value, Tensor decay, Tensor bonus, Tensor(a!)? state, "
-     "Tensor? query_start, Tensor? context_len, Tensor? request_row) -> Tensor",
-     &at::boxed<&decayed_softmax>},
+    {"causal_conv", &at::boxed<&causal_conv>},
+    {"delta_rule", &at::boxed<&delta_rule>},
+    {"selective_scan", &at::boxed<&selective_scan>},
+    {"linear_recurrence", &at::boxed<&linear_recurrence>},
+    {"decayed_softmax", &at::boxed<&decayed_softmax>},
 };
 
 }  // namespace

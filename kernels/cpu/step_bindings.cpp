@@ -91,18 +91,10 @@ void ban_words(const Tensor& logits, const Tensor& row, const Tensor& length,
 }
 
 const at::Ops kOps = {
-    {"write_segments(Tensor(a!) memory, Tensor delta, int count) -> ()",
-     &at::boxed<&write_segments>},
-    {"prepare_step(Tensor work, Tensor history, Tensor block_table, int block_size, "
-     "Tensor(a!) token_ids, Tensor(b!) positions, Tensor(c!) slot_mapping, "
-     "Tensor(d!) query_start, Tensor(e!) context_len, Tensor(f!) packed_table, "
-     "Tensor(g!) request_row, Tensor(h!) logits_index, Tensor(i!) row, Tensor(j!) length) -> ()",
-     &at::boxed<&prepare_step>},
-    {"ban_words(Tensor(a!) logits, Tensor row, Tensor length, Tensor history, "
-     "Tensor prompt_len, Tensor words, int places) -> ()",
-     &at::boxed<&ban_words>},
-    {"record_tokens(Tensor(a!) history, Tensor row, Tensor length, Tensor token) -> ()",
-     &at::boxed<&record_tokens>},
+    {"write_segments", &at::boxed<&write_segments>},
+    {"prepare_step", &at::boxed<&prepare_step>},
+    {"ban_words", &at::boxed<&ban_words>},
+    {"record_tokens", &at::boxed<&record_tokens>},
 };
 
 }  // namespace

@@ -12,7 +12,6 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -326,22 +325,17 @@ void boxed(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 struct Op {
-  const char* schema;  // its arguments are those of the function, in order
-  Boxed function;
+  const char* name;  // its schema is made from the reference, in Python
+  Boxed function;    // with the schema's arguments, in order
 };
 
-// Makes ops of the library llmc_cpu while the library is loaded; never taken back.
+// Implements ops of the library llmc_cpu while the library is loaded; never taken back.
 struct Ops {
   Ops(std::initializer_list<Op> ops) {
-    TorchLibraryHandle schemas, functions;
-    must(aoti_torch_library_init_fragment("llmc_cpu", "kernels/cpu", 0, &schemas));
-    must(aoti_torch_library_init_impl("llmc_cpu", "CPU", "kernels/cpu", 0, &functions));
-    for (const Op& op : ops) {
-      const std::string_view schema = op.schema;
-      const std::string name(schema.substr(0, schema.find('(')));
-      must(aoti_torch_library_def(schemas, op.schema));
-      must(torch_library_impl(functions, name.c_str(), op.function, TORCH_TARGET_VERSION));
-    }
+    TorchLibraryHandle library;
+    must(aoti_torch_library_init_impl("llmc_cpu", "CPU", "kernels/cpu", 0, &library));
+    for (const Op& op : ops)
+      must(torch_library_impl(library, op.name, op.function, TORCH_TARGET_VERSION));
   }
 };
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,16 +45,8 @@ def plan(gate_up: Tensor, act: str) -> Plan[Tensor]:
     return Plan(out=out, launches=(launch,))
 
 
-def _run(*args: Any) -> Tensor:
-    return plan(*args).run()
-
-
-def _fake(gate_up: Tensor, act: str) -> Tensor:
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-def _supports(gate_up: Tensor, act: str) -> bool:
+def _supports(*, gate_up: Tensor, act: str) -> bool:
     return takes(gate_up) and act in ACTIVATIONS
 
 
-define(act_mul, _run, fake=_fake, supports=_supports)
+define(act_mul, plan=plan, supports=_supports)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -84,12 +82,4 @@ def plan(
     return Plan(out=out, launches=(launch,))
 
 
-def _run(*args: Any) -> Tensor:
-    return plan(*args).run()
-
-
-def _fake(x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-define(causal_conv, _run, fake=_fake, supports=takes_slots)
+define(causal_conv, plan=plan, supports=takes_slots)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -69,12 +67,4 @@ def plan(
     return Plan(out=out, launches=(launch,))
 
 
-def _run(*args: Any) -> Tensor:
-    return plan(*args).run()
-
-
-def _fake(key: Tensor, value: Tensor, *args: Any) -> Tensor:
-    return value.new_empty(value.shape)
-
-
-define(decayed_softmax, _run, fake=_fake, supports=takes_slots)
+define(decayed_softmax, plan=plan, supports=takes_slots)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton import knobs
 
 from llmc.kernels.registry import Fn, Impl, Op
+from llmc.kernels.triton.launch import Plan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,19 +43,20 @@ def same_dtype(*tensors: Tensor | None) -> bool:
     return len({t.dtype for t in tensors if t is not None}) == 1
 
 
-def define(op: Op, run: Fn, *, fake: Fn, supports: Fn) -> None:
-    """`run` fills real tensors; `fake` gives shapes and dtypes, always dense."""
-    arguments = str(op.overload._schema).removeprefix(f"llmc::{op.name}")
-    custom = torch.library.custom_op(
-        f"llmc_triton::{op.name}", run, mutates_args=op.mutates, schema=arguments
-    )
-    custom.register_fake(fake)
+def define(
+    op: Op, *, supports: Fn, plan: Callable[..., Plan[Any]] | None = None, run: Fn | None = None
+) -> None:
+    """`plan` makes the op's launches from its arguments; where the op takes more than launches,
+    `run` computes the result instead."""
+    compute = run or _runner(plan)
+    overload = op.declare("llmc_triton", compute)
     op.impl(
         Impl(
-            name="triton",
-            op=lambda: getattr(torch.ops.llmc_triton, op.name).default,
-            available=available,
-            supports=supports,
-            run=run,
+            name="triton", op=lambda: overload, available=available, supports=supports, run=compute
         )
     )
+
+
+def _runner(plan: Callable[..., Plan[Any]] | None) -> Fn:
+    assert plan is not None, "an op has a plan or a function to run"
+    return lambda *args: plan(*args).run()

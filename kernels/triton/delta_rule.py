@@ -5,8 +5,6 @@ Prompts with one decay a head go by chunks (delta_chunks.py).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -102,12 +100,4 @@ def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 or torch.version.hip is not None else "tf32"
 
 
-def _run(*args: Any) -> Tensor:
-    return plan(*args).run()
-
-
-def _fake(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-    return value.new_empty(value.shape)
-
-
-define(delta_rule, _run, fake=_fake, supports=takes_slots)
+define(delta_rule, plan=plan, supports=takes_slots)

@@ -6,8 +6,6 @@ by shapes finds its (expert, tile) from the experts' offsets, so the host never 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -99,18 +97,8 @@ def plan(
     return Plan(out=out, launches=(launch,))
 
 
-def _run(*args: Any) -> Tensor:
-    return plan(*args).run()
-
-
-def _fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, transposed: bool
-) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2] if transposed else weight.shape[1])
-
-
-def _supports(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> bool:
+def _supports(*, x: Tensor, weight: Tensor, bias: Tensor | None, **others: object) -> bool:
     return takes(x, weight, bias) and same_dtype(x, weight, bias)
 
 
-define(expert_linear, _run, fake=_fake, supports=_supports)
+define(expert_linear, plan=plan, supports=_supports)

@@ -186,25 +186,18 @@ def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _run(x, weight, bias, None, None, 0.0, None, None)
 
 
-def _fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
-    eps: float | None, offset: float, act: str | None, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if act is None else 2))
-
-
-def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
 def _supports(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None = None,
-    eps: float | None = None, offset: float = 0.0, act: str | None = None,
+    *,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None = None,
     residual: Tensor | None = None,
-) -> bool:  # fmt: skip
+    **others: object,
+) -> bool:
     tensors = (x, weight, bias, norm_weight, residual)
     return takes(*tensors) and same_dtype(x, weight, bias, residual)
 
 
-define(fused_linear, _run, fake=_fake, supports=_supports)
-define(linear, _run_linear, fake=_fake_linear, supports=_supports)
+define(fused_linear, run=_run, supports=_supports)
+define(linear, run=_run_linear, supports=_supports)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -70,12 +68,4 @@ def plan(x: Tensor, decay: Tensor, state: Tensor, *step: Tensor) -> Plan[Tensor]
     return Plan(out=out, launches=(launch,))
 
 
-def _run(*args: Any) -> Tensor:
-    return plan(*args).run()
-
-
-def _fake(x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-define(linear_recurrence, _run, fake=_fake, supports=takes_slots)
+define(linear_recurrence, plan=plan, supports=takes_slots)

@@ -5,8 +5,6 @@ Inductor fuses norms better than these do; they serve graphs that run uncompiled
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -76,30 +74,14 @@ def add_plan(
     return Plan(out=(out, total), launches=(launch,))
 
 
-def _run(*args: Any) -> Tensor:
-    return plan(*args).run()
-
-
-def _add_run(*args: Any) -> tuple[Tensor, Tensor]:
-    return add_plan(*args).run()
-
-
-def _supports(x: Tensor, weight: Tensor | None, *args: Any) -> bool:
+def _supports(*, x: Tensor, weight: Tensor | None, **others: object) -> bool:
     return takes(x, weight) and x.shape[-1] <= _MAX_WIDTH
 
 
-def _add_supports(x: Tensor, residual: Tensor, weight: Tensor | None, *args: Any) -> bool:
+def _add_supports(*, x: Tensor, residual: Tensor, weight: Tensor | None, **others: object) -> bool:
     fits = x.shape == residual.shape and same_dtype(x, residual)
-    return fits and takes(residual) and _supports(x, weight)
+    return fits and takes(residual) and _supports(x=x, weight=weight)
 
 
-def _fake(x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _add_fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-define(rms_norm, _run, fake=_fake, supports=_supports)
-define(add_rms_norm, _add_run, fake=_add_fake, supports=_add_supports)
+define(rms_norm, plan=plan, supports=_supports)
+define(add_rms_norm, plan=add_plan, supports=_add_supports)

@@ -139,26 +139,24 @@ def _run(*args: Any) -> Tensor:
     return prompt_attention.attend(name, own, step, hint)
 
 
-def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any) -> Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
-
-
 def _supports(
+    *,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    query_start: Tensor,
     context_len: Tensor,
-    *args: Any,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    **others: object,
 ) -> bool:
     # requests of a step are a symbolic size while a graph is lowered: only a known one is checked
     rows = context_len.shape[0]
     return (
         takes(query)
-        and caches_fit(query, key_cache, value_cache, *args[7:9])
+        and caches_fit(query, key_cache, value_cache, k_scale, v_scale)
         and max(query.shape[2], value_cache.shape[3]) <= _MAX_HEAD_DIM
         and (not isinstance(rows, int) or rows <= _MAX_REQUESTS)
     )
 
 
-define(paged_attention, _run, fake=_fake, supports=_supports)
+define(paged_attention, run=_run, supports=_supports)

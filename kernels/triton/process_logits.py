@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -74,16 +72,8 @@ def plan(
     return Plan(out=out, launches=(clear, count, apply, bias))
 
 
-def _run(*args: Any) -> Tensor:
-    return plan(*args).run()
+def _supports(*, logits: Tensor, **tables: Tensor) -> bool:
+    return takes(logits) and all(t.is_contiguous() for t in tables.values())
 
 
-def _fake(logits: Tensor, *args: Any) -> Tensor:
-    return logits.new_empty(logits.shape, dtype=torch.float32)
-
-
-def _supports(logits: Tensor, *tables: Tensor) -> bool:
-    return takes(logits) and all(t.is_contiguous() for t in tables)
-
-
-define(process_logits, _run, fake=_fake, supports=_supports)
+define(process_logits, plan=plan, supports=_supports)

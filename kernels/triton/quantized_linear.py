@@ -7,8 +7,6 @@ along their depth and summed in a second kernel.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -156,17 +154,7 @@ def _tiles(config: LinearConfig) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _run(*args: Any) -> Tensor:
-    return plan(*args).run()
-
-
-def _fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0] * CHANNELS)
-
-
-def _supports(
-    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
-) -> bool:
+def _supports(*, x: Tensor, weight: Tensor, bias: Tensor | None, **others: object) -> bool:
     return (
         takes(x, bias)
         and same_dtype(x, bias)
@@ -176,4 +164,4 @@ def _supports(
     )
 
 
-define(quantized_linear, _run, fake=_fake, supports=_supports)
+define(quantized_linear, plan=plan, supports=_supports)

@@ -7,8 +7,6 @@ the line is in the cache already.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -156,30 +154,26 @@ def plan(
     return Plan(out=out, launches=(launch,))
 
 
-def _run(*args: Any) -> Tensor:
-    return plan(*args).run()
-
-
 def _supports(
+    *,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     query_norm: Tensor | None,
     key_norm: Tensor | None,
-    eps: float,
-    norm_offset: float,
     cos_table: Tensor,
     sin_table: Tensor,
     positions: Tensor,
-    interleaved: bool,
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    *scales: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    **others: object,
 ) -> bool:
     return (
         takes(query, key, value, query_norm, key_norm, cos_table, sin_table)
-        and caches_fit(query, key_cache, value_cache, *scales)
+        and caches_fit(query, key_cache, value_cache, k_scale, v_scale)
         and same_dtype(query, key, value)
         and same_dtype(cos_table, sin_table)
         and cos_table.dtype.itemsize == 4
@@ -188,8 +182,4 @@ def _supports(
     )
 
 
-def _fake(query: Tensor, *args: Any) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-define(rope_write, _run, fake=_fake, supports=_supports)
+define(rope_write, plan=plan, supports=_supports)

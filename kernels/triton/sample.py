@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -53,16 +51,8 @@ def plan(
     return Plan(out=token, launches=(stats, draw))
 
 
-def _run(*args: Any) -> Tensor:
-    return plan(*args).run()
+def _supports(*, logits: Tensor, **parameters: Tensor) -> bool:
+    return takes(logits) and all(t.is_contiguous() for t in parameters.values())
 
 
-def _fake(logits: Tensor, *args: Any) -> Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.int64)
-
-
-def _supports(logits: Tensor, *args: Tensor) -> bool:
-    return takes(logits) and all(t.is_contiguous() for t in args)
-
-
-define(sample, _run, fake=_fake, supports=_supports)
+define(sample, plan=plan, supports=_supports)

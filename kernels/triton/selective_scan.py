@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -81,12 +79,4 @@ def plan(
     return Plan(out=out, launches=(launch,))
 
 
-def _run(*args: Any) -> Tensor:
-    return plan(*args).run()
-
-
-def _fake(x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-define(selective_scan, _run, fake=_fake, supports=takes_slots)
+define(selective_scan, plan=plan, supports=takes_slots)

@@ -33,12 +33,20 @@ def step_args(query_start: Tensor, context_len: Tensor, request_row: Tensor) -> 
     return {"query_start": query_start, "context_len": context_len, "request_row": request_row}
 
 
-def takes_slots(*args: Tensor | None) -> bool:
-    """Slots and bounds of the requests are there, the last four arguments of each op."""
+def takes_slots(
+    *,
+    state: Tensor | None,
+    query_start: Tensor | None,
+    context_len: Tensor | None,
+    request_row: Tensor | None,
+    **inputs: Tensor | None,
+) -> bool:
+    """With slots and the bounds of the requests, as a step gives them."""
     kind = "cpu" if interpreted() else "cuda"
-    *inputs, state, query_start, context_len, request_row = args
     if state is None or query_start is None or context_len is None or request_row is None:
         return False
     return state.is_contiguous() and all(
-        t.device.type == kind and t.dtype in DTYPES for t in (*inputs, state) if t is not None
+        t.device.type == kind and t.dtype in DTYPES
+        for t in (*inputs.values(), state)
+        if t is not None
     )

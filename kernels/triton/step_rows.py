@@ -209,13 +209,9 @@ def plan_ban(
     return Plan(out=None, launches=(launch,))
 
 
-def _on_device(*args: Any) -> bool:
+def _on_device(**arguments: Any) -> bool:
     kind = "cpu" if interpreted() else "cuda"
-    return all(a.device.type == kind for a in args if isinstance(a, Tensor))
-
-
-def _nothing(*args: Any) -> None:
-    return None
+    return all(a.device.type == kind for a in arguments.values() if isinstance(a, Tensor))
 
 
 for _op, _plan in (
@@ -224,9 +220,4 @@ for _op, _plan in (
     (record_tokens, plan_record),
     (ban_words, plan_ban),
 ):
-    define(
-        _op,
-        lambda *args, _plan=_plan: _plan(*args).run(),
-        fake=_nothing,
-        supports=_on_device,
-    )
+    define(_op, plan=_plan, supports=_on_device)

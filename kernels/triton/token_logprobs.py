@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmc.kernels.token_logprobs import fake, token_logprobs
+from llmc.kernels.token_logprobs import shape, token_logprobs
 from llmc.kernels.triton.configs import LOGITS_BLOCK
 from llmc.kernels.triton.define import define, takes
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
@@ -18,7 +18,7 @@ def plan(logits: Tensor, token: Tensor, k: int) -> Plan[Reports]:
     rows, vocab = logits.shape
     block = min(LOGITS_BLOCK, power_of_2(vocab, 16))
     chunks = cdiv(vocab, block)
-    out = fake(logits, token, k)
+    out = shape(logits=logits, k=k)
     chosen, rank, ids, values = out
     shared = {
         "logits": logits, "tokens": token, "logits_row": logits.stride(0), "vocab": vocab,
@@ -42,12 +42,8 @@ def plan(logits: Tensor, token: Tensor, k: int) -> Plan[Reports]:
     return Plan(out=out, launches=(stats, report))
 
 
-def _run(logits: Tensor, token: Tensor, k: int) -> Reports:
-    return plan(logits, token, k).run()
-
-
-def _supports(logits: Tensor, token: Tensor, k: int) -> bool:
+def _supports(*, logits: Tensor, token: Tensor, **others: object) -> bool:
     return takes(logits) and token.is_contiguous()
 
 
-define(token_logprobs, _run, fake=fake, supports=_supports)
+define(token_logprobs, plan=plan, supports=_supports)

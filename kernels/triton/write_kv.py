@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -98,23 +96,21 @@ def plan(
     )  # fmt: skip
 
 
-def _run(*args: Any) -> None:
-    plan(*args).run()
-
-
 def _supports(
+    *,
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    *scales: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> bool:
     return (
         takes(key, value)
-        and caches_fit(key, key_cache, value_cache, *scales)
+        and caches_fit(key, key_cache, value_cache, k_scale, v_scale)
         and slot_mapping.is_contiguous()
     )
 
 
-define(write_kv, _run, fake=lambda *args: None, supports=_supports)
+define(write_kv, plan=plan, supports=_supports)

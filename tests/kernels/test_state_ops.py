@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import TOLERANCE, assert_same_effect, case_params, cases, require_cpu_ops
+from op_cases import (
+    TOLERANCE,
+    assert_same_effect,
+    assert_same_schema,
+    case_params,
+    cases,
+    require_cpu_ops,
+)
 from state_draws import STATE_OPS
 from torch import Tensor
 
@@ -22,6 +29,7 @@ def test_all_requests_at_once_match_the_reference(
     op = OPS[name]
     (impl,) = [i for i in op.impls if i.name == "torch"]
     case = list(cases(name, dtype))[index]
+    assert_same_schema(op, impl)
     assert_same_effect(op.reference, impl.op(), case, dtype)
 
 

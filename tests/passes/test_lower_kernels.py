@@ -28,7 +28,7 @@ def impls() -> Iterator[list[Impl]]:
 
 def fast(name: str, target: Any, *, available: bool = True, fits: bool = True) -> Impl:
     return Impl(
-        name=name, op=lambda: target, available=lambda: available, supports=lambda *args: fits
+        name=name, op=lambda: target, available=lambda: available, supports=lambda **args: fits
     )
 
 
@@ -67,11 +67,14 @@ def test_a_version_that_nobody_prefers_is_not_taken(impls: list[Impl]) -> None:
 def test_supports_sees_the_shapes_of_the_call(impls: list[Impl]) -> None:
     seen: list[Any] = []
 
-    def supports(*args: Any) -> bool:
-        seen.append(args)
+    def supports(**arguments: Any) -> bool:
+        seen.append(arguments)
         return True
 
     impls.append(Impl(name="one", op=lambda: ONE, available=lambda: True, supports=supports))
     apply(graph(), lower_kernels(prefer=("one",)))
-    ((gate_up, act),) = seen
-    assert act == "silu" and gate_up.shape[-1] == 16 and gate_up.dtype == torch.float32
+    [arguments] = seen
+    gate_up = arguments.pop("gate_up")
+    assert (
+        arguments == {"act": "silu"} and gate_up.shape[-1] == 16 and gate_up.dtype == torch.float32
+    )

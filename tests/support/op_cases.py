@@ -33,7 +33,7 @@ from llmc.kernels import (  # noqa: F401
 )
 from llmc.kernels.cpu.build import load
 from llmc.kernels.fp8 import FP8
-from llmc.kernels.registry import OPS, Case
+from llmc.kernels.registry import OPS, Case, Impl, Op
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -104,6 +104,23 @@ def assert_same_codes(got: Tensor, want: Tensor) -> None:
     assert float(unequal.float().mean()) < 0.005
     step = torch.finfo(want.dtype).eps
     torch.testing.assert_close(got.float(), want.float(), rtol=step, atol=1e-6, equal_nan=True)
+
+
+def assert_same_schema(op: Op, impl: Impl) -> None:
+    """Names, types, defaults, what is written to, and results are the reference's."""
+
+    def described(schema: Any) -> tuple[list[Any], list[str]]:
+        return [
+            (
+                a.name,
+                str(a.type),
+                a.default_value,
+                a.alias_info is not None and a.alias_info.is_write,
+            )
+            for a in schema.arguments
+        ], [str(r.type) for r in schema.returns]
+
+    assert described(impl.op()._schema) == described(op.overload._schema)
 
 
 def require_cpu_ops() -> None:
