@@ -7,8 +7,9 @@ The rules, and what single classes need beyond them, are data: bench/configs/cov
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from functools import cache
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ RULES_FILE = Path(__file__).parents[2] / "bench" / "configs" / "coverage.json"
 _NO_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
-@cache
+@functools.cache
 def rules() -> Any:
     return json.loads(RULES_FILE.read_text(encoding="utf-8"))
 
@@ -36,12 +37,20 @@ def tiny_config(model_type: str) -> Any:
     """A config of a few thousand parameters that has no end token, so that greedy runs on."""
     config = _shrunk(CONFIG_MAPPING[model_type], "")
     for part in (config, *_parts(config)):
+        _shrink_rope(part)
         types = {f.name: str(f.type) for f in dataclasses.fields(part)}
         chosen = rules()["classes"].get(part.model_type, {})
         for name in _NO_TOKENS:
             if "None" in types.get(name, "") and name not in chosen:
                 setattr(part, name, None)
     return config
+
+
+def _shrink_rope(part: Any) -> None:
+    """Lengths among its rotary parameters, which may be one mapping for every type of layer."""
+    parameters = getattr(part, "rope_parameters", None) or {}
+    for rope in (parameters, *(v for v in parameters.values() if isinstance(v, dict))):
+        rope.update({name: n for name, n in rules()["lengths"].items() if name in rope})
 
 
 def _parts(config: Any) -> list[Any]:
@@ -55,7 +64,8 @@ def _shrunk(cls: Any, role: str) -> Any:
     """
     changes = rules()["classes"].get(cls.model_type, {})
     types = {f.name: str(f.type) for f in dataclasses.fields(cls)}
-    sizes = rules()["sizes"] | rules()["nested"].get(role, {})
+    small = (rules()[kind] for kind in ("sizes", "lengths", "layers", "limits"))
+    sizes = functools.reduce(operator.or_, small) | rules()["nested"].get(role, {})
     # Defaults of the class, not of an instance: an instance may have worked None out.
     fields: dict[str, Any] = {
         name: value
