@@ -1,4 +1,4 @@
-"""How the suite is spread over processes (pytest-xdist; `-n auto --dist loadgroup` in pyproject.toml).
+"""How the suite is spread over processes: pytest-xdist, with the options in pyproject.toml.
 
 A file's tests stay on one worker, for the sake of what its fixtures make; tests with an
 `xdist_group` of their own (tests/parity: one for each model family) share that across files.

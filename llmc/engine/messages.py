@@ -59,6 +59,14 @@ class RequestUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutputs:
+    """What one turn of the engine brought: updates of requests, and the numbers afterwards."""
+
+    updates: Sequence[RequestUpdate]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot for logs, /metrics and the status line. Counters grow, gauges are as of now."""
 
