@@ -53,6 +53,7 @@ class RequestUpdate:
     stop_reason: int | None = None
     is_whole: bool = False
     num_cached_tokens: int = 0
+    queue_s: float | None = None  # from its arrival to its first step; None before that
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     error: str | None = None
     is_refused: bool = False

@@ -35,6 +35,7 @@ class ActiveRequest:
     first_token: float | None = None
     ended: float | None = None
     num_cached_tokens: int = 0
+    queue_s: float | None = None  # of the sequence that was scheduled first
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     error: str | None = None
     is_refused: bool = False  # by the engine, which knows more than the front
@@ -74,9 +75,10 @@ class ActiveRequest:
         )
 
     def _metrics(self) -> RequestMetrics | None:
-        if self.ended is None or self.first_token is None:
+        if self.ended is None or self.first_token is None or self.queue_s is None:
             return None
         return RequestMetrics(
+            queue_s=self.queue_s,
             time_to_first_token_s=self.first_token - self.submitted,
             end_to_end_s=self.ended - self.submitted,
         )
@@ -144,6 +146,8 @@ class OutputProcessor:
             if completion.index == 0 and len(completion.token_ids) == 0:
                 self._take_scores(request, update)
             request.num_cached_tokens = max(request.num_cached_tokens, update.num_cached_tokens)
+            if request.queue_s is None:
+                request.queue_s = update.queue_s
             completion.apply(update)
             if update.error is not None:
                 request.error, request.is_refused = update.error, update.is_refused

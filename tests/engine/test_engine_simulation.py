@@ -186,7 +186,8 @@ class Trace:
             assert steps < 20000, "the trace does not end"
 
     def add(self, message: AddRequest) -> None:
-        total = len(message.prompt_token_ids) + (message.sampling.max_tokens or 1)
+        wanted = message.sampling.max_tokens or max(1, message.sampling.min_tokens)
+        total = len(message.prompt_token_ids) + wanted
         if total > self.room:
             with pytest.raises(InvalidRequestError):
                 check_request(message.prompt_token_ids, message.sampling, self.limits)

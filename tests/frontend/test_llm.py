@@ -50,6 +50,16 @@ def test_text_prompt(llm: LLM, scripted: Scripted) -> None:
     scripted.assert_idle()
 
 
+def test_the_time_in_the_queue_is_measured(scripted: Scripted) -> None:
+    llm = make_llm(scripted)
+    rows = scripted.engine.stats().num_blocks  # more requests than can run at once
+    outputs = llm.generate(["count"] * rows, LONG)
+    times = [output.metrics for output in outputs if output.metrics is not None]
+    assert len(times) == rows
+    assert all(0 <= one.queue_s <= one.time_to_first_token_s for one in times)
+    assert times[-1].queue_s > times[0].queue_s  # it waited for the others
+
+
 def test_every_spelling_of_a_prompt_in_order(llm: LLM, scripted: Scripted) -> None:
     ids = scripted.tokenizer.encode("count")
     prompts: list[Any] = ["count", ids, {"prompt": "count"}, {"prompt_token_ids": ids}, "other"]
