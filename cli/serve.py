@@ -25,7 +25,12 @@ def command(
     ] = "127.0.0.1",
     port: Annotated[
         int,
-        option("--port", help="Port to listen on; 0 takes a free one.", panel=SERVER_PANEL),
+        option(
+            "--port",
+            help="Port to listen on; 0 takes a free one.",
+            metavar="PORT",
+            panel=SERVER_PANEL,
+        ),
     ] = 8000,
     uds: Annotated[
         str | None,
@@ -88,6 +93,7 @@ def command(
         float,
         option(
             "--shutdown-timeout",
+            metavar="SECONDS",
             help="Seconds that running requests get to end after Ctrl-C.",
             panel=SERVER_PANEL,
         ),
@@ -96,6 +102,7 @@ def command(
         int,
         option(
             "--stream-interval",
+            metavar="TOKENS",
             help="Tokens between two events of a stream; the first one comes at once.",
             panel=SERVER_PANEL,
         ),
@@ -104,6 +111,7 @@ def command(
         int,
         option(
             "--api-workers",
+            metavar="PROCESSES",
             help="Processes that answer HTTP, all on one engine; more for many short requests.",
             panel=SERVER_PANEL,
         ),
