@@ -79,7 +79,7 @@ def throughput(
         bool,
         option(
             "--ignore-eos/--no-ignore-eos",
-            help="Generate the full output length whatever the model says.",
+            help="Generate the full output length, past the model's end token.",
             panel="Workload",
         ),
     ] = True,

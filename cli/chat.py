@@ -44,7 +44,7 @@ def is_model_word(word: str) -> bool:
 
 
 def read_piped_stdin() -> str:
-    """All of stdin where it is a file or a pipe; nothing where nobody would ever write to it."""
+    """All of stdin where it is a file or a pipe; empty where it is neither."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):  # closed, or replaced by a test

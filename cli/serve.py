@@ -64,8 +64,8 @@ def command(
         bool,
         option(
             "--salt-by-api-key/--no-salt-by-api-key",
-            help="Let callers of different keys share no cached prefixes, so that nobody can tell "
-            "from the time of an answer what others have asked.",
+            help="Callers with different keys share no cached prefixes, so that none can infer from "
+            "the time of an answer what others have asked.",
             panel=SERVER_PANEL,
         ),
     ] = False,
@@ -120,7 +120,7 @@ def command(
         bool,
         option(
             "--engine-process/--no-engine-process",
-            help="Run the engine in a process of its own, which is started again when it dies.",
+            help="Run the engine in a separate process, which is restarted when it dies.",
             panel=SERVER_PANEL,
         ),
     ] = True,
@@ -166,7 +166,7 @@ def command(
     if salt_by_api_key and not api_key:
         raise ConfigError("--salt-by-api-key needs at least one --api-key")
     if api_workers > 1 and not engine_process:
-        raise ConfigError("--api-workers needs the engine in a process of its own")
+        raise ConfigError("--api-workers needs the engine in a separate process")
     from llmc.server.settings import ServerSettings
 
     settings = ServerSettings(

@@ -1,6 +1,6 @@
 """`AsyncLLM`: many requests at once from asyncio, with streaming and cancellation.
 
-The engine runs behind a link (frontend/engine_link.py): in a thread, or in a process of its own.
+The engine runs behind a link (frontend/engine_link.py): in a thread, or in another process.
 Everything here runs on one event loop.
 
     submit() --messages--> link --EngineOutputs--> _on_event() --> ActiveRequest --> Stream
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 LONG_TEXT = 4000  # characters or ids above which text work leaves the event loop
 RENDER_TIMEOUT_S = 5.0
-WATCHDOG_S = 60.0  # no news for so long while requests wait: not ready
+WATCHDOG_S = 60.0  # without an event for so long while requests wait: not ready
 
 
 class AsyncLLM:
@@ -168,7 +168,7 @@ class AsyncLLM:
         return sources
 
     async def _try_grammar(self, sampling: SamplingParams) -> None:
-        """One at a time, in a thread of their own: a grammar may take its time."""
+        """One at a time, in a separate thread: trying a grammar may take long."""
         spec = sampling.structured_outputs
         if spec is not None:
             loop = asyncio.get_running_loop()
@@ -211,8 +211,8 @@ class AsyncLLM:
         return source
 
     async def check_tools(self, tools: Sequence[Tool]) -> ToolFormat:
-        """How the model writes calls of tools; InvalidRequestError where it can't be told of
-        these."""
+        """How the model writes tool calls; InvalidRequestError where its template can't render
+        these tools."""
         tokenizer = self.inputs.need_tokenizer("tools")
         return await self._within_time(functools.partial(check_tools, tokenizer, tools))
 
@@ -239,7 +239,7 @@ class AsyncLLM:
         """Hands prepared requests to the engine. Leaving the block aborts what still runs.
 
         With several sources their ids are `request_id` with a number behind it. Of each completion
-        the reader hears every `stream_interval` tokens, and of the first one at once.
+        the reader gets a delta every `stream_interval` tokens, and the first one at once.
         """
         base = request_id or f"req-{uuid.uuid4().hex}"
         ids = [base] if len(sources) == 1 else [f"{base}-{i}" for i in range(len(sources))]
@@ -320,7 +320,7 @@ class AsyncLLM:
 
     @property
     def is_stalled(self) -> bool:
-        """Requests are in flight, and the engine has said nothing for WATCHDOG_S."""
+        """Requests are in flight, and there was no event of the engine for WATCHDOG_S."""
         left = self._seconds_left()
         return left is not None and left <= 0
 

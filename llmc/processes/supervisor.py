@@ -40,7 +40,7 @@ from llmc.startup.start import Phase
 log = logging.getLogger(__name__)
 
 ENGINE_MODULE = "llmc.processes.engine_main"
-END_S = 5.0  # for the engine process to end when it is told to
+END_S = 5.0  # for the engine process to end after its standard input was closed
 LONGEST_FOLDER = 70  # characters: the path of a Unix socket has at most 107 in all
 
 

@@ -26,7 +26,7 @@ from llmc.server.settings import ServerSettings
 log = logging.getLogger(__name__)
 
 WORKER_MODULE = "llmc.server.worker"
-END_S = 3.0  # for a worker that was told to end at once
+END_S = 3.0  # for a worker that is to end at once
 POLL_S = 0.05
 
 
