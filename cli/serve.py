@@ -64,7 +64,7 @@ def command(
         bool,
         option(
             "--salt-by-api-key/--no-salt-by-api-key",
-            help="Callers with different keys share no cached prefixes, so that none can infer from "
+            help="Callers with different keys share no cached prefixes, so none can infer from "
             "the time of an answer what others have asked.",
             panel=SERVER_PANEL,
         ),
