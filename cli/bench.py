@@ -22,7 +22,7 @@ from llmc.cli.bench_options import (
     RangeRatio,
     Temperature,
 )
-from llmc.cli.help import HelpCommand, HelpGroup
+from llmc.cli.help import HelpCommand
 from llmc.cli.options import engine_options, option
 from llmc.config import EngineConfig
 
@@ -31,7 +31,7 @@ RESULT = "Result"
 SERVER = "Server"
 
 app = typer.Typer(
-    cls=HelpGroup,
+    rich_markup_mode=None,
     help="Measure speed: of the engine in this process, or of any OpenAI-compatible server.",
     no_args_is_help=True,
 )
@@ -79,13 +79,18 @@ def throughput(
         bool,
         option(
             "--ignore-eos/--no-ignore-eos",
-            help="Generate the full output length whatever the model says.",
+            help="Generate the full output length, past the model's end token.",
             panel="Workload",
         ),
     ] = True,
     num_warmups: Annotated[
         int,
-        option("--num-warmups", help="Requests sent before, not measured.", panel="Workload"),
+        option(
+            "--num-warmups",
+            help="Requests sent before, not measured.",
+            metavar="REQUESTS",
+            panel="Workload",
+        ),
     ] = 8,
     bandwidth: Bandwidth = True,
     percentiles: Percentiles = "90,99",
@@ -120,18 +125,26 @@ def throughput(
 def latency(
     config: EngineConfig,
     batch_size: Annotated[
-        int, option("--batch-size", help="Requests in a batch.", panel="Workload")
+        int,
+        option("--batch-size", help="Requests in a batch.", metavar="REQUESTS", panel="Workload"),
     ] = 8,
-    input_len: Annotated[int, option("--input-len", help="Prompt tokens.", panel="Workload")] = 32,
+    input_len: Annotated[
+        int, option("--input-len", help="Prompt tokens.", metavar="TOKENS", panel="Workload")
+    ] = 32,
     output_len: Annotated[
-        int, option("--output-len", help="Output tokens.", panel="Workload")
+        int, option("--output-len", help="Output tokens.", metavar="TOKENS", panel="Workload")
     ] = 128,
     num_iters: Annotated[
-        int, option("--num-iters", help="Batches to measure.", panel="Workload")
+        int, option("--num-iters", help="Batches to measure.", metavar="BATCHES", panel="Workload")
     ] = 10,
     num_iters_warmup: Annotated[
         int,
-        option("--num-iters-warmup", help="Batches before, not measured.", panel="Workload"),
+        option(
+            "--num-iters-warmup",
+            help="Batches before, not measured.",
+            metavar="BATCHES",
+            panel="Workload",
+        ),
     ] = 3,
     temperature: Temperature = 1.0,
     bandwidth: Bandwidth = True,
@@ -166,7 +179,7 @@ def serve(
         option("--base-url", help="URL of the server; instead of host and port.", panel=SERVER),
     ] = None,
     host: Annotated[str, option("--host", help="Its host.", panel=SERVER)] = "127.0.0.1",
-    port: Annotated[int, option("--port", help="Its port.", panel=SERVER)] = 8000,
+    port: Annotated[int, option("--port", help="Its port.", metavar="PORT", panel=SERVER)] = 8000,
     backend: Annotated[
         str,
         option(
@@ -203,7 +216,12 @@ def serve(
     ] = None,
     ready_check_timeout_sec: Annotated[
         float,
-        option("--ready-check-timeout-sec", help="Wait so long for the server.", panel=SERVER),
+        option(
+            "--ready-check-timeout-sec",
+            help="Wait at most this long for the server.",
+            metavar="SECONDS",
+            panel=SERVER,
+        ),
     ] = 0.0,
     num_prompts: NumPrompts = 100,
     input_len: InputLen = 128,
@@ -212,7 +230,13 @@ def serve(
     prefix_len: PrefixLen = 0,
     dataset: DatasetPath = None,
     seed: Annotated[
-        int, option("--seed", help="Seed of prompts and departures.", panel="Workload")
+        int,
+        option(
+            "--seed",
+            help="Seed of prompts and arrival times.",
+            metavar="INTEGER",
+            panel="Workload",
+        ),
     ] = 0,
     temperature: Temperature = 0.0,
     ignore_eos: Annotated[
@@ -224,23 +248,40 @@ def serve(
         option("--extra-body", help="JSON object added to every request.", panel="Workload"),
     ] = None,
     request_rate: Annotated[
-        float, option("--request-rate", help="Requests a second; inf: all at once.", panel=LOAD)
+        float,
+        option(
+            "--request-rate",
+            help="Requests per second; inf: all at once.",
+            metavar="RATE",
+            panel=LOAD,
+        ),
     ] = math.inf,
     burstiness: Annotated[
         float,
         option(
             "--burstiness",
+            metavar="FACTOR",
             help="Shape of the gaps (gamma): 1 is Poisson, less is burstier.",
             panel=LOAD,
         ),
     ] = 1.0,
     max_concurrency: Annotated[
         int | None,
-        option("--max-concurrency", help="Most requests under way.", panel=LOAD),
+        option(
+            "--max-concurrency",
+            help="Most requests in flight.",
+            metavar="REQUESTS",
+            panel=LOAD,
+        ),
     ] = None,
     num_warmups: Annotated[
         int,
-        option("--num-warmups", help="Requests sent before, not measured.", panel=LOAD),
+        option(
+            "--num-warmups",
+            help="Requests sent before, not measured.",
+            metavar="REQUESTS",
+            panel=LOAD,
+        ),
     ] = 1,
     percentile_metrics: Annotated[
         str,

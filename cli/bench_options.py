@@ -10,16 +10,25 @@ from llmc.cli.options import option
 WORKLOAD = "Workload"
 RESULT = "Result"
 
-NumPrompts = Annotated[int, option("--num-prompts", help="Requests to send.", panel=WORKLOAD)]
+NumPrompts = Annotated[
+    int, option("--num-prompts", help="Requests to send.", metavar="REQUESTS", panel=WORKLOAD)
+]
 InputLen = Annotated[
     int,
-    option("--random-input-len", "--input-len", help="Mean prompt tokens.", panel=WORKLOAD),
+    option(
+        "--random-input-len",
+        "--input-len",
+        help="Mean prompt tokens.",
+        metavar="TOKENS",
+        panel=WORKLOAD,
+    ),
 ]
 OutputLen = Annotated[
     int | None,
     option(
         "--random-output-len",
         "--output-len",
+        metavar="TOKENS",
         help="Mean output tokens; overrides the lengths of a dataset. "
         "128 for random prompts when absent.",
         panel=WORKLOAD,
@@ -29,6 +38,7 @@ RangeRatio = Annotated[
     float,
     option(
         "--random-range-ratio",
+        metavar="SHARE",
         help="Lengths are uniform over mean * (1 - r) to mean * (1 + r).",
         panel=WORKLOAD,
     ),
@@ -37,6 +47,7 @@ PrefixLen = Annotated[
     int,
     option(
         "--random-prefix-len",
+        metavar="TOKENS",
         help="Tokens that all prompts begin with, on top of their length.",
         panel=WORKLOAD,
     ),
@@ -51,7 +62,9 @@ DatasetPath = Annotated[
         panel=WORKLOAD,
     ),
 ]
-Temperature = Annotated[float | None, option("--temperature", help="0 is greedy.", panel=WORKLOAD)]
+Temperature = Annotated[
+    float | None, option("--temperature", help="0 is greedy.", metavar="NUMBER", panel=WORKLOAD)
+]
 OutputJson = Annotated[
     Path | None,
     option(

@@ -279,9 +279,9 @@ def _speculation_rows(config: EngineConfig, counts: Mapping[str, int]) -> list[r
     drafted, accepted = counts["num_draft_tokens"], counts["num_accepted_tokens"]
     length = 1 + accepted / max(1, counts["num_drafts"])
     return [
-        ("Tokens guessed ahead:", str(drafted)),
+        ("Draft tokens:", str(drafted)),
         ("Of those accepted (%):", f"{accepted / max(1, drafted) * 100:.1f}"),
-        ("Mean acceptance length (tokens a step with guesses):", f"{length:.2f}"),
+        ("Mean acceptance length (tokens per step with draft tokens):", f"{length:.2f}"),
     ]
 
 

@@ -17,7 +17,7 @@ from llmc.load_test.metrics import RequestTrace
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Gives a function to call once for each thing done. Nothing is drawn where nobody watches."""
+    """Yields a function to call once per item done. Nothing is drawn off a terminal."""
     console = stderr_console()
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

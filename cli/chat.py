@@ -44,7 +44,7 @@ def is_model_word(word: str) -> bool:
 
 
 def read_piped_stdin() -> str:
-    """All of stdin where it is a file or a pipe; nothing where nobody would ever write to it."""
+    """All of stdin where it is a file or a pipe; empty where it is neither."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):  # closed, or replaced by a test
@@ -84,7 +84,13 @@ def command(
     ] = None,
     quick: Annotated[
         str | None,
-        option("--quick", "-q", help="Ask this one question and leave.", panel=CHAT_PANEL),
+        option(
+            "--quick",
+            "-q",
+            help="Ask this one question and leave.",
+            metavar="QUESTION",
+            panel=CHAT_PANEL,
+        ),
     ] = None,
     system: Annotated[
         str | None,
@@ -112,22 +118,41 @@ def command(
         str | None, option("--api-key", help="API key for --url.", panel=CHAT_PANEL)
     ] = None,
     temperature: Annotated[
-        float | None, option("--temperature", help="0 is greedy.", panel=SAMPLING_PANEL)
+        float | None,
+        option("--temperature", help="0 is greedy.", metavar="NUMBER", panel=SAMPLING_PANEL),
     ] = None,
     top_p: Annotated[
-        float | None, option("--top-p", help="Nucleus of this mass.", panel=SAMPLING_PANEL)
+        float | None,
+        option(
+            "--top-p",
+            help="Sample from the likeliest tokens that together have this probability.",
+            metavar="SHARE",
+            panel=SAMPLING_PANEL,
+        ),
     ] = None,
     top_k: Annotated[
-        int | None, option("--top-k", help="Only the k likeliest tokens.", panel=SAMPLING_PANEL)
+        int | None,
+        option(
+            "--top-k",
+            help="Sample from the k likeliest tokens.",
+            metavar="TOKENS",
+            panel=SAMPLING_PANEL,
+        ),
     ] = None,
     min_p: Annotated[
         float | None,
-        option("--min-p", help="Least share of the top probability.", panel=SAMPLING_PANEL),
+        option(
+            "--min-p",
+            help="Drop tokens below this share of the top probability.",
+            metavar="SHARE",
+            panel=SAMPLING_PANEL,
+        ),
     ] = None,
     max_tokens: Annotated[
         int | None,
         option(
             "--max-tokens",
+            metavar="TOKENS",
             help="Most tokens of an answer. As many as fit when absent.",
             panel=SAMPLING_PANEL,
         ),

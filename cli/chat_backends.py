@@ -21,7 +21,7 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """News of an answer: new text, and counts so far where they are known."""
+    """A delta of an answer: new text, and counts so far where they are known."""
 
     text: str = ""
     prompt_tokens: int | None = None
@@ -43,7 +43,7 @@ class Backend(Protocol):
 
 
 class ServerBackend:
-    """A server that speaks /v1/chat/completions; made by `connect`."""
+    """A server with /v1/chat/completions; made by `connect`."""
 
     def __init__(
         self, client: httpx.AsyncClient, model: str, context_limit: int | None = None

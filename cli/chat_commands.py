@@ -54,8 +54,8 @@ def run_command(chat: Conversation, line: str) -> Reply:
 
 def _unknown(name: str) -> str:
     nearest = difflib.get_close_matches(name, _COMMANDS, n=1)
-    guess = f"did you mean /{nearest[0]}? " if nearest else ""
-    return f"There is no command /{name}; {guess}/help lists them, // sends a leading slash."
+    hint = f"did you mean /{nearest[0]}? " if nearest else ""
+    return f"There is no command /{name}; {hint}/help lists them, // sends a leading slash."
 
 
 def _help(chat: Conversation, argument: str) -> Reply:
@@ -88,8 +88,8 @@ def _set(chat: Conversation, argument: str) -> Reply:
         return Reply(text=_settings_text(chat))
     if name not in SETTINGS:
         nearest = difflib.get_close_matches(name, SETTINGS, n=1)
-        guess = f"did you mean {nearest[0]}? " if nearest else ""
-        return Reply(text=f"There is no setting {name!r}; {guess}They are {', '.join(SETTINGS)}.")
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        return Reply(text=f"There is no setting {name!r}; {hint}They are {', '.join(SETTINGS)}.")
     if not value:
         return Reply(text=f"{name} = {chat.settings.get(name, 'default')}")
     if value in ("default", "none"):

@@ -18,6 +18,7 @@ def command(
         int | None,
         option(
             "--longest-prompt",
+            metavar="TOKENS",
             help="Length of the longest prompt; more than a model's window to test the window.",
             panel=CHECK_PANEL,
         ),

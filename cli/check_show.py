@@ -148,5 +148,9 @@ def _where(console: Console, certificate: Certificate) -> None:
     from llmc.check.check import certificate_path
 
     path = certificate_path(certificate)
-    kept = f"kept in {path}" if path else "not kept: a pass of yours has no code that names it"
+    kept = (
+        f"kept in {path}"
+        if path
+        else "not kept: the code of one of your passes can't be found to identify it"
+    )
     console.print(Text(f"  {kept}", style="dim"))

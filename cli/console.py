@@ -1,7 +1,7 @@
 """What commands print about themselves, on stderr: start phases, notes, banners.
 
-Rich decides about colour: none when stderr is not a terminal or NO_COLOR is set. Where nobody
-watches, phases are plain lines without a spinner, so that logs stay readable.
+Rich decides about colour: none when stderr is not a terminal or NO_COLOR is set. Off a
+terminal, phases are plain lines without a spinner, so that logs stay readable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def stderr_console() -> Console:
 
 
 def stdout_console() -> Console:
-    """For results. Where nobody watches, tables get room enough to be cut nowhere."""
+    """For results. Off a terminal, tables are as wide as they need to be."""
     console = Console(highlight=False, soft_wrap=True)
     return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=120)
 
@@ -102,7 +102,7 @@ def note(console: Console, text: str, style: str = "dim") -> None:
 
 
 def banner(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """One title and aligned (name, value) lines; plain text where nobody watches."""
+    """One title and aligned (name, value) lines; plain text off a terminal."""
     if not console.is_terminal:
         console.print(title, markup=False)
         for name, value in rows:

@@ -30,7 +30,7 @@ SETTINGS: Mapping[str, type] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnStats:
-    """Counts and times of one answer. A count is None where the backend does not tell."""
+    """Counts and times of one answer. A count is None where the backend does not report it."""
 
     prompt_tokens: int | None
     cached_tokens: int | None
@@ -143,7 +143,7 @@ def stats_line(stats: TurnStats, context_limit: int | None) -> str:
 
 
 def why_it_ended(stats: TurnStats, chat: Conversation) -> str | None:
-    """What to tell the user when an answer was cut off, and what to do about it."""
+    """The message for an answer that was cut off, with what to do about it."""
     if stats.finish_reason != "length":
         return None
     used, limit = stats.context_tokens, chat.context_limit

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from llmc.cli.options import say_flag
 from llmc.errors import ConfigError, EngineDeadError, LlmcError
@@ -20,9 +21,13 @@ _VLLM_OPTIONS: Mapping[str, str] = {
     "--enforce-eager": "-O0 runs without compilation",
     "--compilation-config": "choose a level with -O0 to -O3, and passes with --disable-pass",
     "--tensor-parallel-size": "llmc runs on one device; start one server for each",
+    "-tp": "llmc runs on one device; start one server for each",
+    "-pp": "llmc runs on one device; start one server for each",
+    "-dp": "start one llmc server for each device",
     "--pipeline-parallel-size": "llmc runs on one device; start one server for each",
     "--data-parallel-size": "start one llmc server for each device",
     "--enable-lora": "llmc does not load LoRA adapters; merge them into the model first",
+    "--lora-modules": "llmc does not load LoRA adapters; merge them into the model first",
     "--enable-chunked-prefill": "chunked prefill is always on; leave the option out",
     "--disable-log-stats": "leave the option out, or set --log-level warning",
     "--disable-log-requests": "leave the option out, or set --log-level warning",
@@ -43,6 +48,7 @@ _VLLM_OPTIONS: Mapping[str, str] = {
     "--mem-fraction-static": "the option is called --gpu-memory-utilization",
     "--max-running-requests": "the option is called --max-num-seqs",
 }
+TYPO = 0.75  # how alike two options must be for one to be a misspelling of the other
 _MISSING_OPTION = re.compile(r"[Nn]o such option:? *'?(-[-\w]*)'?")
 
 
@@ -50,8 +56,8 @@ def wants_traceback(argv: list[str]) -> bool:
     return "--debug" in argv or os.environ.get("LLMC_DEBUG", "") not in ("", "0", "false")
 
 
-def report(error: BaseException, *, debug: bool) -> int:
-    """Print the error on stderr and return the exit code."""
+def report(error: BaseException, *, debug: bool, argv: Sequence[str] = ()) -> int:
+    """Print the error on stderr and return the exit code. `argv`: the words of the command line."""
     if isinstance(error, BrokenPipeError):
         # The reader of our output went away (`| head`). Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -64,15 +70,15 @@ def report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, KeyboardInterrupt):
         _write("interrupted", None)
         return 130
-    message, hint, code = describe(error)
+    message, hint, code = describe(error, argv)
     _write("error: " + message, hint)
     return code
 
 
-def describe(error: BaseException) -> tuple[str, str | None, int]:
+def describe(error: BaseException, argv: Sequence[str] = ()) -> tuple[str, str | None, int]:
     """(one-line message, hint or None, exit code) of an error."""
     if hasattr(error, "format_message"):  # typer's own, whose classes moved between versions
-        return _describe_usage(error)
+        return _describe_usage(error, argv)
     hint = getattr(error, "hint", None)
     if isinstance(error, ConfigError):
         return say_flag(_one_line(str(error))), hint, 2
@@ -92,21 +98,28 @@ def describe(error: BaseException) -> tuple[str, str | None, int]:
     return _one_line(what), "this is a bug in llmc; run again with --debug for the traceback", 1
 
 
-def _describe_usage(error: BaseException) -> tuple[str, str | None, int]:
+def _describe_usage(error: BaseException, argv: Sequence[str]) -> tuple[str, str | None, int]:
     message = _one_line(error.format_message())  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "llmc"
     hint = f"see `{path} --help`"
     missing = _MISSING_OPTION.match(message)
     if missing is not None:
-        name = missing[1]
+        name = _as_written(missing[1], argv)
         message = f"{path} has no option {name}"
-        nearest = list(getattr(error, "possibilities", None) or ())
+        known = list(getattr(error, "possibilities", None) or ())
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=TYPO)
         if name in _VLLM_OPTIONS:
             hint = _VLLM_OPTIONS[name]
         elif nearest:
             message += f"; did you mean {nearest[0]}?"
     return message, hint, int(getattr(error, "exit_code", 2))
+
+
+def _as_written(name: str, argv: Sequence[str]) -> str:
+    """typer names the first letter of `-tp`, which it reads as several short options."""
+    words = (word.partition("=")[0] for word in argv)
+    return next((word for word in words if word.startswith(name) and word[:2] != "--"), name)
 
 
 def _one_line(text: str) -> str:

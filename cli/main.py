@@ -13,21 +13,22 @@ import typer
 
 from llmc import __version__
 from llmc.cli import bench, chat, check, collect_env, errors, inspect, serve
-from llmc.cli.help import HelpCommand, HelpGroup
+from llmc.cli.help import EPILOG, HelpCommand
 
 app = typer.Typer(
     name="llmc",
-    cls=HelpGroup,
     help="Serve any Hugging Face causal language model from its own code, by compiling it.",
+    epilog=EPILOG,
+    rich_markup_mode=None,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("serve", cls=HelpCommand)(serve.command)
-app.command("chat", cls=HelpCommand)(chat.command)
+app.command("serve", cls=HelpCommand, epilog=EPILOG)(serve.command)
+app.command("chat", cls=HelpCommand, epilog=EPILOG)(chat.command)
 app.add_typer(bench.app, name="bench")
-app.command("inspect", cls=HelpCommand)(inspect.command)
-app.command("check", cls=HelpCommand)(check.command)
+app.command("inspect", cls=HelpCommand, epilog=EPILOG)(inspect.command)
+app.command("check", cls=HelpCommand, epilog=EPILOG)(check.command)
 app.command("collect-env", cls=HelpCommand)(collect_env.command)
 
 
@@ -66,5 +67,5 @@ def main(argv: list[str] | None = None) -> int:
     try:
         result = app(words, prog_name="llmc", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
-        return errors.report(error, debug=debug)
+        return errors.report(error, debug=debug, argv=words)
     return result if isinstance(result, int) else 0

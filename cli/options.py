@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -33,6 +33,7 @@ MODEL_PANEL = "Model"
 BATCH_PANEL = "Batching and memory"
 COMPILER_PANEL = "Compiler"
 
+_FIELD_TYPES = get_type_hints(EngineConfig)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -60,6 +61,8 @@ def option(*flags: str, help: str, panel: str | None = None, **settings: Any) ->
     name = next(flag for flag in flags if flag.startswith("--")).split("/")[0]
     envvar = "LLMC_" + name.removeprefix("--").replace("-", "_").upper()
     settings.setdefault("envvar", envvar)
+    settings.setdefault("metavar", "TEXT")  # not shown for flags that take no value
+    settings.setdefault("show_envvar", False)  # --help explains the rule once, at its end
     return typer.Option(*flags, help=help, rich_help_panel=panel, **settings)
 
 
@@ -71,7 +74,6 @@ class EngineOption:
     """
 
     field: str
-    type: Any
     help: str
     panel: str
     flags: tuple[str, ...] = ()  # () is `--` and the field's name with dashes
@@ -87,6 +89,22 @@ class EngineOption:
     def flag(self) -> str:
         return self.all_flags[0].split("/")[0]
 
+    @property
+    def type(self) -> Any:
+        """What typer parses: text for `read`, else the field's own type."""
+        own = _FIELD_TYPES[self.field]
+        is_optional = type(None) in get_args(own)
+        if self.read is not None:
+            plain: Any = list[str] if self.default == () else str
+            is_optional = is_optional and self.default is inspect.Parameter.empty
+        else:
+            [plain] = {
+                type(get_args(kind)[0]) if get_origin(kind) is Literal else kind
+                for kind in (get_args(own) if is_optional else (own,))
+                if kind is not type(None)
+            }
+        return plain | None if is_optional else plain
+
 
 def _choices(names: tuple[str, ...]) -> str:
     return "[" + "|".join(names) + "]"
@@ -99,32 +117,27 @@ def _disabled(names: list[str]) -> Mapping[str, bool]:
 ENGINE_OPTIONS = (
     EngineOption(
         field="model",
-        type=str | None,
         panel=MODEL_PANEL,
         metavar="MODEL",
         help="Directory or hub id of the model. The built-in model when absent.",
     ),
     EngineOption(
         field="tokenizer",
-        type=str | None,
         panel=MODEL_PANEL,
         help="Directory or hub id of the tokenizer. The model's own when absent.",
     ),
     EngineOption(
         field="chat_template",
-        type=str | None,
         panel=MODEL_PANEL,
         help="Jinja file with a chat template, or its text. The model's own when absent.",
     ),
     EngineOption(
         field="revision",
-        type=str | None,
         panel=MODEL_PANEL,
         help="Branch, tag or commit of a hub model.",
     ),
     EngineOption(
         field="dtype",
-        type=str,
         panel=MODEL_PANEL,
         metavar=_choices(DTYPES),
         help="Type of weights and activations (half, bf16 and their like too); auto follows the "
@@ -132,76 +145,71 @@ ENGINE_OPTIONS = (
     ),
     EngineOption(
         field="device",
-        type=str,
         panel=MODEL_PANEL,
         metavar=_choices(DEVICES),
         help="Where to run; auto takes the GPU when there is one.",
     ),
     EngineOption(
         field="load_format",
-        type=str,
         panel=MODEL_PANEL,
         metavar=_choices(LOAD_FORMATS),
-        help="dummy makes up the weights, to measure speed without them.",
+        help="dummy fills the weights with random numbers, to measure speed without a checkpoint.",
     ),
     EngineOption(
         field="quantization",
-        type=str | None,
         panel=MODEL_PANEL,
         flags=("--quantization", "-q"),
         metavar=_choices(QUANTIZATIONS),
-        help="Hold the weights of linears in 8 or 4 bits, quantized while they load. Those stored "
-        "quantized stay as they are when absent; none widens them to the model's dtype.",
+        help="Keep the weights of linear layers in 8 or 4 bits, quantized while they load. When "
+        "absent, quantized checkpoints stay as they are stored; none widens them to the model's "
+        "dtype.",
     ),
     EngineOption(
         field="trust_remote_code",
-        type=bool,
         panel=MODEL_PANEL,
         flags=("--trust-remote-code/--no-trust-remote-code",),
         help="Run Python code that comes with the model.",
     ),
     EngineOption(
         field="max_model_len",
-        type=int | None,
         panel=BATCH_PANEL,
+        metavar="TOKENS",
         help="Context length in tokens. The model's own when absent.",
     ),
     EngineOption(
         field="max_num_seqs",
-        type=int,
         panel=BATCH_PANEL,
+        metavar="SEQUENCES",
         help="Sequences that run at the same time.",
     ),
     EngineOption(
         field="max_num_batched_tokens",
-        type=int,
         panel=BATCH_PANEL,
+        metavar="TOKENS",
         help="Tokens computed in one step, over all sequences.",
     ),
     EngineOption(
         field="max_num_queued",
-        type=int | None,
         panel=BATCH_PANEL,
+        metavar="REQUESTS",
         flags=("--max-queue", "--max-num-queued-reqs"),
         help="Requests that may wait; more are refused. "
         "When absent: 4 times --max-num-seqs for a server, no limit otherwise.",
     ),
     EngineOption(
         field="block_size",
-        type=int,
         panel=BATCH_PANEL,
+        metavar="TOKENS",
         help="Tokens in one block of the KV cache; a power of two.",
     ),
     EngineOption(
         field="kv_cache_dtype",
-        type=str,
         panel=BATCH_PANEL,
         metavar=_choices(KV_CACHE_DTYPES),
         help="Type of the KV cache; the fp8 ones hold twice the tokens of bfloat16.",
     ),
     EngineOption(
         field="kv_cache_memory",
-        type=str | None,
         panel=BATCH_PANEL,
         metavar="BYTES",
         read=parse_size,
@@ -210,58 +218,52 @@ ENGINE_OPTIONS = (
     ),
     EngineOption(
         field="swap_space",
-        type=str,
         panel=BATCH_PANEL,
         metavar="BYTES",
         read=lambda text: parse_size(text, "--swap-space"),
         default="0",
-        help="Host memory where preempted requests may keep their KV cache: 4G. They are computed "
-        "again where that was measured to be faster.",
+        help="Host memory for the KV cache of preempted requests, such as 4G. They are recomputed "
+        "where that was measured to be faster.",
     ),
     EngineOption(
         field="gpu_memory_utilization",
-        type=float,
         panel=BATCH_PANEL,
+        metavar="SHARE",
         help="Share of the GPU's memory to use, weights included.",
     ),
     EngineOption(
         field="enable_prefix_caching",
-        type=bool,
         panel=BATCH_PANEL,
         flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
-        help="Reuse the KV cache of prompts that begin alike.",
+        help="Reuse the KV cache of common prompt prefixes.",
     ),
     EngineOption(
         field="async_scheduling",
-        type=bool | None,
         panel=BATCH_PANEL,
         flags=("--async-scheduling/--no-async-scheduling",),
-        help="Start the next step before the host has seen the tokens of the one before. "
+        help="Start the next step before the host has the tokens of the previous one. "
         "When absent: on a GPU.",
     ),
     EngineOption(
         field="scheduling_policy",
-        type=str,
         panel=BATCH_PANEL,
         metavar=_choices(SCHEDULING_POLICIES),
-        help="Who is served first: fcfs by arrival, priority by the requests' `priority` "
-        "(lower first), then by arrival.",
+        help="Order of service: fcfs by arrival; priority by the requests' `priority` (lower "
+        "first), then by arrival.",
     ),
     EngineOption(
         field="speculative_config",
-        type=str | None,
         panel=BATCH_PANEL,
         metavar="JSON",
         read=SpeculativeConfig.parse,
-        help="Guess tokens ahead and check several in one step: "
+        help="Draft several tokens and verify them in one step: "
         '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":4,"prompt_lookup_min":2} '
-        "guesses what followed the last 4 to 2 tokens where they stood before; "
-        '{"method":"draft_model","model":"DIR"} what a smaller model of the same vocabulary says. '
-        "The answers stay the same.",
+        "drafts what followed the last 4 to 2 tokens at their earlier occurrence; "
+        '{"method":"draft_model","model":"DIR"} takes the tokens of a smaller model with the same '
+        "vocabulary. The answers stay the same.",
     ),
     EngineOption(
         field="opt_level",
-        type=int | None,
         panel=COMPILER_PANEL,
         flags=("--opt-level", "--optimization-level", "-O"),
         metavar="0..3",
@@ -270,7 +272,6 @@ ENGINE_OPTIONS = (
     ),
     EngineOption(
         field="cuda_graph_buckets",
-        type=str | None,
         panel=COMPILER_PANEL,
         metavar="N,N,...",
         read=parse_buckets,
@@ -279,7 +280,6 @@ ENGINE_OPTIONS = (
     ),
     EngineOption(
         field="passes",
-        type=list[str],
         panel=COMPILER_PANEL,
         flags=("--disable-pass",),
         metavar="NAME",
@@ -289,29 +289,27 @@ ENGINE_OPTIONS = (
     ),
     EngineOption(
         field="extra_passes",
-        type=list[str],
         panel=COMPILER_PANEL,
         flags=("--extra-pass",),
         metavar="MODULE:PASS",
         read=tuple,
         default=(),
-        help="Add a graph pass of yours, from a module or a file.py; may be repeated.",
+        help="Add your own graph pass, from a module or a file.py; may be repeated.",
     ),
     EngineOption(
         field="logits_processors",
-        type=list[str],
         panel=COMPILER_PANEL,
         flags=("--logits-processor",),
         metavar="MODULE:CLASS",
         read=tuple,
         default=(),
-        help="Add a logits processor of yours, from a module or a file.py; may be repeated.",
+        help="Add your own logits processor, from a module or a file.py; may be repeated.",
     ),
     EngineOption(
         field="seed",
-        type=int,
         panel=COMPILER_PANEL,
-        help="Seed of the random numbers of requests that bring none.",
+        metavar="INTEGER",
+        help="Seed for requests without a `seed`.",
     ),
 )
 
@@ -320,12 +318,12 @@ FLAG_OF_FIELD = {entry.field: entry.flag for entry in ENGINE_OPTIONS}
 _FIELD_NAME = re.compile(r"\b(" + "|".join(sorted(FLAG_OF_FIELD, key=len, reverse=True)) + r")\b")
 
 
-def _parameter(entry: EngineOption) -> inspect.Parameter:
+def _parameter(entry: EngineOption, taken: Collection[str]) -> inspect.Parameter:
     declared = option(
-        *entry.all_flags,
+        *(flag for flag in entry.all_flags if flag not in taken),
         help=entry.help,
         panel=entry.panel,
-        metavar=entry.metavar,
+        metavar=entry.metavar or "TEXT",
         show_default=entry.default is inspect.Parameter.empty,
     )
     default = entry.default
@@ -369,7 +367,8 @@ def engine_options(*, positional_model: bool = True) -> Callable[[Any], Any]:
         # Keyword-only: typer calls by name, and defaults may then stand in any order.
         own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
         first = [_model_argument()] if positional_model else []
-        parameters = [*first, *own, *(_parameter(entry) for entry in ENGINE_OPTIONS)]
+        taken = {flag for p in own for flag in _flags(p)}  # -q is --quick where a command has that
+        parameters = [*first, *own, *(_parameter(entry, taken) for entry in ENGINE_OPTIONS)]
 
         @functools.wraps(command)
         def run(**given: Any) -> Any:
@@ -386,6 +385,13 @@ def engine_options(*, positional_model: bool = True) -> Callable[[Any], Any]:
         return run
 
     return decorate
+
+
+def _flags(parameter: inspect.Parameter) -> list[str]:
+    info = get_args(parameter.annotation)[-1]
+    # Inside Annotated, typer keeps the first spelling where a default would otherwise be.
+    declared = (getattr(info, "default", None), *(getattr(info, "param_decls", None) or ()))
+    return [word for word in declared if isinstance(word, str) and word.startswith("-")]
 
 
 def _model_argument() -> inspect.Parameter:

@@ -25,7 +25,12 @@ def command(
     ] = "127.0.0.1",
     port: Annotated[
         int,
-        option("--port", help="Port to listen on; 0 takes a free one.", panel=SERVER_PANEL),
+        option(
+            "--port",
+            help="Port to listen on; 0 takes a free one.",
+            metavar="PORT",
+            panel=SERVER_PANEL,
+        ),
     ] = 8000,
     uds: Annotated[
         str | None,
@@ -59,8 +64,8 @@ def command(
         bool,
         option(
             "--salt-by-api-key/--no-salt-by-api-key",
-            help="Let callers of different keys share no cached prefixes, so that nobody can tell "
-            "from the time of an answer what others have asked.",
+            help="Callers with different keys share no cached prefixes, so none can infer from "
+            "the time of an answer what others have asked.",
             panel=SERVER_PANEL,
         ),
     ] = False,
@@ -88,6 +93,7 @@ def command(
         float,
         option(
             "--shutdown-timeout",
+            metavar="SECONDS",
             help="Seconds that running requests get to end after Ctrl-C.",
             panel=SERVER_PANEL,
         ),
@@ -96,6 +102,7 @@ def command(
         int,
         option(
             "--stream-interval",
+            metavar="TOKENS",
             help="Tokens between two events of a stream; the first one comes at once.",
             panel=SERVER_PANEL,
         ),
@@ -104,6 +111,7 @@ def command(
         int,
         option(
             "--api-workers",
+            metavar="PROCESSES",
             help="Processes that answer HTTP, all on one engine; more for many short requests.",
             panel=SERVER_PANEL,
         ),
@@ -112,7 +120,7 @@ def command(
         bool,
         option(
             "--engine-process/--no-engine-process",
-            help="Run the engine in a process of its own, which is started again when it dies.",
+            help="Run the engine in a separate process, which is restarted when it dies.",
             panel=SERVER_PANEL,
         ),
     ] = True,
@@ -158,7 +166,7 @@ def command(
     if salt_by_api_key and not api_key:
         raise ConfigError("--salt-by-api-key needs at least one --api-key")
     if api_workers > 1 and not engine_process:
-        raise ConfigError("--api-workers needs the engine in a process of its own")
+        raise ConfigError("--api-workers needs the engine in a separate process")
     from llmc.server.settings import ServerSettings
 
     settings = ServerSettings(

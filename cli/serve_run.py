@@ -85,7 +85,7 @@ def _serve(run: _Run, llm: AsyncLLM, sock: socket.socket, companions: Companions
 def _load_in_process(
     run: _Run, sock: socket.socket, stack: contextlib.ExitStack
 ) -> tuple[AsyncLLM, Companions | None]:
-    """The engine in a process of its own, which ends with `stack`."""
+    """The engine in a separate process, which ends with `stack`."""
     from llmc.processes.supervisor import Supervisor
 
     with phases(run.console) as on_phase:

@@ -8,7 +8,7 @@ from llmc.errors import CompileError
 
 
 def require_certificate(config: EngineConfig) -> None:
-    """Use the certificate that `llmc check` left, or check now; CompileError when it says no."""
+    """Use the certificate of an earlier `llmc check`, or check now; CompileError if it fails."""
     console = stderr_console()
     from llmc.check.check import check_model, find_certificate
 

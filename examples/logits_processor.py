@@ -1,11 +1,14 @@
-"""A logits processor of a user: a request raises the logits of up to 8 tokens by `boost`.
+"""Your own logits processor: a request raises the logits of up to 8 tokens by `boost`.
 
+python examples/logits_processor.py [MODEL]
 llmc serve --logits-processor examples/logits_processor.py:Boost
 """
 
+import sys
+
 import torch
 
-from llmc import LogitsProcessor, RowTable
+from llmc import LLM, LogitsProcessor, RowTable, SamplingParams
 
 
 class Boost(LogitsProcessor):
@@ -24,3 +27,14 @@ class Boost(LogitsProcessor):
 
     def apply(self, logits, batch):
         return logits.scatter_add(1, batch.state["tokens"], batch.state["amount"])
+
+
+def main(model: str | None = None) -> None:
+    with LLM(model, opt_level=0, logits_processors=[Boost]) as llm:
+        sampling = SamplingParams(max_tokens=3, extra_args={"boost_tokens": [7], "boost": 1e4})
+        [output] = llm.generate("The capital of France is", sampling)
+        print(output.outputs[0].token_ids)  # [7, 7, 7]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

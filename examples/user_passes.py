@@ -1,12 +1,16 @@
-"""Two graph passes of a user: a steering vector, and a tap on a hidden state.
+"""Your own graph passes: a steering vector, and a tap on a hidden state.
 
+python examples/user_passes.py [MODEL]
 llmc chat --extra-pass examples/user_passes.py:steer_default
 llmc check --extra-pass examples/user_passes.py:steer_default
 """
 
+import sys
+
 import torch
 from torch import Tensor, fx
 
+from llmc import LLM, SamplingParams
 from llmc.passes.base import Notes, Pass, graph_pass
 from llmc.passes.edit import aten, insert_after
 from llmc.passes.inputs import add_constant
@@ -43,4 +47,16 @@ def tap(gm: fx.GraphModule, *, layer: int, into: Tensor) -> Notes:
 
 def steer_default() -> Pass:
     """What `--extra-pass` calls: a pass with its options chosen."""
-    return steer(layer=1, vector=torch.full((256,), 0.05))
+    return steer(layer=1, vector=torch.full((1,), 0.05))  # the same number for every channel
+
+
+def main(model: str | None = None) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=8)
+    with LLM(model, opt_level=0, extra_passes=[steer_default()]) as llm:
+        [output] = llm.generate("The capital of France is", sampling)
+        print(repr(output.outputs[0].text))
+        print([line for line in llm.info.pass_reports if "steer" in str(line)])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from llmc.passes.logits_processors import LogitsBatch, LogitsProcessor, RowTable
     from llmc.sampling_params import BeamSearchParams, SamplingParams
+    from llmc.structured_outputs import StructuredOutputs
 
 __version__ = "0.1.0"
 

@@ -1,9 +1,9 @@
 """`AsyncLLM`: many requests at once from asyncio, with streaming and cancellation.
 
-The engine runs behind a link (frontend/engine_link.py): in a thread, or in a process of its own.
+The engine runs behind a link (frontend/engine_link.py): in a thread, or in another process.
 Everything here runs on one event loop.
 
-    submit() --messages--> link --EngineNews--> _hear() --> ActiveRequest --> Stream --> reader
+    submit() --messages--> link --EngineOutputs--> _on_event() --> ActiveRequest --> Stream
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from llmc.config import EngineConfig
-from llmc.engine.messages import AbortRequest, EngineStats
+from llmc.engine.messages import AbortRequest, EngineOutputs, EngineStats, RequestUpdate
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
-from llmc.frontend.engine_link import EngineLink, EngineNews, Processes
+from llmc.frontend.engine_link import (
+    EngineEvent,
+    EngineLink,
+    EngineLost,
+    EngineStarted,
+    Processes,
+)
 from llmc.frontend.engine_options import EngineOptions, load_tokenizer, make_config, start
 from llmc.frontend.engine_thread import EngineThread
 from llmc.frontend.inputs import Input, InputProcessor, Prompt
@@ -41,7 +47,7 @@ T = TypeVar("T")
 
 LONG_TEXT = 4000  # characters or ids above which text work leaves the event loop
 RENDER_TIMEOUT_S = 5.0
-WATCHDOG_S = 60.0  # no news for so long while requests wait: not ready
+WATCHDOG_S = 60.0  # without an event for so long while requests wait: not ready
 
 
 class AsyncLLM:
@@ -111,7 +117,7 @@ class AsyncLLM:
         self._is_over = False
         self._is_shared = False
         self._draining = False
-        self._last_news = time.monotonic()
+        self._last_event = time.monotonic()
         self._watchdog = Watchdog(self._seconds_left, link.dump_stacks)
 
     # ---- requests ----
@@ -162,7 +168,7 @@ class AsyncLLM:
         return sources
 
     async def _try_grammar(self, sampling: SamplingParams) -> None:
-        """One at a time, in a thread of their own: a grammar may take its time."""
+        """One at a time, in a separate thread: trying a grammar may take long."""
         spec = sampling.structured_outputs
         if spec is not None:
             loop = asyncio.get_running_loop()
@@ -205,8 +211,8 @@ class AsyncLLM:
         return source
 
     async def check_tools(self, tools: Sequence[Tool]) -> ToolFormat:
-        """How the model writes calls of tools; InvalidRequestError where it can't be told of
-        these."""
+        """How the model writes tool calls; InvalidRequestError where its template can't render
+        these tools."""
         tokenizer = self.inputs.need_tokenizer("tools")
         return await self._within_time(functools.partial(check_tools, tokenizer, tools))
 
@@ -233,7 +239,7 @@ class AsyncLLM:
         """Hands prepared requests to the engine. Leaving the block aborts what still runs.
 
         With several sources their ids are `request_id` with a number behind it. Of each completion
-        the reader hears every `stream_interval` tokens, and of the first one at once.
+        the reader gets a delta every `stream_interval` tokens, and the first one at once.
         """
         base = request_id or f"req-{uuid.uuid4().hex}"
         ids = [base] if len(sources) == 1 else [f"{base}-{i}" for i in range(len(sources))]
@@ -269,7 +275,7 @@ class AsyncLLM:
         was_idle = not self._outputs.active
         request, messages = self._outputs.add(request_id, source, priority)
         if was_idle:
-            self._last_news = time.monotonic()  # the watchdog counts from here
+            self._last_event = time.monotonic()  # the watchdog counts from here
             self._watchdog.watch()
         stream.add(request)
         self._streams[request_id] = stream
@@ -283,7 +289,7 @@ class AsyncLLM:
         for child in self._outputs.abort(request_id):
             self._link.send(AbortRequest(request_id=child))
         if stream is not None and request is not None:
-            stream.hear(request)
+            stream.notify(request)
 
     # ---- state ----
 
@@ -314,7 +320,7 @@ class AsyncLLM:
 
     @property
     def is_stalled(self) -> bool:
-        """Requests are in flight, and the engine has said nothing for WATCHDOG_S."""
+        """Requests are in flight, and there was no event of the engine for WATCHDOG_S."""
         left = self._seconds_left()
         return left is not None and left <= 0
 
@@ -322,7 +328,7 @@ class AsyncLLM:
         """Until the engine counts as stalled; None while it has nothing to do."""
         if not self._outputs.active:
             return None
-        return self._last_news + WATCHDOG_S - time.monotonic()
+        return self._last_event + WATCHDOG_S - time.monotonic()
 
     @property
     def failure(self) -> str | None:
@@ -370,29 +376,34 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
-            self._link.open(self._hear)
+            self._link.open(self._on_event)
         elif self._loop is not loop:
             raise EngineDeadError("this AsyncLLM belongs to another event loop; use it from there")
 
-    def _hear(self, news: EngineNews) -> None:
-        self._last_news = time.monotonic()
-        if news.stats is not None:
-            self._stats = news.stats
-        if news.dead is not None:
-            self._dead, self._is_over = news.dead, news.is_final
-            self._lose_all("error")
-        if news.started is not None:
-            self._lose_all("error")
-            self._dead = None
-            self.info = news.started
-            self.inputs = InputProcessor(news.started, self.tokenizer)
-        changed, aborts = self._outputs.apply(news.updates)
+    def _on_event(self, event: EngineEvent) -> None:
+        self._last_event = time.monotonic()
+        match event:
+            case EngineOutputs():
+                self._stats = event.stats
+                self._apply(event.updates)
+            case EngineLost():
+                self._dead, self._is_over = event.reason, event.is_final
+                self._lose_all("error")
+            case EngineStarted():
+                self._lose_all("error")
+                self._dead = None
+                self._stats = event.stats or self._stats
+                self.info = event.info
+                self.inputs = InputProcessor(event.info, self.tokenizer)
+
+    def _apply(self, updates: Sequence[RequestUpdate]) -> None:
+        changed, aborts = self._outputs.apply(updates)
         for child in aborts:
             self._link.send(AbortRequest(request_id=child))
         for request in changed:
             stream = self._streams.get(request.request_id)
             if stream is not None:
-                stream.hear(request)
+                stream.notify(request)
 
     def _lose_all(self, reason: FinishReason) -> None:
         message = f"the engine has stopped: {self._dead}"

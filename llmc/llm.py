@@ -1,7 +1,7 @@
 """`LLM`: generate from Python, without a server.
 
-    prompts -> front.inputs -> engine.add
-                                  engine.step() until done -> front.outputs -> RequestOutput
+    prompts -> frontend.inputs -> engine.add
+                                  engine.step() until done -> frontend.outputs -> RequestOutput
 
 The caller's thread drives the engine; calls from other threads wait for it. AsyncLLM serves callers
 at once.
@@ -31,6 +31,7 @@ from llmc.text.chat import Message, Tool, render_chat
 from llmc.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from llmc.engine.messages import EngineStats
     from llmc.startup.start import ModelInfo, Phase, Started
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -175,6 +176,10 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams with what the model's generation_config recommends."""
         return self._inputs.default_sampling()
+
+    def stats(self) -> EngineStats:
+        """The engine's counters and gauges as of now."""
+        return self._running().stats()
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
         """Wait for the compilation in the background, if any; whether its result is in use.

@@ -43,7 +43,7 @@ class CompletionOutput:
 class RequestMetrics:
     """Times of one request in seconds, from one monotonic clock."""
 
-    queue_s: float | None = None  # None where the engine does not tell
+    queue_s: float  # from its arrival at the engine to its first step
     time_to_first_token_s: float
     end_to_end_s: float
 

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import fields
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("typer", reason="the command line's dependencies are not installed")
 
-from docs_tables import (
-    ROOT,
-    commands,
-    documents,
-    environment,
-    table_names,
-    tables,
-    takes_engine_flags,
-    written,
-)
-from docs_words import SAMPLING
-
 from llmc.config import EngineConfig
-from llmc.errors import InvalidRequestError
 from llmc.passes.lower_kernels import lower_kernels
 from llmc.passes.pipeline import PipelineOptions, pipeline
 from llmc.sampling_params import SamplingParams
+from llmc.server.settings import ServerSettings
 
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+_spec = importlib.util.spec_from_file_location("docs_tables", ROOT / "docs" / "tables.py")
+assert _spec is not None and _spec.loader is not None
+tables = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tables)
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
 
 
@@ -36,34 +31,41 @@ def text_of(name: str) -> str:
 
 
 def test_the_tables_are_those_of_the_code() -> None:
-    used = [name for path in documents() for name in table_names(path.read_text("utf-8"))]
-    assert sorted(used) == sorted(tables())
-    for path in documents():
+    used = [name for path in DOCUMENTS for name in tables.table_names(path.read_text("utf-8"))]
+    assert sorted(used) == sorted(tables.tables())
+    for path in DOCUMENTS:
         text = path.read_text(encoding="utf-8")
-        assert text == written(text), (
-            f"{path.name} is out of date: run `python tests/support/docs_tables.py`"
+        assert text == tables.written(text), (
+            f"{path.name} is out of date: run `python docs/tables.py`"
         )
 
 
 def test_a_stale_table_is_noticed() -> None:
     text = text_of("options.md")
     for stale in (text.replace("`--max-num-seqs`", "`--max-seqs`"), text.replace("`2048`", "`1`")):
-        assert stale != text and written(stale) == text
+        assert stale != text and tables.written(stale) == text
 
 
-@pytest.mark.parametrize("name", list(commands()))
+@pytest.mark.parametrize("name", list(tables.commands()))
 def test_every_flag_is_in_its_section(name: str) -> None:
     sections = text_of("options.md").split("\n## ")
-    title = f"llmc {name}".strip()
-    [own] = [part for part in sections if part.partition("\n")[0] == title]
+    [own] = [part for part in sections if part.partition("\n")[0] == name]
     [engine] = [part for part in sections if part.startswith("Engine: ")]
-    flags = commands()[name]
-    shown = own + engine if takes_engine_flags(flags) else own
-    assert takes_engine_flags(flags) == (f"`{name}`" in engine.partition("\n")[0])
-    for flag in flags:
-        if flag.is_option:
-            for word in [*flag.spellings, *environment(flag)]:
-                assert f"`{word}`" in shown, f"{title} {word}"
+    options = tables.commands()[name]
+    takes_engine_flags = tables.takes_engine_flags(options)
+    shown = own + engine if takes_engine_flags else own
+    command = name.removeprefix("llmc").strip()
+    assert takes_engine_flags == (f"`{command}`" in engine.partition("\n")[0])
+    for option in options:
+        for word in [*tables.spellings(option), *tables.environment(option)]:
+            assert f"`{word}`" in shown, f"{name} {word}"
+
+
+@pytest.mark.parametrize("name", list(tables.commands()))
+def test_every_number_has_its_unit(name: str) -> None:
+    for option in tables.commands()[name]:
+        if not option.is_flag and isinstance(option.default, int | float):
+            assert option.metavar not in (None, "TEXT"), option.name
 
 
 def test_every_field_is_in_its_table() -> None:
@@ -73,24 +75,26 @@ def test_every_field_is_in_its_table() -> None:
             assert f"`{field.name}`" in text, field.name
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLING))
-def test_the_ranges_are_those_that_are_checked(name: str) -> None:
-    words = SAMPLING[name]
+def rows_of(text: str) -> dict[str, list[str]]:
+    """First cell -> the others, of the rows of all tables."""
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE)
+    return {name: rest.split(" | ") for name, rest in rows}
 
-    def make(value: Any) -> SamplingParams:
-        return SamplingParams(**{name: value})
 
-    if words.range:
-        assert getattr(make(words.low), name) == words.low
-        assert getattr(make(words.high), name) == words.high
-        assert words.outside, f"{name} has a range and nothing outside it"
-    else:
-        default = getattr(SamplingParams(), name)
-        assert isinstance(default, bool) and getattr(make(not default), name) is not default
-    for value in words.outside:
-        with pytest.raises(InvalidRequestError) as caught:
-            make(value)
-        assert caught.value.param == name
+def test_the_sampling_table_has_every_field_with_its_default() -> None:
+    rows = rows_of(text_of("options.md"))
+    for field in fields(SamplingParams):
+        if field.init:
+            assert rows[field.name][0] == f"`{field.default!r}`", field.name
+
+
+def test_the_limits_of_the_server_are_its_defaults() -> None:
+    rows = rows_of(text_of("server.md"))
+    settings = ServerSettings()
+    limits = [field.name for field in fields(ServerSettings) if field.name in rows]
+    assert {"max_body_bytes", "body_timeout_s", "shutdown_timeout_s"} <= set(limits)
+    for name in limits:
+        assert rows[name][0].startswith(f"{getattr(settings, name):,}"), name
 
 
 def test_the_passes_are_those_of_the_pipeline() -> None:
@@ -103,7 +107,7 @@ def test_the_passes_are_those_of_the_pipeline() -> None:
 
 def test_linked_files_are_there() -> None:
     checked = 0
-    for path in [*ROOT.glob("*.md"), *documents()]:
+    for path in [*ROOT.glob("*.md"), *DOCUMENTS]:
         for target in _LINK.findall(path.read_text(encoding="utf-8")):
             if "://" not in target and not target.startswith("mailto:"):
                 assert (path.parent / target).exists(), f"{path.name} links to {target}"

@@ -1,4 +1,4 @@
-"""What is aimed at on an H200, in the issue's words, and where each figure stands in the result."""
+"""The project's targets on an H200, and where each figure is found in the result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """`path`: keys from the part's name down. `floor` must hold, `aim` is the goal."""
+    """`path`: keys from the part's name down. `floor` is the least accepted, `aim` the goal."""
 
     text: str
     path: tuple[str, ...]

@@ -1,8 +1,10 @@
-"""Admission: turns AddRequest into a Request, or says why it can't be served.
+"""Admission: the engine's rules for requests, and how a request that keeps them is made.
 
-Everything that only the engine can judge is checked here, before anything is queued: token ids
-against the width of the model's logits, lengths against the context and against the block pool.
-What passes can always be run to its end, so it can neither hang the queue nor index out of range.
+    frontend/inputs.py --check_request--> AddRequest --> EngineCore.add --admit--> Request
+
+The rules run once, on the way in: token ids against the width of the model's logits, lengths
+against the context and the block pool. What passes can always be run to its end, so it can neither
+hang the queue nor index out of range. `admit` trusts its message.
 """
 
 from __future__ import annotations
@@ -32,26 +34,37 @@ class Limits:
     eos_token_ids: frozenset[int]
 
 
+def check_request(
+    prompt_token_ids: Sequence[int], sampling: SamplingParams, limits: Limits
+) -> None:
+    """Raises InvalidRequestError, with the offending field in `param`, unless it can be served.
+
+    The salt is checked where it is set (`check_cache_salt`), since it may be set later.
+    """
+    check_prompt(prompt_token_ids, limits.vocab_size)
+    wanted = sampling.max_tokens
+    if wanted is None and sampling.min_tokens:
+        wanted = sampling.min_tokens
+    _check_length(len(prompt_token_ids), wanted, limits)
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        _check_ids(name, getattr(sampling, name) or (), limits.vocab_size)
+    for word in sampling.bad_words_token_ids or ():
+        _check_ids("bad_words_token_ids", word, limits.vocab_size)
+    _check_something_allowed(sampling, limits)
+
+
 def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
-    """Raises InvalidRequestError, with the offending field in `param`, unless it can be served."""
+    """The engine's record of a request that has passed `check_request`."""
     sampling = message.sampling
-    check_prompt(message.prompt_token_ids, limits.vocab_size)
-    check_sampling_ids(sampling, limits.vocab_size)
-    check_cache_salt(message.cache_salt)
-    if sampling.bad_words:
-        raise InvalidRequestError(
-            "bad_words are text, and the engine knows token ids only; give bad_words_token_ids",
-            param="bad_words",
-        )
-    check_something_allowed(sampling, limits)
-    eos = end_tokens(sampling, limits)
+    num_prompt = len(message.prompt_token_ids)
+    eos = _end_tokens(sampling, limits)
     return Request(
         request_id=message.request_id,
         token_ids=list(message.prompt_token_ids),
-        num_prompt_tokens=len(message.prompt_token_ids),
+        num_prompt_tokens=num_prompt,
         sampling=sampling,
         seed=default_seed if sampling.seed is None else sampling.seed,
-        max_total_tokens=total_tokens(len(message.prompt_token_ids), sampling.max_tokens, limits),
+        max_total_tokens=total_tokens(num_prompt, sampling.max_tokens, limits),
         eos_token_ids=eos,
         stop_token_ids=eos.union(sampling.stop_token_ids or ()),
         priority=message.priority,
@@ -100,25 +113,17 @@ def _is_text(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def check_sampling_ids(sampling: SamplingParams, vocab_size: int) -> None:
-    _check_ids("stop_token_ids", sampling.stop_token_ids or (), vocab_size)
-    _check_ids("logit_bias", sampling.logit_bias or (), vocab_size)
-    _check_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
-    for word in sampling.bad_words_token_ids or ():
-        _check_ids("bad_words_token_ids", word, vocab_size)
-
-
-def end_tokens(sampling: SamplingParams, limits: Limits) -> frozenset[int]:
+def _end_tokens(sampling: SamplingParams, limits: Limits) -> frozenset[int]:
     """The model's own end tokens, where they end this request."""
     # A grammar allows an end token only where the output may end, and nothing may follow it.
     goes_on = sampling.ignore_eos and sampling.structured_outputs is None
     return frozenset() if goes_on else limits.eos_token_ids
 
 
-def check_something_allowed(sampling: SamplingParams, limits: Limits) -> None:
+def _check_something_allowed(sampling: SamplingParams, limits: Limits) -> None:
     """Before `min_tokens` the stop tokens are banned; something else must be allowed then."""
     allowed = sampling.allowed_token_ids
-    stop = end_tokens(sampling, limits).union(sampling.stop_token_ids or ())
+    stop = _end_tokens(sampling, limits).union(sampling.stop_token_ids or ())
     if sampling.min_tokens > 0 and allowed is not None and stop.issuperset(allowed):
         raise InvalidRequestError(
             f"allowed_token_ids has only tokens that end the text, but min_tokens="
@@ -137,7 +142,13 @@ def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
 
 
 def total_tokens(num_prompt: int, max_tokens: int | None, limits: Limits) -> int:
-    """How long the request may grow, prompt included; refused where that can't be promised."""
+    """How long the request may grow, prompt included."""
+    if max_tokens is None:
+        return min(limits.max_model_len, limits.pool_tokens)
+    return num_prompt + max_tokens
+
+
+def _check_length(num_prompt: int, max_tokens: int | None, limits: Limits) -> None:
     context, pool = limits.max_model_len, limits.pool_tokens
     if num_prompt >= context:
         raise InvalidRequestError(
@@ -154,9 +165,7 @@ def total_tokens(num_prompt: int, max_tokens: int | None, limits: Limits) -> int
             param="prompt",
             code="kv_capacity_exceeded",
         )
-    if max_tokens is None:
-        return min(context, pool)
-    total = num_prompt + max_tokens
+    total = total_tokens(num_prompt, max_tokens, limits)
     if total > context:
         raise InvalidRequestError(
             f"{num_prompt} prompt tokens and max_tokens={max_tokens} make {total}, but the "
@@ -172,4 +181,3 @@ def total_tokens(num_prompt: int, max_tokens: int | None, limits: Limits) -> int
             param="max_tokens",
             code="kv_capacity_exceeded",
         )
-    return total

@@ -53,9 +53,18 @@ class RequestUpdate:
     stop_reason: int | None = None
     is_whole: bool = False
     num_cached_tokens: int = 0
+    queue_s: float | None = None  # from its arrival to its first step; None before that
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     error: str | None = None
     is_refused: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutputs:
+    """What one turn of the engine brought: updates of requests, and the numbers afterwards."""
+
+    updates: Sequence[RequestUpdate]
+    stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ def take_token(request: Request, token: int, logprob: TokenLogprobs | None) -> R
         new_token_ids=(token,),
         logprobs=() if logprob is None else (logprob,),
         num_cached_tokens=request.num_cached_tokens,
+        queue_s=request.queue_s,
     )
     num_tokens = len(request.token_ids)
     if request.scores and num_tokens == request.num_prompt_tokens + 1:

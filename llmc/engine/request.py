@@ -7,6 +7,7 @@ the runner; a step is planned for what lies between the last two.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -62,7 +63,8 @@ class Request:
     digests: list[bytes] = field(default_factory=list)  # of full blocks, as far as needed
     num_published: int = 0  # leading blocks that are in the prefix cache, or have a twin there
     num_cached_tokens: int = 0  # of the prompt, when first scheduled
-    was_scheduled: bool = False
+    arrived_s: float = field(default_factory=time.monotonic)
+    queue_s: float | None = None  # from then to its first step; None until that
     host_slots: list[int] = field(default_factory=list)  # of its blocks, while it is swapped out
     num_saved: int = 0  # tokens that these hold
     group: SamplingGroup | None = None  # others of the same prompt, to share its blocks with

@@ -14,6 +14,7 @@ A row and its blocks are given back only when no step in flight uses them.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice, repeat
@@ -290,7 +291,7 @@ class Scheduler:
     ) -> None:
         """A request that was just given a row takes part in its first step."""
         self._queues.enter(request)
-        if not request.was_scheduled:
+        if request.queue_s is None:
             self._count_first(request, source)
         draft.new_rows.append(new_row(request))
         num_wanted = min(num_wanted, request.capacity - request.num_computed)
@@ -298,7 +299,7 @@ class Scheduler:
         draft.put(request, num_wanted, [max(block, 0) for block in request.blocks])
 
     def _count_first(self, request: Request, source: Request | None) -> None:
-        request.was_scheduled = True
+        request.queue_s = time.monotonic() - request.arrived_s
         self.num_prompt_tokens += request.num_prompt_tokens
         if source is not None:  # what it shares was computed for this very call
             request.num_cached_tokens = source.num_cached_tokens

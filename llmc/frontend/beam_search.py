@@ -1,6 +1,6 @@
-"""What is behind `LLM.beam_search`: prompts in, the engine driven until every search is over.
+"""`LLM.beam_search`: prompts in, the engine driven until every search has ended.
 
-The engine does the searching (engine/beam_search.py); here are only prompts, texts and errors.
+The engine does the search (engine/beam_search.py); this file handles prompts, texts and errors.
 """
 
 from __future__ import annotations

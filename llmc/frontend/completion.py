@@ -1,7 +1,7 @@
 """One completion being generated: tokens in, text and log-probabilities out, and how it ended.
 
-Text lives in pieces and readers keep a position, so a delta costs what it adds, not what was said
-before. A reader that falls behind finds the pieces merged: nothing queues up.
+The text is kept in pieces and each reader has a position, so a delta costs only what it adds. A
+reader that falls behind gets the pieces merged; nothing queues up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PositionLogprobs = dict[int, Logprob]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionDelta:
-    """What one completion gained since the reader last looked."""
+    """What one completion gained since the reader's last delta."""
 
     index: int
     text: str
@@ -49,7 +49,7 @@ class Completion:
         self.token_ids: list[int] = []
         self.logprobs: list[PositionLogprobs] | None = [] if sampling.logprobs is not None else None
         self.cumulative_logprob = 0.0
-        self._tells_sum = sampling.logprobs is not None or sampling.best_of is not None
+        self._has_sum = sampling.logprobs is not None or sampling.best_of is not None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._tokenizer = tokenizer
@@ -68,7 +68,7 @@ class Completion:
             )
 
     def apply(self, update: RequestUpdate) -> None:
-        """Take the engine's news. Afterwards `finish_reason` may be set, also by a stop string."""
+        """Apply an update. Afterwards `finish_reason` may be set, also by a stop string."""
         self.token_ids.extend(update.new_token_ids)
         if self.logprobs is not None:
             self.logprobs += [position(item, self._tokenizer) for item in update.logprobs]
@@ -80,23 +80,23 @@ class Completion:
         has_stop_token = update.finish_reason == "stop" and not update.is_whole
         if has_stop_token and not self._include_stop:
             tokens = tokens[:-1]  # the stop token ends the text and is no part of it
-        self._say(self._detokenizer.push(tokens))
+        self._append(self._detokenizer.push(tokens))
         if update.finish_reason is not None:
-            self._say(self._detokenizer.finish())
+            self._append(self._detokenizer.finish())
         if self._detokenizer.stopped_by is not None:
             self._end("stop", self._detokenizer.stopped_by)
         else:
             self._end(update.finish_reason, update.stop_reason)
 
     def abandon(self, reason: FinishReason) -> None:
-        """End it from this side: the caller gave up, or the engine died."""
+        """End it on this side: the caller aborted it, or the engine died."""
         if self.finish_reason is None:
             if self._detokenizer is not None:
-                self._say(self._detokenizer.finish())
+                self._append(self._detokenizer.finish())
             self._end(reason, None)
 
     def adopt(self, other: Completion) -> None:
-        """Become what another one was, all at once and but for the index."""
+        """Take over everything but the index from another completion."""
         self.token_ids, self.logprobs = other.token_ids, other.logprobs
         self.cumulative_logprob, self._pieces = other.cumulative_logprob, other._pieces
         self._end(other.finish_reason, other.stop_reason)
@@ -106,14 +106,14 @@ class Completion:
             index=self.index,
             text=self._text(),
             token_ids=list(self.token_ids),
-            cumulative_logprob=self.cumulative_logprob if self._tells_sum else None,
+            cumulative_logprob=self.cumulative_logprob if self._has_sum else None,
             logprobs=list(self.logprobs) if self.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
 
     def delta(self, cursor: Cursor) -> CompletionDelta | None:
-        """What came after `cursor`, which moves on; None when there is nothing to say."""
+        """What came after `cursor`, which moves on; None when there is nothing new."""
         text = "".join(self._pieces[cursor.pieces :])
         token_ids = self.token_ids[cursor.tokens :]
         ended = self.finish_reason is not None and not cursor.finished
@@ -131,7 +131,7 @@ class Completion:
             stop_reason=self.stop_reason,
         )
 
-    def _say(self, text: str) -> None:
+    def _append(self, text: str) -> None:
         if text:
             self._pieces.append(text)
 
@@ -145,16 +145,16 @@ class Completion:
 
 
 def position(item: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:
-    """What the engine says of one position, by token: the chosen one and the likeliest."""
+    """The log-probabilities of one position by token id: the chosen token and the likeliest."""
 
-    def told(token: int, value: float, rank: int) -> Logprob:
+    def entry(token: int, value: float, rank: int) -> Logprob:
         text = tokenizer.token_text(token) if tokenizer is not None else None
         return Logprob(logprob=float(value), rank=rank, decoded_token=text)
 
-    chosen = {item.token_id: told(item.token_id, item.logprob, item.rank)}
+    chosen = {item.token_id: entry(item.token_id, item.logprob, item.rank)}
     for rank, (token, value) in enumerate(
         zip(item.top_token_ids, item.top_logprobs, strict=True), start=1
     ):
         if token not in chosen:
-            chosen[token] = told(token, value, rank)
+            chosen[token] = entry(token, value, rank)
     return chosen

@@ -1,19 +1,19 @@
-"""The way from a front to its engine and back, whichever of the two it is.
+"""How `AsyncLLM` reaches its engine, wherever that runs.
 
     AsyncLLM --AddRequest, AbortRequest--> EngineLink --> the engine
-             <-- EngineNews -------------- EngineLink <--
+             <-- EngineOutputs, EngineStarted, EngineLost --
 
-`engine_thread.EngineThread`: an engine in a thread of this process. `remote.RemoteEngine`: one in a
-process of its own, which may die and be started again.
+`engine_thread.EngineThread`: an engine in a thread of this process.
+`processes.remote_engine.RemoteEngine`: one in another process, which may die and be restarted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from llmc.engine.messages import AbortRequest, AddRequest, EngineStats, RequestUpdate
+from llmc.engine.messages import AbortRequest, AddRequest, EngineOutputs, EngineStats
 
 if TYPE_CHECKING:
     from llmc.startup.start import ModelInfo
@@ -22,29 +22,33 @@ Message = AddRequest | AbortRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineNews:
-    """What came of one turn of the engine: updates, and its numbers afterwards.
+class EngineStarted:
+    """A new engine takes requests; those of the one before are lost. `stats` None: unchanged."""
 
-    `dead` is the reason why there is no engine any more; all its requests are lost. `is_final`:
-    none will follow. `started` announces a new one: the old one is gone, with its requests.
-    """
-
-    updates: Sequence[RequestUpdate] = ()
+    info: ModelInfo
     stats: EngineStats | None = None
-    dead: str | None = None
-    is_final: bool = True
-    started: ModelInfo | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLost:
+    """There is no engine any more, and all requests with it. `is_final`: there will be none."""
+
+    reason: str
+    is_final: bool
+
+
+EngineEvent = EngineOutputs | EngineStarted | EngineLost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """What the server consists of, for those who look after it."""
+    """The processes of the server, for monitoring."""
 
-    pids: Mapping[str, int]  # by name, of those that run
-    restarts: Mapping[str, int]  # by name, how often one was started again
+    pids: Mapping[str, int]  # process name -> pid, of those that run
+    restarts: Mapping[str, int]  # process name -> times that it was restarted
 
 
-Publish = Callable[[EngineNews], None]
+Publish = Callable[[EngineEvent], None]
 
 
 class EngineLink(Protocol):
@@ -53,7 +57,7 @@ class EngineLink(Protocol):
     def open(self, publish: Publish) -> None: ...
     def send(self, message: Message) -> None: ...
     def dump_stacks(self) -> None:
-        """Have the stacks of the engine's threads written on stderr."""
+        """Write the stacks of the engine's threads to stderr."""
 
     def processes(self) -> Processes: ...
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The engine as the front sees it, and how both entry points (`LLM`, `AsyncLLM`) get one."""
+"""The engine as the frontend sees it, and how both entry points (`LLM`, `AsyncLLM`) get one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 class Engine(Protocol):
-    """What the front uses of `engine.core.EngineCore`. Called from one thread only."""
+    """What the frontend uses of `engine.core.EngineCore`. Called from one thread only."""
 
     def add(self, message: AddRequest, /) -> None: ...
     def abort(self, request_id: str, /) -> object: ...
@@ -63,7 +63,7 @@ class Engine(Protocol):
 
 
 def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
-    """EngineConfig from keyword arguments; an unknown one is answered with the nearest known."""
+    """EngineConfig from keyword arguments; the error for an unknown one names the closest match."""
     known = [f.name for f in dataclasses.fields(EngineConfig) if f.name != "model"]
     for name in options:
         if name not in known:
@@ -74,20 +74,22 @@ def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
 
 
 def start(config: EngineConfig, on_phase: Callable[[Phase], None] | None = None) -> Started:
-    """Load the model and build its engine. Imported late: this is where torch comes in.
+    """Load the model and build its engine. Imported late, since this imports torch.
 
-    The engine's own queue is left without a limit: AsyncLLM refuses what is too much before it
-    gets there, and offline nothing is too much.
+    The engine's own queue has no limit: AsyncLLM refuses requests before that, and offline use
+    has no limit.
     """
     if config.chat_template is not None:
-        read_template(config.chat_template)  # a mistake in it is told before the model is loaded
+        read_template(
+            config.chat_template
+        )  # a mistake in it is an error before the model is loaded
     from llmc.startup.start import start_engine
 
     return start_engine(dataclasses.replace(config, max_num_queued=None), on_phase)
 
 
 def load_tokenizer(config: EngineConfig, info: ModelInfo) -> Tokenizer | None:
-    """The model's tokenizer; None when it has none, and then token ids are all that is taken."""
+    """The model's tokenizer. None when it has none; prompts must then be token ids."""
     if info.tokenizer_path is None:
         return None
     tokenizer = Tokenizer.load(info.tokenizer_path, trust_remote_code=config.trust_remote_code)

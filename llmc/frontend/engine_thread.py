@@ -1,9 +1,10 @@
-"""The engine in a thread of its own, which hears and says only messages.
+"""The engine in a separate thread, reached by messages only.
 
     event loop --AddRequest, AbortRequest--> inbox --> engine.add / abort / step
-               <------- EngineNews ------------------- publish
+               <------ EngineOutputs ----------------- publish
 
-Nothing else is shared. `remote` and `engine_host` do the same over a process border.
+Nothing else is shared. processes/remote_engine.py and engine_host.py do the same over a process
+border.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmc.engine.messages import AbortRequest, AddRequest, RequestUpdate
+from llmc.engine.messages import AbortRequest, AddRequest, EngineOutputs, RequestUpdate
 from llmc.errors import InvalidRequestError, LlmcError
-from llmc.frontend.engine_link import EngineNews, Message, Processes, Publish
+from llmc.frontend.engine_link import EngineEvent, EngineLost, Message, Processes, Publish
 from llmc.frontend.engine_options import Engine
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ JOIN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Tells the engine thread to end after what it is doing."""
+    """The engine thread ends after the turn that it is in."""
 
 
 class EngineThread:
@@ -42,7 +43,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Message | Stop] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._report: Publish | None = None
-        # A daemon, so that a process whose main thread fell over still exits.
+        # A daemon, so that a process whose main thread has failed still exits.
         self._thread = threading.Thread(target=self._run, name="llmc-engine", daemon=True)
 
     def open(self, publish: Publish) -> None:
@@ -73,10 +74,11 @@ class EngineThread:
                 pass
         except BaseException as exc:
             log.exception("the engine failed")
-            self._publish(EngineNews(dead=f"{type(exc).__name__}: {exc}"[:500]))
+            reason = f"{type(exc).__name__}: {exc}"[:500]
+            self._publish(EngineLost(reason=reason, is_final=True))
 
     def _turn(self) -> bool:
-        """Take what is in the inbox, do one step, say what came of it. False: told to stop."""
+        """Empty the inbox, run one step, publish the outputs. False: a Stop was in the inbox."""
         messages = self._receive()
         refused: list[RequestUpdate] = []
         for message in messages:
@@ -87,11 +89,12 @@ class EngineThread:
             else:
                 refused.extend(add_or_refuse(self._engine, message))
         updates = self._engine.step() if self._engine.has_work else ()
-        self._publish(EngineNews(updates=[*refused, *updates], stats=self._engine.stats()))
+        outputs = EngineOutputs(updates=[*refused, *updates], stats=self._engine.stats())
+        self._publish(outputs)
         return True
 
     def _receive(self) -> list[Message | Stop]:
-        """Everything that waits; when the engine is idle, sleeps until something comes."""
+        """All waiting messages; when the engine is idle, blocks until one arrives."""
         messages = []
         if not self._engine.has_work:
             while self._inbox.empty() and self._engine.use_idle_time():
@@ -101,11 +104,10 @@ class EngineThread:
             messages.append(self._inbox.get())
         return messages
 
-    def _publish(self, news: EngineNews) -> None:
+    def _publish(self, event: EngineEvent) -> None:
         assert self._loop is not None and self._report is not None, "the thread starts in open()"
-        # A loop that closed has no readers left to tell.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._report, news)
+        with contextlib.suppress(RuntimeError):  # the loop has closed, and with it all readers
+            self._loop.call_soon_threadsafe(self._report, event)
 
 
 def add_or_refuse(engine: Engine, message: AddRequest) -> Sequence[RequestUpdate]:

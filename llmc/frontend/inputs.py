@@ -1,7 +1,8 @@
-"""Checks one prompt with its sampling options and turns it into what the engine needs.
+"""Turns one prompt with its sampling options into what the engine needs, and checks it.
 
-First stop of every request. It applies the engine's own rules (engine/admission.py) before the
-request is handed over, so that a caller hears of a mistake at once and from its own call.
+The first stop of every request, and the only place where it is checked: the rules about text are
+here, the engine's own in engine/admission.py. So a caller learns of a mistake from its own call,
+and gets the same error from `LLM`, `AsyncLLM` and the server.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from llmc.engine import admission
-from llmc.engine.admission import MAX_CACHE_SALT as MAX_CACHE_SALT
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 from llmc.text.tokenizer import Tokenizer
@@ -107,13 +107,14 @@ class InputProcessor:
             token_ids = self.need_tokenizer("prompt").encode(
                 text, add_special_tokens=special is not False
             )
-        admission.check_prompt(token_ids, self._limits.vocab_size)
         if sampling.stop_strings:
             self.need_tokenizer("stop")
-        sampling = self._with_bad_words(self._with_max_tokens(len(token_ids), sampling))
-        admission.check_sampling_ids(sampling, self._limits.vocab_size)
-        admission.check_something_allowed(sampling, self._limits)
+        sampling = self._with_bad_words(sampling)
+        admission.check_request(token_ids, sampling, self._limits)
         self._check_extra_args(sampling)
+        if sampling.max_tokens is None:  # until the context is full
+            total = admission.total_tokens(len(token_ids), None, self._limits)
+            sampling = dataclasses.replace(sampling, max_tokens=total - len(token_ids))
         return Input(
             prompt=text,
             prompt_token_ids=token_ids,
@@ -131,19 +132,8 @@ class InputProcessor:
                     param="extra_args",
                 )
 
-    def _with_max_tokens(self, num_prompt: int, sampling: SamplingParams) -> SamplingParams:
-        """Unset: until the context is full. Set: it must fit, so nothing is cut in silence."""
-        wanted = sampling.max_tokens
-        if wanted is None and sampling.min_tokens:
-            wanted = sampling.min_tokens
-        admission.total_tokens(num_prompt, wanted, self._limits)
-        if sampling.max_tokens is not None:
-            return sampling
-        total = admission.total_tokens(num_prompt, None, self._limits)
-        return dataclasses.replace(sampling, max_tokens=total - num_prompt)
-
     def _with_bad_words(self, sampling: SamplingParams) -> SamplingParams:
-        """Texts as token ids: each as a text begins with it, and as it follows a space."""
+        """Texts as token ids: each as it begins a text, and as it follows a space."""
         if not sampling.bad_words:
             return sampling
         tokenizer = self.need_tokenizer("bad_words")
@@ -191,7 +181,7 @@ class InputProcessor:
 
 
 def _usable_defaults(recommended: Mapping[str, float | int]) -> dict[str, Any]:
-    """A model that recommends nonsense is still served, without that recommendation."""
+    """An invalid recommendation of a model is ignored, with a warning."""
     known = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
     usable: dict[str, Any] = {}
     for name, value in recommended.items():
@@ -200,7 +190,7 @@ def _usable_defaults(recommended: Mapping[str, float | int]) -> dict[str, Any]:
         try:
             SamplingParams(**{name: value})  # type: ignore[arg-type]
         except InvalidRequestError as exc:
-            log.warning("the model's generation_config is ignored here: %s", exc)
+            log.warning("a value of the model's generation_config is ignored: %s", exc)
         else:
             usable[name] = value
     return usable

@@ -3,8 +3,8 @@
     Input --add()--> AddRequest messages (one per completion: n > 1 is n of them)
     RequestUpdate --apply()--> Completion of an ActiveRequest --> RequestOutput or deltas
 
-With `best_of` more candidates are generated than are shown: what is shown says nothing until all
-have ended, and then becomes the best of them.
+With `best_of` more candidates are generated than are returned: the returned completions stay empty
+until all candidates have ended, and then become the best of them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class ActiveRequest:
     first_token: float | None = None
     ended: float | None = None
     num_cached_tokens: int = 0
+    queue_s: float | None = None  # of the sequence that was scheduled first
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     error: str | None = None
-    is_refused: bool = False  # by the engine, which knows more than the front
+    is_refused: bool = False  # by the engine, which checks what the frontend can't
 
     @property
     def finished(self) -> bool:
@@ -74,9 +75,10 @@ class ActiveRequest:
         )
 
     def _metrics(self) -> RequestMetrics | None:
-        if self.ended is None or self.first_token is None:
+        if self.ended is None or self.first_token is None or self.queue_s is None:
             return None
         return RequestMetrics(
+            queue_s=self.queue_s,
             time_to_first_token_s=self.first_token - self.submitted,
             end_to_end_s=self.ended - self.submitted,
         )
@@ -97,10 +99,10 @@ class OutputProcessor:
     def add(
         self, request_id: str, source: Input, priority: int = 0
     ) -> tuple[ActiveRequest, list[AddRequest]]:
-        """Register a request; the messages are what the engine must be told."""
+        """Register a request; returns it with the messages for the engine."""
         if request_id in self.active:
             raise InvalidRequestError(
-                f"request id {request_id!r} is in use; give each request its own",
+                f"request id {request_id!r} is in use; give each request a different one",
                 param="request_id",
                 code="duplicate_request_id",
             )
@@ -144,6 +146,8 @@ class OutputProcessor:
             if completion.index == 0 and len(completion.token_ids) == 0:
                 self._take_scores(request, update)
             request.num_cached_tokens = max(request.num_cached_tokens, update.num_cached_tokens)
+            if request.queue_s is None:
+                request.queue_s = update.queue_s
             completion.apply(update)
             if update.error is not None:
                 request.error, request.is_refused = update.error, update.is_refused
@@ -182,7 +186,7 @@ class OutputProcessor:
 
 
 def _for_child(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Completions of one request differ by their seed; each is a request of its own."""
+    """The sampling of one completion, which is a separate request to the engine."""
     num_generated = sampling.best_of or sampling.n
     if num_generated == 1:
         return sampling

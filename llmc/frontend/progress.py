@@ -1,4 +1,4 @@
-"""A progress bar on stderr for long offline work; nothing at all when nobody is watching."""
+"""A progress bar on stderr for long offline work; silent when stderr is not a terminal."""
 
 from __future__ import annotations
 

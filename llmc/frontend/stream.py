@@ -1,7 +1,7 @@
 """`Stream`: requests that were submitted together, and their one reader.
 
-The engine's news wakes the reader, who takes what there is when it gets to it: a slow reader makes
-nothing queue up. With an interval it is woken only every so many tokens.
+An update wakes the reader, which takes all that has accumulated, so a slow reader makes nothing
+queue up. With an interval it is woken only once that many tokens are there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Stream:
         return any(r.is_refused for r in self.requests)
 
     async def deltas(self) -> list[tuple[int, CompletionDelta]]:
-        """Waits for news: pairs of a request's place in `requests` and what it gained.
+        """Waits for new output: pairs of a request's index in `requests` and its delta.
 
         Empty at the end. A request that failed alone ends with finish_reason "error"; when the
         whole engine is gone EngineDeadError is raised. May be cancelled and called again.
@@ -63,8 +63,8 @@ class Stream:
             (index, completion, Cursor()) for completion in request.completions
         ]
 
-    def hear(self, request: ActiveRequest) -> None:
-        """There is news of `request`."""
+    def notify(self, request: ActiveRequest) -> None:
+        """`request` has changed."""
         if request.finished or any(
             self._is_due(completion, cursor)
             for _, completion, cursor in self._readers[request.request_id]

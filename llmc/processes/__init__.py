@@ -1,1 +1,1 @@
-"""The engine in a process of its own: supervisor, messages between processes, errors."""
+"""The engine in a separate process: supervisor, messages between processes, errors."""

@@ -1,6 +1,6 @@
 """A child process that ends with its parent: orders on standard input, reports on a pipe.
 
-Both the engine process and further API processes are such children.
+The engine process and the additional API processes are such children.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ POLL_S = 0.05
 
 
 class Child:
-    """Started at once. `module` gets the number of its report pipe as its first argument."""
+    """Started at once. `command` gets the number of its report pipe as its last argument."""
 
     def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> None:
         reports, theirs = os.pipe()
@@ -42,7 +42,10 @@ class Child:
         return self._process.pid
 
     def order(self, line: bytes) -> None:
-        """Write one line to its standard input. The dead hear nothing, the deaf are killed."""
+        """Write one line to its standard input.
+
+        Ignored if the child has exited; a child whose pipe is full is killed.
+        """
         assert self._process.stdin is not None, "opened as a pipe"
         try:
             written = self._process.stdin.write(line)
@@ -67,14 +70,14 @@ class Child:
             yield from lines
 
     def wait(self) -> str:
-        """Waits for its end; says how it came about."""
+        """Waits for its end; returns a sentence that says how it ended."""
         return how_it_ended(self._process.wait())
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
     def end(self, timeout_s: float) -> None:
-        """Close its standard input, which tells it to end; kill it when it does not."""
+        """Close its standard input, at which it ends; kill it after `timeout_s`."""
         assert self._process.stdin is not None, "opened as a pipe"
         self._process.stdin.close()
         try:
@@ -84,7 +87,7 @@ class Child:
             self._process.wait()
 
     def close(self) -> None:
-        """Kill what still runs, and give the pipes back."""
+        """Kill the process if it still runs, and close the pipes."""
         self._process.kill()  # does nothing once it has been waited for
         self._process.wait()
         assert self._process.stdin is not None, "opened as a pipe"
@@ -101,7 +104,7 @@ class Child:
 
 
 def python_module(name: str) -> list[str]:
-    """The command that runs a module of ours: -P, since our folders must not be on its path."""
+    """The command that runs one of our modules; -P keeps the working directory off its path."""
     return [sys.executable, "-P", "-m", name]
 
 

@@ -1,11 +1,11 @@
-"""The engine's side of the process border: one engine, any number of fronts.
+"""The engine's side of the process border: one engine, any number of frontends.
 
-    fronts --Submit, Cancel--> ROUTER --> engine.add / abort / step
-           <----- News ------- ROUTER <--
+    frontends --AddRequest, AbortRequest--> ROUTER --> engine.add / abort / step
+              <------- EngineOutputs ------ ROUTER <--
 
-One thread does it all: while a step runs, messages wait in ZeroMQ's own thread. Each front hears
-only of its own requests. A front that reads nothing for a long time loses its requests instead of
-filling memory.
+One thread does it all: while a step runs, messages wait in ZeroMQ's own thread. A frontend gets the
+updates of its own requests only. One that reads nothing for a long time loses its requests, so
+that its messages do not fill the memory.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from llmc.engine.messages import EngineStats, RequestUpdate
+from llmc.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineOutputs,
+    EngineStats,
+    RequestUpdate,
+)
 from llmc.frontend.engine_options import Engine
 from llmc.frontend.engine_thread import add_or_refuse
 from llmc.processes.wire import (
-    FRONT_MESSAGES,
-    Cancel,
-    Gone,
+    TO_ENGINE,
+    Disconnected,
+    FrontendGone,
     Hello,
-    News,
-    Refused,
-    Submit,
     Unpacker,
     WireError,
     pack,
@@ -35,22 +38,24 @@ from llmc.processes.wire import (
 
 log = logging.getLogger(__name__)
 
-MAX_UNREAD = 20_000  # messages to one front, minutes of steps, before it counts as lost
+MAX_UNREAD = 20_000  # messages to one frontend, minutes of steps, before it counts as lost
 IDLE_POLL_MS = 200
-IDLE_NEWS_S = 0.5  # between two looks at the numbers for a front without requests
+IDLE_STATS_S = 0.5  # between two reports of changed numbers to a frontend without requests
+
+ToEngine = Hello | AddRequest | AbortRequest | FrontendGone
 
 
 @dataclass(slots=True, kw_only=True)
-class _Front:
+class _Frontend:
     identity: bytes
     requests: set[str] = field(default_factory=set)
     updates: list[RequestUpdate] = field(default_factory=list)
-    told_at: float = 0.0
-    told: EngineStats | None = None
+    sent_at: float = 0.0
+    sent_stats: EngineStats | None = None
 
 
 class EngineHost:
-    """Serves fronts on `socket` until `is_stopped`, or until the engine fails."""
+    """Serves frontends on `socket` until `is_stopped`, or until the engine fails."""
 
     def __init__(
         self, engine: Engine, socket: zmq.Socket[bytes], is_stopped: Callable[[], bool]
@@ -58,10 +63,10 @@ class EngineHost:
         self._engine = engine
         self._socket = socket
         self._is_stopped = is_stopped
-        self._read: Unpacker[FRONT_MESSAGES] = Unpacker(FRONT_MESSAGES)
-        self._fronts: dict[bytes, _Front] = {}
-        self._owners: dict[str, _Front] = {}
-        self._refused: dict[bytes, str] = {}  # who must be told, and what
+        self._read: Unpacker[ToEngine] = Unpacker(TO_ENGINE)
+        self._frontends: dict[bytes, _Frontend] = {}
+        self._owners: dict[str, _Frontend] = {}
+        self._dropped: dict[bytes, str] = {}  # frontends yet to be sent Disconnected, and why
 
     def run(self) -> None:
         """Raises what the engine raises when no later step can succeed."""
@@ -69,13 +74,13 @@ class EngineHost:
             self.turn()
 
     def turn(self) -> None:
-        """Take what has come, do one step, tell the fronts."""
+        """Take in the messages, run one step, send the frontends their updates."""
         is_busy = self._engine.has_work or self._engine.use_idle_time()
         if self._socket.poll(0 if is_busy else IDLE_POLL_MS):
             self._receive()
         if self._engine.has_work:
             self._sort(self._engine.step())
-        self._tell()
+        self._publish()
 
     def _receive(self) -> None:
         while True:
@@ -86,60 +91,65 @@ class EngineHost:
             try:
                 self._handle(identity, self._read(frames))
             except WireError as exc:
-                log.error("a front was refused: %s", exc)
-                self._refuse(identity, str(exc))
+                log.error("a frontend is disconnected: %s", exc)
+                self._disconnect(identity, str(exc))
 
-    def _handle(self, identity: bytes, message: FRONT_MESSAGES) -> None:
-        front = self._fronts.get(identity)
-        if isinstance(message, Hello):
-            self._drop(identity)
-            self._fronts[identity] = _Front(identity=identity)
-        elif isinstance(message, Gone):
-            self._drop(message.front.encode())
-        elif front is None:
-            self._refuse(identity, "the engine does not know this front")
-        elif isinstance(message, Cancel):
-            if self._owners.get(message.request_id) is front:
-                self._engine.abort(message.request_id)
-                self._forget(message.request_id)
-        else:
-            self._submit(front, message)
+    def _handle(self, identity: bytes, message: ToEngine) -> None:
+        frontend = self._frontends.get(identity)
+        match message:
+            case Hello():
+                self._drop(identity)
+                self._frontends[identity] = _Frontend(identity=identity)
+            case FrontendGone():
+                self._drop(message.frontend.encode())
+            case _ if frontend is None:
+                self._disconnect(identity, "the engine does not know this frontend")
+            case AbortRequest():
+                if self._owners.get(message.request_id) is frontend:
+                    self._engine.abort(message.request_id)
+                    self._forget(message.request_id)
+            case AddRequest():
+                self._add(frontend, message)
 
-    def _submit(self, front: _Front, message: Submit) -> None:
-        refused = add_or_refuse(self._engine, message.request)
-        front.updates.extend(refused)
+    def _add(self, frontend: _Frontend, message: AddRequest) -> None:
+        refused = add_or_refuse(self._engine, message)
+        frontend.updates.extend(refused)
         if not refused:
-            self._owners[message.request.request_id] = front
-            front.requests.add(message.request.request_id)
+            self._owners[message.request_id] = frontend
+            frontend.requests.add(message.request_id)
 
     def _sort(self, updates: Iterable[RequestUpdate]) -> None:
         for update in updates:
-            front = self._owners.get(update.request_id)
-            if front is None:
-                continue  # cancelled while the step ran
-            front.updates.append(update)
+            frontend = self._owners.get(update.request_id)
+            if frontend is None:
+                continue  # aborted while the step ran
+            frontend.updates.append(update)
             if update.finish_reason is not None:
                 self._forget(update.request_id)
 
-    def _tell(self) -> None:
-        for identity, reason in list(self._refused.items()):
-            if self._send(identity, Refused(reason)):
-                del self._refused[identity]
-        if not self._fronts:
+    def _publish(self) -> None:
+        for identity, reason in list(self._dropped.items()):
+            if self._send(identity, Disconnected(reason=reason)):
+                del self._dropped[identity]
+        if not self._frontends:
             return
         stats, now = self._engine.stats(), time.monotonic()
-        for front in list(self._fronts.values()):
-            # With requests it hears of every turn: that the engine is at work is news, too.
-            is_quiet = not front.updates and (not front.requests or not self._engine.has_work)
-            if is_quiet and (front.told == stats or now - front.told_at < IDLE_NEWS_S):
+        for frontend in list(self._frontends.values()):
+            # With requests it gets a message every turn, which also shows that the engine works.
+            is_quiet = not frontend.updates and (not frontend.requests or not self._engine.has_work)
+            is_recent = now - frontend.sent_at < IDLE_STATS_S
+            if is_quiet and (frontend.sent_stats == stats or is_recent):
                 continue
-            if self._send(front.identity, News(front.updates, stats)):
-                front.updates, front.told, front.told_at = [], stats, now
+            outputs = EngineOutputs(updates=frontend.updates, stats=stats)
+            if self._send(frontend.identity, outputs):
+                frontend.updates, frontend.sent_stats, frontend.sent_at = [], stats, now
             else:
-                self._refuse(front.identity, "this front read nothing for a long time")
+                self._disconnect(
+                    frontend.identity, "this frontend has read nothing for a long time"
+                )
 
-    def _send(self, identity: bytes, message: News | Refused) -> bool:
-        """False: the front reads too little, or is not connected any more."""
+    def _send(self, identity: bytes, message: EngineOutputs | Disconnected) -> bool:
+        """False: the frontend reads too little, or is not connected any more."""
         try:
             self._socket.send_multipart([identity, *pack(message)], zmq.NOBLOCK)
         except zmq.Again:
@@ -148,18 +158,17 @@ class EngineHost:
             if exc.errno != zmq.EHOSTUNREACH:
                 raise
             self._drop(identity)
-            return True  # nobody is left to be told
         return True
 
-    def _refuse(self, identity: bytes, reason: str) -> None:
+    def _disconnect(self, identity: bytes, reason: str) -> None:
         self._drop(identity)
-        self._refused[identity] = reason
+        self._dropped[identity] = reason
 
     def _drop(self, identity: bytes) -> None:
-        """Forget a front, and abort what it had asked for."""
-        self._refused.pop(identity, None)
-        front = self._fronts.pop(identity, None)
-        for request_id in list(front.requests) if front is not None else ():
+        """Forget a frontend, and abort its requests."""
+        self._dropped.pop(identity, None)
+        frontend = self._frontends.pop(identity, None)
+        for request_id in list(frontend.requests) if frontend is not None else ():
             self._engine.abort(request_id)
             self._forget(request_id)
 

@@ -2,8 +2,8 @@
 
     order (first line of standard input) -> start_engine -> Ready (report pipe) -> EngineHost
 
-It knows no text and no HTTP. It ends when its standard input does, that is: when the main process
-closes it, or dies. Signals are the main process's business, which decides how to drain.
+It knows no text and no HTTP. It ends when its standard input does: when the main process closes it
+or dies. Signals are left to the main process, which decides how to drain.
 """
 
 from __future__ import annotations
@@ -31,22 +31,26 @@ GRACE_S = 1.0  # for the step that runs when the main process is gone
 
 
 def main(start: Start | None = None) -> int:
-    """Exit code 0: told to end. `start` is another start_engine, for tests."""
+    """Exit code 0: standard input was closed. `start` is another start_engine, for tests."""
     leave_signals_to_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with_parent()
-    from llmc.processes.wire import VERSION, EngineOrder, Speaking, from_line, to_line
+    from llmc.processes.remote_errors import describe_failure
+    from llmc.processes.wire import EngineOrder, WireError, from_line, to_line
 
     with os.fdopen(int(sys.argv[-1]), "wb", buffering=0) as pipe:
 
         def report(message: object) -> None:
             pipe.write(to_line(message))
 
-        report(Speaking(VERSION))
         line = sys.stdin.buffer.readline()
         if not line:
             return 0
-        order: EngineOrder = from_line(line, EngineOrder)
+        try:
+            order = from_line(line, EngineOrder)
+        except WireError as exc:
+            report(describe_failure(exc))
+            return 1
         logging.basicConfig(format=order.log_format, level=logging.WARNING)
         logging.getLogger("llmc").setLevel(order.log_level.upper())
         stopped = threading.Event()
@@ -55,8 +59,6 @@ def main(start: Start | None = None) -> int:
         try:
             _serve(order, start, report, stopped.is_set)
         except Exception as exc:
-            from llmc.processes.remote_errors import describe_failure
-
             report(describe_failure(exc))
             return 1
     return 0
@@ -72,17 +74,17 @@ def _serve(
 
     from llmc.frontend import engine_options as engine
     from llmc.processes.engine_host import EngineHost, bind
-    from llmc.processes.wire import PhaseEnded, Ready
+    from llmc.processes.wire import Ready
 
     load = start or engine.start
     with zmq.Context() as context, bind(context, order.address) as socket:
-        started = load(order.config, lambda phase: report(PhaseEnded(phase)))
+        started = load(order.config, report)
         report(Ready(info=started.info, stats=started.engine.stats()))
         EngineHost(started.engine, socket, is_stopped).run()
 
 
 def _watch_parent(folder: str, stopped: threading.Event) -> None:
-    """Waits for the end of standard input, and then does not wait for long."""
+    """Waits for the end of standard input, then ends the process within GRACE_S."""
     while sys.stdin.buffer.readline():
         pass
     shutil.rmtree(folder, ignore_errors=True)  # who else, if the main process was killed

@@ -1,4 +1,4 @@
-"""The front's trial of grammars: what it refuses never gets to the engine."""
+"""The frontend's trial of grammars: one that it refuses never reaches the engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A child process's side of its parent: signals are the parent's to answer, and nobody outlives it.
+"""What a child process sets up first: signals are left to the parent, and it dies with the parent.
 
-Used first thing by the engine process and by further API processes.
+Used by the engine process and by the additional API processes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The front's side of the process border: a link to the engine process that runs at the moment.
+"""The frontend's side of the process border: a link to the engine process that runs now.
 
-    AsyncLLM --send--> DEALER --Submit, Cancel--> engine process
-             <--News-- DEALER <-- News ----------
+    AsyncLLM --send--> DEALER --AddRequest, AbortRequest--> engine process
+             <--publish-- DEALER <--- EngineOutputs -------
 
-All in the event loop. The process watcher says which engine is up; each engine gets its own
-socket, so that nothing meant for a dead engine reaches the next.
+All in the event loop. The process watch says which engine runs; each engine gets a new socket, so
+that nothing sent to a dead engine reaches the next.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ import logging
 
 import zmq
 
-from llmc.engine.messages import AbortRequest
-from llmc.frontend.engine_link import EngineNews, Message, Processes, Publish
+from llmc.engine.messages import EngineOutputs
+from llmc.frontend.engine_link import (
+    EngineLost,
+    EngineStarted,
+    Message,
+    Processes,
+    Publish,
+)
 from llmc.processes.server_processes import EngineUp, ProcessWatch, ServerProcesses
 from llmc.processes.wire import (
-    ENGINE_MESSAGES,
-    Cancel,
-    Gone,
+    TO_FRONTEND,
+    Disconnected,
+    FrontendGone,
     Hello,
-    News,
-    Submit,
     Unpacker,
     WireError,
     pack,
@@ -34,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class RemoteEngine:
-    """`name` tells this front from the others of the same server."""
+    """`name` is unique among the frontends of a server."""
 
     def __init__(self, name: str, watcher: ProcessWatch) -> None:
         self._name = name
@@ -42,7 +46,7 @@ class RemoteEngine:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._engine: EngineUp | None = None
-        self._read: Unpacker[ENGINE_MESSAGES] = Unpacker(ENGINE_MESSAGES)
+        self._read: Unpacker[EngineOutputs | Disconnected] = Unpacker(TO_FRONTEND)
         self._num_gone = 0
         self._is_closed = False
         self._processes = ServerProcesses()
@@ -50,13 +54,10 @@ class RemoteEngine:
     def open(self, publish: Publish) -> None:
         self._publish = publish
         self._loop = asyncio.get_running_loop()
-        self._change(self._watcher.watch(self._hear))
+        self._change(self._watcher.watch(self._on_change))
 
     def send(self, message: Message) -> None:
-        if isinstance(message, AbortRequest):
-            self._write(Cancel(message.request_id))
-        else:
-            self._write(Submit(message))
+        self._write(message)
 
     def dump_stacks(self) -> None:
         self._watcher.dump_stacks()
@@ -69,11 +70,11 @@ class RemoteEngine:
         self._disconnect()
         self._context.term()
 
-    # ---- which engine there is ----
+    # ---- which engine runs ----
 
-    def _hear(self, processes: ServerProcesses) -> None:
+    def _on_change(self, processes: ServerProcesses) -> None:
         """Called from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all readers
             self._loop.call_soon_threadsafe(self._change, processes)
 
     def _change(self, processes: ServerProcesses) -> None:
@@ -83,12 +84,12 @@ class RemoteEngine:
         if processes.engine is None:
             if self._engine is not None or processes.is_over:
                 self._disconnect()
-                self._publish(EngineNews(dead=processes.why, is_final=processes.is_over))
+                self._publish(EngineLost(reason=processes.why, is_final=processes.is_over))
         elif self._engine is None or processes.engine.address != self._engine.address:
             self._connect(processes.engine)
-        for front in processes.gone_fronts[self._num_gone :]:
-            self._write(Gone(front))
-        self._num_gone = len(processes.gone_fronts)
+        for frontend in processes.gone_frontends[self._num_gone :]:
+            self._write(FrontendGone(frontend=frontend))
+        self._num_gone = len(processes.gone_frontends)
 
     def _connect(self, engine: EngineUp) -> None:
         self._disconnect()
@@ -102,7 +103,7 @@ class RemoteEngine:
         self._socket = socket
         self._loop.add_reader(socket.fileno(), self._drain)
         self._write(Hello())
-        self._publish(EngineNews(started=engine.info, stats=engine.stats))
+        self._publish(EngineStarted(info=engine.info, stats=engine.stats))
 
     def _disconnect(self) -> None:
         socket, self._socket, self._engine = self._socket, None, None
@@ -112,11 +113,11 @@ class RemoteEngine:
 
     # ---- messages ----
 
-    def _write(self, message: Hello | Submit | Cancel | Gone) -> None:
+    def _write(self, message: Hello | Message | FrontendGone) -> None:
         if self._socket is None:
             return  # there is no engine, and the requests are lost already
         self._socket.send_multipart(pack(message), zmq.NOBLOCK)
-        # Its file descriptor tells of changes only, and sending may have taken note of one.
+        # Its file descriptor signals changes only, and sending may have consumed one.
         self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
@@ -130,23 +131,23 @@ class RemoteEngine:
             except WireError as exc:
                 self._give_up(str(exc))
                 return
-            if isinstance(message, News):
-                self._publish(EngineNews(updates=message.updates, stats=message.stats))
+            if isinstance(message, EngineOutputs):
+                self._publish(message)
             else:
                 self._start_over(message.reason)
 
     def _give_up(self, reason: str) -> None:
-        """What the engine says can't be read, and starting it again would not change that."""
-        log.error("the engine can't be understood: %s", reason)
+        """The engine's messages can't be read, and restarting it would not change that."""
+        log.error("the engine's messages can't be read: %s", reason)
         self._disconnect()
         self._is_closed = True
-        self._publish(EngineNews(dead=reason, is_final=True))
+        self._publish(EngineLost(reason=reason, is_final=True))
 
     def _start_over(self, reason: str) -> None:
-        """The engine has dropped this front's requests; it takes new ones."""
-        log.error("the engine refused this front: %s", reason)
+        """The engine has dropped this frontend's requests; it takes new ones."""
+        log.error("the engine disconnected this frontend: %s", reason)
         engine = self._engine
-        assert engine is not None, "it has just said something"
-        self._publish(EngineNews(dead=reason, is_final=False))
+        assert engine is not None, "it has just sent something"
+        self._publish(EngineLost(reason=reason, is_final=False))
         self._write(Hello())
-        self._publish(EngineNews(started=engine.info))
+        self._publish(EngineStarted(info=engine.info))

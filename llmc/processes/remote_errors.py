@@ -1,4 +1,4 @@
-"""An exception of the engine process, told in the main process as if it had been raised there.
+"""An exception of the engine process, raised again in the main process.
 
 So a wrong model directory or missing memory reads the same with one process and with two.
 """

@@ -1,6 +1,6 @@
-"""What is known of all processes of a server, and who knows it first.
+"""`ServerProcesses`: which processes a server has now. The main process tells the others.
 
-main process: supervisor.Supervisor --ServerProcesses--> its own front
+main process: supervisor.Supervisor --ServerProcesses--> its own frontend
                                     --ServerProcesses--> API processes (server/worker.py), on a pipe
 """
 
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
-
-import msgspec
 
 from llmc.engine.messages import EngineStats
 from llmc.startup.start import ModelInfo
@@ -19,7 +18,8 @@ DELAYS_S = (0.5, 2.0, 8.0)  # before the first, second and third restart within 
 WINDOW_S = 600.0
 
 
-class EngineUp(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineUp:
     """An engine process that takes requests at `address`, which no other one ever has."""
 
     address: str
@@ -27,28 +27,29 @@ class EngineUp(msgspec.Struct, frozen=True, kw_only=True):
     stats: EngineStats
 
 
-class ServerProcesses(msgspec.Struct, frozen=True, kw_only=True, tag="processes"):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerProcesses:
     """A snapshot. `engine` is None while there is none, and `why` says why."""
 
     engine: EngineUp | None = None
     why: str = "it has not started yet"
-    is_over: bool = False  # and there will be none any more
-    restarts: Mapping[str, int] = {}  # process name -> times that it was started again
-    pids: Mapping[str, int] = {}  # of those that run now
-    gone_fronts: Sequence[str] = ()
+    is_over: bool = False  # the engine is not restarted any more
+    restarts: Mapping[str, int] = field(default_factory=dict)  # process name -> number
+    pids: Mapping[str, int] = field(default_factory=dict)  # of those that run now
+    gone_frontends: Sequence[str] = ()
 
 
 Listener = Callable[[ServerProcesses], None]
 
 
 class ProcessWatch(Protocol):
-    """Tells a front about the processes. The listener may be called from another thread."""
+    """Where a frontend learns about the processes. Listeners may be called from any thread."""
 
     def watch(self, listener: Listener) -> ServerProcesses:
-        """Call `listener` from now on; returns what holds now."""
+        """Call `listener` with every change from now on; returns the present state."""
 
     def dump_stacks(self) -> None:
-        """Have the engine process write the stacks of its threads on stderr."""
+        """Have the engine process write the stacks of its threads to stderr."""
 
 
 class RestartBudget:

@@ -1,11 +1,11 @@
-"""Starts the engine process, says when it is there and when it is gone, and starts it again.
+"""Starts the engine process, reports its state to all frontends, and restarts it when it dies.
 
-    Supervisor (a thread of the main process) --order--> engine process
-                                              <-reports-
-    what it learns --ServerProcesses--> every front
+    Supervisor (a thread of the main process) --EngineOrder--> engine process
+                                              <- Phase, Ready, Failed -
+    its state --ServerProcesses--> every frontend
 
-The first start is the caller's: its errors are raised by `wait_ready`. Later ends are mended here,
-within the budget, after which the server gives up.
+Errors of the first start are raised by `wait_ready`. Later deaths lead to a restart, within
+`RestartBudget`; when that is spent the server gives up.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
-
 from llmc.config import EngineConfig
 from llmc.errors import EngineDeadError
 from llmc.processes.child import Child, python_module
@@ -31,15 +29,10 @@ from llmc.processes.remote_errors import as_exception, summary
 from llmc.processes.server_processes import EngineUp, Listener, RestartBudget, ServerProcesses
 from llmc.processes.wire import (
     REPORTS,
-    VERSION,
     EngineOrder,
     Failed,
-    PhaseEnded,
     Ready,
-    Speaking,
-    WireError,
     from_line,
-    other_version,
     to_line,
 )
 from llmc.startup.start import Phase
@@ -47,7 +40,7 @@ from llmc.startup.start import Phase
 log = logging.getLogger(__name__)
 
 ENGINE_MODULE = "llmc.processes.engine_main"
-END_S = 5.0  # for the engine process to end when it is told to
+END_S = 5.0  # for the engine process to end after its standard input was closed
 LONGEST_FOLDER = 70  # characters: the path of a Unix socket has at most 107 in all
 
 
@@ -64,7 +57,7 @@ class Supervisor:
         log_level: str = "warning",
         log_format: str = logging.BASIC_FORMAT,
     ) -> None:
-        # The engine's own queue has no limit: a front refuses what is too much.
+        # The engine's own queue has no limit: frontends refuse what is too much.
         self._config = dataclasses.replace(config, max_num_queued=None)
         self._on_phase = on_phase
         self._command = list(command) or python_module(ENGINE_MODULE)
@@ -89,7 +82,7 @@ class Supervisor:
 
     def wait_ready(self) -> EngineUp:
         """The first engine, once it takes requests; or the error that kept it from that."""
-        while not self._first.wait(0.1):  # short waits, so that Ctrl-C is heard
+        while not self._first.wait(0.1):  # short waits, so that Ctrl-C gets through
             pass
         self._on_phase = None  # later starts are lines of the log
         if self._error is not None:
@@ -108,14 +101,14 @@ class Supervisor:
             self._listeners.append(listener)
             return self._processes
 
-    def tell(self, **changes: Any) -> None:
-        """Change what is known, and let everybody know."""
+    def update(self, **changes: Any) -> None:
+        """Change the state and pass it to all listeners."""
         with self._lock:
-            self._processes = msgspec.structs.replace(self._processes, **changes)
+            self._processes = dataclasses.replace(self._processes, **changes)
             for listener in self._listeners:
                 listener(self._processes)
 
-    def tell_process(self, name: str, pid: int | None, *, restarted: bool = False) -> None:
+    def report_process(self, name: str, pid: int | None, *, restarted: bool = False) -> None:
         """A process of the server has started, or (None) ended."""
         with self._lock:
             pids = {key: value for key, value in self._processes.pids.items() if key != name}
@@ -123,12 +116,12 @@ class Supervisor:
                 pids[name] = pid
             restarts = dict(self._processes.restarts)
             restarts[name] = restarts.get(name, 0) + restarted
-            self.tell(pids=pids, restarts=restarts)
+            self.update(pids=pids, restarts=restarts)
 
-    def tell_gone(self, front: str) -> None:
-        """A front is dead: the engine must forget its requests."""
+    def report_gone(self, frontend: str) -> None:
+        """A frontend is dead: the engine must abort its requests."""
         with self._lock:
-            self.tell(gone_fronts=[*self._processes.gone_fronts, front])
+            self.update(gone_frontends=[*self._processes.gone_frontends, frontend])
 
     def dump_stacks(self) -> None:
         child = self._child
@@ -157,26 +150,26 @@ class Supervisor:
             delay_s = self._budget.take(time.monotonic())
             if delay_s is None:
                 log.error("the engine process died again: %s; giving up (%s)", why, self._budget)
-                self._tell_down(f"{why}; it died too often", is_over=True)
+                self._report_down(f"{why}; it died too often", is_over=True)
                 break
             log.error("the engine process died: %s", why)
-            log.info("it is started again in %g s (%s)", delay_s, self._budget)
-            self._tell_down(f"{why}; it is being started again")
+            log.info("restarting it in %g s (%s)", delay_s, self._budget)
+            self._report_down(f"{why}; it is being restarted")
             self._stopped.wait(delay_s)
             number += 1
         self._first.set()
 
     def _live(self, number: int) -> str:
-        """One engine process from its start to its end; how that came about."""
+        """One engine process from its start to its end. Returns the reason for its end."""
         address = f"ipc://{self.folder}/engine-{number}"
         with Child(self._command) as child:
             self._child = child
             if self._stopped.is_set():
                 return "it was not needed any more"
-            self.tell_process("engine", child.pid, restarted=number > 0)
+            self.report_process("engine", child.pid, restarted=number > 0)
             try:
                 ready = self._start(child, address)
-                self.tell(engine=EngineUp(address=address, info=ready.info, stats=ready.stats))
+                self.update(engine=EngineUp(address=address, info=ready.info, stats=ready.stats))
                 self._first.set()
                 end = child.wait()
                 failed = next((r for r in self._reports(child) if isinstance(r, Failed)), None)
@@ -191,20 +184,17 @@ class Supervisor:
             os.unlink(address.removeprefix("ipc://"))
         return why
 
-    def _tell_down(self, why: str, *, is_over: bool = False) -> None:
+    def _report_down(self, why: str, *, is_over: bool = False) -> None:
         with self._lock:
-            self.tell(engine=None, why=why, is_over=is_over)
-            self.tell_process("engine", None)
+            self.update(engine=None, why=why, is_over=is_over)
+            self.report_process("engine", None)
 
     def _start(self, child: Child, address: str) -> Ready:
+        child.order(to_line(self._order(address)))
         for report in self._reports(child):
             match report:
-                case Speaking(version) if version != VERSION:
-                    raise WireError(other_version(version))
-                case Speaking():
-                    child.order(to_line(self._order(address)))
-                case PhaseEnded(phase):
-                    self._show(phase)
+                case Phase():
+                    self._show(report)
                 case Ready():
                     return report
                 case Failed():
@@ -212,7 +202,7 @@ class Supervisor:
         raise EngineDeadError(f"the engine process did not start: {child.wait()}")
 
     def _reports(self, child: Child) -> Iterator[Any]:
-        return (from_line(line, REPORTS) for line in child.reports())
+        return (from_line(line, *REPORTS) for line in child.reports())
 
     def _order(self, address: str) -> EngineOrder:
         level, form = self._log

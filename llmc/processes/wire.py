@@ -1,18 +1,20 @@
-"""What crosses process borders, and in which version: msgpack over ZeroMQ, JSON lines over pipes.
+"""How messages cross process borders: msgpack over ZeroMQ, lines of JSON over pipes.
 
-    front --Hello, Submit, Cancel, Gone--> engine     (ZeroMQ, engine_host and remote)
-          <------ News, Refused ----------
-    engine --Speaking, PhaseEnded, Ready, Failed--> main process     (its report pipe)
+    frontend --Hello, AddRequest, AbortRequest, FrontendGone--> engine     (ZeroMQ)
+             <---------- EngineOutputs, Disconnected ----------
+    engine   --Phase, Ready, Failed--> main process                        (its report pipe)
 
-The types are decoded strictly, SamplingParams with all its checks: what arrives is as good as what
-was made here. Every message names the version, which is a digest of these types, so that processes
-from two installations find out at once and never misread each other. Nothing is ever unpickled.
+A message is three parts: the version, the name of its type, and the dataclass itself. Types are
+decoded strictly and run their own checks (SamplingParams, EngineConfig), so a decoded message is as
+good as one that was made here. The version is a digest of all message types: processes of two
+installations notice at once, and never misread each other. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +22,7 @@ import msgspec
 
 from llmc import __version__
 from llmc.config import EngineConfig
-from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
+from llmc.engine.messages import AbortRequest, AddRequest, EngineOutputs, EngineStats
 from llmc.errors import ConfigError, LlmcError
 from llmc.startup.start import ModelInfo, Phase
 
@@ -28,64 +30,39 @@ T = TypeVar("T")
 
 
 class WireError(LlmcError):
-    """A message that can't be read: another version, or not ours at all."""
+    """A message that can't be read: of another version, or not one of ours at all."""
 
 
-# ---- front -> engine ----
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A frontend has connected. The answer is EngineOutputs with the engine's numbers."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
-    """A front is there. The answer is News with the engine's numbers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendGone:
+    """From the main process: another frontend has died, so its requests end."""
+
+    frontend: str
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
-    request: AddRequest
-
-
-class Cancel(msgspec.Struct, frozen=True, tag="cancel", array_like=True):
-    request_id: str
-
-
-class Gone(msgspec.Struct, frozen=True, tag="gone", array_like=True):
-    """Another front is dead, says the main process: its requests are nobody's."""
-
-    front: str
-
-
-# ---- engine -> front ----
-
-
-class News(msgspec.Struct, frozen=True, tag="news", array_like=True):
-    updates: Sequence[RequestUpdate]
-    stats: EngineStats
-
-
-class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    """The engine keeps nothing of this front; it must say Hello again."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnected:
+    """The engine has dropped this frontend and its requests; it must say Hello again."""
 
     reason: str
 
 
-# ---- engine -> main process, while it starts and when it fails ----
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The engine process takes requests."""
 
-
-class Speaking(msgspec.Struct, frozen=True, tag="speaking"):
-    """The first line."""
-
-    version: str
-
-
-class PhaseEnded(msgspec.Struct, frozen=True, tag="phase"):
-    phase: Phase
-
-
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
     info: ModelInfo
     stats: EngineStats
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """An exception that ended the engine, as far as it can be told elsewhere."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """An exception that ended the engine process, as far as it can be described elsewhere."""
 
     kind: str
     message: str
@@ -94,10 +71,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     filename: str | None = None
 
 
-# ---- main process -> its children, on their standard input ----
-
-
-class EngineOrder(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOrder:
     """What to load and where to listen. The engine ends when its standard input does."""
 
     config: EngineConfig
@@ -107,9 +82,9 @@ class EngineOrder(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str
 
 
-FRONT_MESSAGES = Hello | Submit | Cancel | Gone
-ENGINE_MESSAGES = News | Refused
-REPORTS = Speaking | PhaseEnded | Ready | Failed
+TO_ENGINE = (Hello, AddRequest, AbortRequest, FrontendGone)
+TO_FRONTEND = (EngineOutputs, Disconnected)
+REPORTS = (Phase, Ready, Failed)
 
 
 def _to_plain(value: Any) -> Any:
@@ -127,7 +102,7 @@ def _from_plain(kind: type, value: Any) -> Any:
 
 
 def _version() -> str:
-    types = (FRONT_MESSAGES, ENGINE_MESSAGES, REPORTS, EngineOrder)
+    types = (*TO_ENGINE, *TO_FRONTEND, *REPORTS, EngineOrder)
     _, parts = msgspec.json.schema_components(types, schema_hook=lambda kind: {"type": "string"})
     # Descriptions are docstrings, which may change without consequence.
     text = msgspec.json.encode(_without_descriptions(parts), order="sorted")
@@ -142,31 +117,34 @@ def _without_descriptions(value: Any) -> Any:
 
 
 VERSION = _version()
-_VERSION_FRAME = VERSION.encode()
 _MSGPACK = msgspec.msgpack.Encoder(enc_hook=_to_plain)
 _JSON = msgspec.json.Encoder(enc_hook=_to_plain)
 
 
 def pack(message: object) -> list[bytes]:
     """The frames of a ZeroMQ message."""
-    return [_VERSION_FRAME, _MSGPACK.encode(message)]
+    return [VERSION.encode(), type(message).__name__.encode(), _MSGPACK.encode(message)]
 
 
 class Unpacker(Generic[T]):
-    """Reads messages of one direction."""
+    """Reads the messages of one direction, which are of one of `types`."""
 
-    def __init__(self, types: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-            types, dec_hook=_from_plain
-        )
+    def __init__(self, types: Sequence[type]) -> None:
+        self._decoders = {
+            kind.__name__.encode(): msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
+            for kind in types
+        }
 
     def __call__(self, frames: Sequence[bytes]) -> T:
-        if len(frames) != 2:
-            raise WireError(f"a message has {len(frames)} parts; it must have 2")
-        if frames[0] != _VERSION_FRAME:
-            raise WireError(other_version(frames[0][:80].decode("utf-8", "replace")))
+        if len(frames) != 3:
+            raise WireError(f"a message has {len(frames)} parts; it must have 3")
+        version, kind, payload = frames
+        if version != VERSION.encode():
+            raise WireError(_other_version(version[:80].decode("utf-8", "replace")))
+        if kind not in self._decoders:
+            raise WireError(f"a message is of the unknown kind {kind[:80]!r}")
         try:
-            message: T = self._decoder.decode(frames[1])
+            message: T = self._decoders[kind].decode(payload)
         except msgspec.DecodeError as exc:  # a ValidationError is one
             raise WireError(f"a message can't be read: {exc}") from None
         return message
@@ -174,17 +152,24 @@ class Unpacker(Generic[T]):
 
 def to_line(message: object) -> bytes:
     """One line of JSON for a pipe."""
-    return _JSON.encode(message) + b"\n"
+    return _JSON.encode((VERSION, type(message).__name__, message)) + b"\n"
 
 
-def from_line(line: bytes, types: Any) -> Any:
+def from_line(line: bytes, *types: type[T]) -> T:
+    """The message of a line, which must be of one of `types`."""
     try:
-        return msgspec.json.decode(line, type=types, dec_hook=_from_plain)
+        version, name, payload = msgspec.json.decode(line, type=tuple[str, str, msgspec.Raw])
+        if version != VERSION:
+            raise WireError(_other_version(version))
+        kind = next((kind for kind in types if kind.__name__ == name), None)
+        if kind is None:
+            raise WireError(f"a line is of the unknown kind {name!r:.80}")
+        return msgspec.json.decode(payload, type=kind, dec_hook=_from_plain)
     except msgspec.DecodeError as exc:
         raise WireError(f"a line can't be read: {exc}") from None
 
 
-def other_version(theirs: str) -> str:
+def _other_version(theirs: str) -> str:
     return (
         f"the other process speaks version {theirs!r} and this one {VERSION!r}: they come from two "
         "installations of llmc; stop the server and start it again"

@@ -140,8 +140,8 @@ class CompletionCall:
                 scored = self._echoed(request, one.token_ids, one.logprobs or ())
                 choice = self._choice(index, text, scored, one)
                 if self._prompt_logprobs is not None:
-                    told = answer.prompt_logprobs(request, self._prompt_logprobs)
-                    choice["prompt_logprobs"] = told
+                    logprobs = answer.prompt_logprobs(request, self._prompt_logprobs)
+                    choice["prompt_logprobs"] = logprobs
                 if self._token_ids:
                     choice["token_ids"] = list(one.token_ids)
                     choice["prompt_token_ids"] = request.source.prompt_token_ids

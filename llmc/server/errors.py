@@ -89,7 +89,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def as_api_error(exc: Exception) -> ApiError:
-    """What a client is told of `exc`. Only unexpected ones are logged, and told nothing of."""
+    """The answer for `exc`. Unexpected errors are logged, and their answer gives no details."""
     match exc:
         case ApiError():
             return exc

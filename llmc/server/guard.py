@@ -116,7 +116,7 @@ class Guard:
             kind, _, key = value.partition(b" ")
             if kind.lower() == b"bearer":
                 given.append(key.strip())
-        # Hashes of equal length, all compared, so that time tells nothing of the keys.
+        # Hashes of equal length, all compared, so that the time reveals nothing about the keys.
         found = None
         for key in given:
             digest = hashlib.sha256(key).digest()

@@ -31,7 +31,7 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # read by prometheus_client when it i
 
 
 class Metrics:
-    """All metrics of one server, in a registry of its own."""
+    """All metrics of one server, in a separate registry."""
 
     def __init__(self, llm: AsyncLLM, model_name: str) -> None:
         self._registry = CollectorRegistry()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
-from llmc.frontend.inputs import MAX_CACHE_SALT
+from llmc.engine.admission import MAX_CACHE_SALT
 from llmc.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N
 from llmc.server.errors import ApiError
 

@@ -1,4 +1,4 @@
-"""Runs one generation call: submit, wait, answer as JSON or as a stream, abort when nobody reads.
+"""Runs one generation call: submit, answer as JSON or as a stream, abort when the client is gone.
 
 client gone ----------> work cancelled -> requests aborted -> blocks free
 reader stalled -------> the same after `stalled_reader_s`
@@ -80,7 +80,7 @@ class GenerationResponse:
             ends.add(asyncio.create_task(events.tend(self._settings)))
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():  # nobody reads any more
+            if not work.done():  # the client is gone
                 scope["state"]["log_status"] = CLIENT_CLOSED
         finally:
             for task in ends:
@@ -132,7 +132,7 @@ class GenerationResponse:
 class EventSender:
     """Server-sent events to one reader, who may be slow, and whom long silence would lose.
 
-    A timer of its own looks after both (`tend`): a timeout around every event would cost more than
+    A separate timer handles both (`tend`): a timeout around every event would cost more than
     the event.
     """
 

@@ -81,7 +81,7 @@ class Companions(Protocol):
 class Server(uvicorn.Server):
     """uvicorn's server with draining, and with our limits."""
 
-    _logs_throughput = True  # of the whole engine: one process tells
+    _logs_throughput = True  # of the whole engine, by one process
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class Connection(H11Protocol):
         self._await_head()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """No warnings in the log, which any client could fill with them: the answer says it."""
+        """No warnings, which any client could fill the log with: the answer names the problem."""
 
     def _await_head(self) -> None:
         self._head_deadline = self.loop.time() + HEAD_TIMEOUT_S

@@ -50,7 +50,7 @@ def priority(llm: AsyncLLM, body: GenerationBody) -> int:
 
 
 def cache_salt(request: Request, body: GenerationBody) -> str | None:
-    """The caller's salt; with --salt-by-api-key also that of the key, which nobody can forge."""
+    """The caller's salt; with --salt-by-api-key also that of the key, which no caller can forge."""
     owner: str | None = getattr(request.state, "cache_owner", None)
     if owner is None:
         return body.cache_salt

@@ -1,4 +1,4 @@
-"""The line in the server's log every ten seconds, as long as there is something to tell."""
+"""A line of throughput in the server's log every ten seconds, while requests are served."""
 
 from __future__ import annotations
 

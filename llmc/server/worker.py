@@ -1,8 +1,8 @@
 """A further API process: `python -P -m llmc.server.worker`, started by server/workers.py.
 
-It is the front of `llmc serve` once more, on the same socket and the same engine process. What
-happens to the engine, and when to end, it reads on its standard input; when that closes the main
-process is dead, and so is this one.
+A second frontend on the same listening socket and the same engine process. It reads the engine's
+state, and when to end, from its standard input; when that closes, the main process has died, and
+this one ends too.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING
 
 from llmc.processes.parent_watch import die_with_parent, leave_signals_to_parent
 from llmc.processes.server_processes import Listener, ServerProcesses
-from llmc.processes.wire import VERSION, WireError, from_line, other_version
-from llmc.server.workers import WORKER_MESSAGES, End, WorkerOrder
+from llmc.processes.wire import from_line
+from llmc.server.workers import End, WorkerOrder
 
 if TYPE_CHECKING:
     from llmc.async_llm import AsyncLLM
 
 
 class MainProcess:
-    """What the main process says, line by line. A processes.ProcessWatch."""
+    """The main process's messages, line by line. A server_processes.ProcessWatch."""
 
     def __init__(self, order: WorkerOrder) -> None:
         self._processes = order.processes
@@ -49,7 +49,7 @@ class MainProcess:
             os.kill(pid, signal.SIGUSR1)
 
     def wait_for_engine(self) -> ServerProcesses:
-        """What holds once there is an engine: at the start there may be none for a moment."""
+        """The state once there is an engine: at the start there may be none for a moment."""
         known = threading.Event()
 
         def listen(processes: ServerProcesses) -> None:
@@ -62,7 +62,7 @@ class MainProcess:
 
     def _run(self) -> None:
         for line in sys.stdin.buffer:
-            message = from_line(line, WORKER_MESSAGES)
+            message = from_line(line, ServerProcesses, End)
             if isinstance(message, End):
                 self.on_end()
             else:
@@ -79,9 +79,7 @@ def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line:
         return 0
-    order: WorkerOrder = from_line(line, WorkerOrder)
-    if order.version != VERSION:
-        raise WireError(other_version(order.version))
+    order = from_line(line, WorkerOrder)
     logging.basicConfig(format=order.log_format, level=logging.WARNING)
     logging.getLogger("llmc").setLevel(order.log_level.upper())
     # Before prometheus_client is imported, which reads it then.

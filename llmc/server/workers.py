@@ -1,9 +1,9 @@
-"""`--api-workers N`: N - 1 further API processes beside the main one, on the same listening socket.
+"""`--api-workers N`: N - 1 API processes next to the main one, on the same listening socket.
 
     main process: Workers --WorkerOrder, ServerProcesses, End--> worker processes (server/worker.py)
 
-The kernel gives each connection to one of them. They share the engine process, and the metrics by
-way of files. One that dies loses its own connections only, and is started again.
+The kernel gives each connection to one of them. They share the engine process, and the metrics
+through files. One that dies loses its own connections only, and is restarted.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-
-import msgspec
+from dataclasses import dataclass
 
 from llmc.config import EngineConfig
 from llmc.processes.child import Child, python_module
 from llmc.processes.server_processes import RestartBudget, ServerProcesses
 from llmc.processes.supervisor import Supervisor
-from llmc.processes.wire import VERSION, to_line
+from llmc.processes.wire import to_line
 from llmc.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
 WORKER_MODULE = "llmc.server.worker"
-END_S = 3.0  # for a worker that was told to end at once
+END_S = 3.0  # for a worker that is to end at once
 POLL_S = 0.05
 
 
-class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOrder:
     """The first line that a worker reads."""
 
-    version: str
     name: str
     socket_fd: int
     settings: ServerSettings
@@ -45,15 +44,13 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str
 
 
-class End(msgspec.Struct, frozen=True, tag="end"):
-    """Drain and end; the second one: end at once."""
-
-
-WORKER_MESSAGES = ServerProcesses | End
+@dataclass(frozen=True, slots=True)
+class End:
+    """Drain and end; a second one: end at once."""
 
 
 class Workers:
-    """A context: at its end no worker is left."""
+    """A context manager: at its end no worker is left."""
 
     def __init__(
         self,
@@ -115,32 +112,32 @@ class Workers:
         number = 0
         while not self._is_closing.is_set():
             # The engine must never take a worker for the one that died before it.
-            front = name if number == 0 else f"{name}.{number}"
-            why = self._live(name, front, is_restart=number > 0)
+            frontend = name if number == 0 else f"{name}.{number}"
+            why = self._live(name, frontend, is_restart=number > 0)
             if self._is_closing.is_set():
                 return
-            self._supervisor.tell_gone(front)
+            self._supervisor.report_gone(frontend)
             delay_s = self._budget.take(time.monotonic())
             if delay_s is None:
-                log.error("%s died: %s; it stays away (%s)", name, why, self._budget)
+                log.error("%s died: %s; it is not restarted (%s)", name, why, self._budget)
                 return
-            log.error("%s died: %s; started again in %g s (%s)", name, why, delay_s, self._budget)
+            log.error("%s died: %s; restarting it in %g s (%s)", name, why, delay_s, self._budget)
             self._is_closing.wait(delay_s)
             number += 1
 
-    def _live(self, name: str, front: str, *, is_restart: bool) -> str:
+    def _live(self, name: str, frontend: str, *, is_restart: bool) -> str:
         command = python_module(WORKER_MODULE)
         with Child(command, pass_fds=[self._sock.fileno()]) as child:
-            child.order(to_line(self._make_order(front, self._supervisor.processes)))
+            child.order(to_line(self._make_order(frontend, self._supervisor.processes)))
             self._children[name] = child  # only now, since the order must be its first line
-            self._supervisor.tell_process(name, child.pid, restarted=is_restart)
+            self._supervisor.report_process(name, child.pid, restarted=is_restart)
             if self._is_closing.is_set():
                 return "it was not needed any more"
             for _ in child.reports():
                 log.info("%s answers", name)
             why = child.wait()
             del self._children[name]
-        self._supervisor.tell_process(name, None)
+        self._supervisor.report_process(name, None)
         return why
 
 
@@ -153,11 +150,10 @@ def order_maker(
     log_level: str,
     log_format: str,
 ) -> Callable[[str, ServerProcesses], WorkerOrder]:
-    """Orders that differ in the worker's name and in what holds when it starts."""
+    """Orders that differ in the worker's name and in the processes at its start."""
 
     def make(name: str, processes: ServerProcesses) -> WorkerOrder:
         return WorkerOrder(
-            version=VERSION,
             name=name,
             socket_fd=sock.fileno(),
             settings=settings,

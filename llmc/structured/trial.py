@@ -1,4 +1,4 @@
-"""A grammar from outside is first tried in a process of its own, with limits on time and memory.
+"""A user's grammar is first tried in a separate process, with limits on time and memory.
 
     server --spec--> Trial ==pipe==> `python -P -m llmc.structured.trial` : compiles, fills a mask
            <-accepted, or InvalidRequestError--

@@ -1,7 +1,7 @@
 """Messages -> prompt token ids, by the chat template that came with the model.
 
 The template runs in transformers' immutable jinja2 sandbox. Requests can't bring their own, and
-their extra variables can't replace what the renderer itself is told (RESERVED). Text of a message
+their extra variables can't replace what the renderer itself is given (RESERVED). Text of a message
 that spells a control token is encoded as plain text where transformers can do that, so a user
 can't forge a turn.
 """

@@ -24,7 +24,7 @@ from llmc.config import EngineConfig
 from llmc.kernels.registry import OPS, Impl
 from llmc.kernels.rms_norm import rms_norm
 
-pytestmark = pytest.mark.beside
+pytestmark = pytest.mark.slow
 _THREE = {"num_hidden_layers": 3}  # one first, one last, one between
 _SPEC = importlib.util.spec_from_file_location(
     "llmc_planted_passes", Path(__file__).with_name("planted_passes.py")

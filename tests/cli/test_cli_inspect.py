@@ -18,7 +18,7 @@ from llmc.config import EngineConfig
 from llmc.errors import CompileError
 
 FLAGS = ["--dtype", "float32", "--device", "cpu", "--block-size", "4"]
-PLANTED = Path(__file__).parents[1] / "verification" / "planted_passes.py"
+PLANTED = Path(__file__).parents[1] / "check" / "planted_passes.py"
 
 
 @pytest.fixture(scope="module")

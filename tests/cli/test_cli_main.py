@@ -58,9 +58,20 @@ def test_help_shows_groups_and_whole_flags(
     _, out, _ = run_main(capsys, *command, "--help")
     for heading in ("Model:", "Batching and memory:", "Compiler:"):
         assert f"\n{heading}\n" in out
-    assert "--max-num-batched-tokens N" in out
+    assert "--max-num-batched-tokens TOKENS" in out
     assert "--no-enable-prefix-caching" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_q_is_quick_in_the_chat_and_quantization_elsewhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, err = run_main(capsys, "chat", "-q", "")
+    assert "--quick needs a question" in err
+    _, out, _ = run_main(capsys, "chat", "--help")
+    assert "-q, --quick QUESTION" in out and "--quantization" in out
+    _, _, err = run_main(capsys, "serve", "-q", "int5")
+    assert "unknown quantization 'int5'" in err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,6 +90,8 @@ def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 MISTAKES = {
     "unknown flag": (["serve", "--max-model-length", "9"], "did you mean --max-model-len?"),
     "vllm flag": (["serve", "--tensor-parallel-size", "2"], "has no option --tensor-parallel-size"),
+    "no typo": (["serve", "--quantum-leap"], "hint: see `llmc serve --help`"),
+    "short vllm flag": (["serve", "-tp", "2"], "llmc serve has no option -tp"),
     "eager": (["serve", "--enforce-eager"], "-O0 runs without compilation"),
     "unknown command": (["server"], "Did you mean 'serve'?"),
     "not a number": (["serve", "--max-model-len", "many"], "--max-model-len"),

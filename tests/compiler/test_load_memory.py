@@ -14,7 +14,7 @@ from tiny_models import make_config
 
 from llmc.compiler.build import build
 
-pytestmark = pytest.mark.beside
+pytestmark = pytest.mark.slow
 SIZES = {
     "vocab_size": 8192,
     "hidden_size": 1536,
@@ -81,7 +81,6 @@ def save_big_checkpoint(path: Path) -> int:
     return total
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_peak_memory_is_one_copy_and_a_little(tmp_path: Path) -> None:
     total = save_big_checkpoint(tmp_path)

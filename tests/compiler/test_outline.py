@@ -21,7 +21,7 @@ from llmc.compiler.layer_dedup.outline import capture_outlined
 from llmc.errors import CompileError
 from llmc.passes.inputs import ConstantInput, input_of
 
-pytestmark = pytest.mark.beside
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 
 

@@ -24,7 +24,7 @@ from llmc.sampling_params import BeamSearchParams
 TEXT = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
-pytestmark = [pytest.mark.e2e, pytest.mark.beside]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.mark.skipif(

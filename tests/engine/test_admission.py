@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from llmc.engine.admission import Limits, admit, check_prompt, derive_seed
+from llmc.engine.admission import (
+    Limits,
+    admit,
+    check_cache_salt,
+    check_prompt,
+    check_request,
+    derive_seed,
+)
 from llmc.engine.messages import AddRequest
 from llmc.engine.request import Request
 from llmc.errors import InvalidRequestError
@@ -36,6 +43,7 @@ def ask(
     message = AddRequest(
         request_id="a", prompt_token_ids=prompt, sampling=sampling or SamplingParams()
     )
+    check_request(message.prompt_token_ids, message.sampling, limits)
     return admit(message, limits, default_seed=77)
 
 
@@ -127,6 +135,13 @@ def test_what_ends_a_request() -> None:
     assert (request.eos_token_ids, request.stop_token_ids) == ({0, 1}, {0, 1, 7})
     request = ask([5], SamplingParams(stop_token_ids=[7], ignore_eos=True))
     assert (request.eos_token_ids, request.stop_token_ids) == (set(), {7})
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 257, "\ud800", 7])
+def test_odd_salts_are_refused(salt: object) -> None:
+    with pytest.raises(InvalidRequestError, match="cache_salt must be text of 1 to 256") as caught:
+        check_cache_salt(salt)
+    assert caught.value.param == "cache_salt"
 
 
 def test_seeds() -> None:

@@ -15,6 +15,7 @@ from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import StepPlan, StepResult
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from llmc.sampling_params import SamplingParams
+from llmc.structured_outputs import StructuredOutputs
 
 
 class ScriptedRunner:
@@ -59,14 +60,15 @@ def engine(
     )
 
 
-def add(core: EngineCore, request_id: str, max_tokens: int = 3, seed: int | None = None) -> None:
-    core.add(
-        AddRequest(
-            request_id=request_id,
-            prompt_token_ids=[1, 2, 3],
-            sampling=SamplingParams(max_tokens=max_tokens, seed=seed),
-        )
-    )
+def add(
+    core: EngineCore,
+    request_id: str,
+    max_tokens: int = 3,
+    seed: int | None = None,
+    structured: StructuredOutputs | None = None,
+) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, structured_outputs=structured)
+    core.add(AddRequest(request_id=request_id, prompt_token_ids=[1, 2, 3], sampling=sampling))
 
 
 def drain(core: EngineCore) -> dict[str, list[RequestUpdate]]:
@@ -205,8 +207,8 @@ def test_an_id_can_be_used_again_only_when_it_is_over() -> None:
 
 def test_a_refused_request_leaves_nothing() -> None:
     core = engine(ScriptedRunner())
-    with pytest.raises(InvalidRequestError, match="make 43"):
-        add(core, "a", max_tokens=40)
+    with pytest.raises(InvalidRequestError, match="not available in this engine"):
+        add(core, "a", structured=StructuredOutputs(json_object=True))
     assert not core.has_work
     add(core, "a")
 

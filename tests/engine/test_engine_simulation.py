@@ -13,6 +13,7 @@ from fake_draft import UnsureRunner, speculate
 from fake_runner import EOS, VOCAB, DigitGrammars, FakeRunner, Outcome, run_alone
 from oracle import Oracle
 
+from llmc.engine.admission import Limits, check_request
 from llmc.engine.core import EngineCore
 from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
 from llmc.engine.kv.swap import SwapCost, SwapRoom
@@ -93,6 +94,14 @@ class Trace:
         self.priorities = rng.random() < 0.3
         layout = CacheLayout(block_size=self.block_size, step_tokens=budget, windows=windows)
         self.room = min(self.context, layout.longest(self.num_blocks))
+        self.limits = Limits(
+            vocab_size=VOCAB,
+            max_model_len=self.context,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            pool_tokens=layout.longest(self.num_blocks),
+            eos_token_ids=frozenset({EOS}),
+        )
         self.runner = FakeRunner(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -182,14 +191,14 @@ class Trace:
             assert steps < 20000, "the trace does not end"
 
     def add(self, message: AddRequest) -> None:
-        total = len(message.prompt_token_ids) + (message.sampling.max_tokens or 1)
-        fits = total <= self.room
-        try:
-            self.core.add(message)
-        except InvalidRequestError:
-            assert not fits, "refused a request that fits"
+        wanted = message.sampling.max_tokens or max(1, message.sampling.min_tokens)
+        total = len(message.prompt_token_ids) + wanted
+        if total > self.room:
+            with pytest.raises(InvalidRequestError):
+                check_request(message.prompt_token_ids, message.sampling, self.limits)
             return
-        assert fits, "let in a request that does not fit"
+        check_request(message.prompt_token_ids, message.sampling, self.limits)
+        self.core.add(message)
         self.messages[message.request_id] = message
         self.outcomes[message.request_id] = Outcome()
 

@@ -1,4 +1,4 @@
-"""One engine, several fronts: who hears what, and what becomes of fronts that misbehave."""
+"""One engine, several frontends: who gets what, and what happens to those that misbehave."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ pytest.importorskip("msgspec", reason="the server's dependencies are not install
 import zmq
 from scripted_engine import Scripted, make_scripted
 
-from llmc.engine.messages import AddRequest
+from llmc.engine.messages import AbortRequest, AddRequest, EngineOutputs
 from llmc.processes import engine_host, wire
 from llmc.processes.engine_host import EngineHost, bind
 from llmc.sampling_params import SamplingParams
+from llmc.structured_outputs import StructuredOutputs
 
 ADDRESS = "inproc://engine"
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -31,14 +32,14 @@ class Front:
         self.socket.setsockopt(zmq.RCVHWM, 1)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(ADDRESS)
-        self._read: wire.Unpacker[Any] = wire.Unpacker(wire.ENGINE_MESSAGES)
+        self._read: wire.Unpacker[Any] = wire.Unpacker(wire.TO_FRONTEND)
 
     def say(self, message: Any) -> None:
         self.socket.send_multipart(wire.pack(message))
 
     def ask(self, request_id: str, sampling: SamplingParams = LONG) -> None:
         request = AddRequest(request_id=request_id, prompt_token_ids=[5, 6], sampling=sampling)
-        self.say(wire.Submit(request))
+        self.say(request)
 
     def hear(self) -> list[Any]:
         found = []
@@ -47,7 +48,7 @@ class Front:
         return found
 
     def updates(self) -> list[Any]:
-        return [u for m in self.hear() if isinstance(m, wire.News) for u in m.updates]
+        return [u for m in self.hear() if isinstance(m, EngineOutputs) for u in m.updates]
 
 
 class Hosted:
@@ -107,7 +108,7 @@ def test_each_front_hears_of_its_own_requests(hosted: Hosted) -> None:
 
 
 def test_an_idle_front_hears_the_numbers(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_host, "IDLE_NEWS_S", 0.0)
+    monkeypatch.setattr(engine_host, "IDLE_STATS_S", 0.0)
     busy, idle = hosted.front("api-0"), hosted.front("api-1")
     busy.ask("a", SamplingParams(max_tokens=3))
     for _ in range(8):
@@ -123,27 +124,26 @@ def test_an_idle_front_hears_the_numbers(hosted: Hosted, monkeypatch: pytest.Mon
 def test_a_refused_request_fails_alone(hosted: Hosted) -> None:
     front = hosted.front("api-0")
     front.ask("good", SamplingParams(max_tokens=2))
-    request = AddRequest(request_id="bad", prompt_token_ids=[10**6], sampling=LONG)
-    front.say(wire.Submit(request))
+    front.ask("bad", SamplingParams(structured_outputs=StructuredOutputs(json_object=True)))
     updates = []
     for _ in range(6):
         hosted.turns()
         updates += front.updates()
     [bad] = [u for u in updates if u.request_id == "bad"]
-    assert bad.finish_reason == "error" and "token ids are 0 to" in bad.error
+    assert bad.finish_reason == "error" and "structured outputs are not available" in bad.error
     assert [u for u in updates if u.request_id == "good"][-1].finish_reason == "length"
     hosted.check_empty()
 
 
-def test_cancelling_frees_and_only_ones_own(hosted: Hosted) -> None:
+def test_a_frontend_aborts_only_its_own_requests(hosted: Hosted) -> None:
     first, second = hosted.front("api-0"), hosted.front("api-1")
     first.ask("a")
     hosted.turns(2)
-    second.say(wire.Cancel("a"))
+    second.say(AbortRequest(request_id="a"))
     hosted.turns(2)
     assert hosted.scripted.engine.stats().num_running == 1
-    first.say(wire.Cancel("a"))
-    first.say(wire.Cancel("a"))  # too late is no error
+    first.say(AbortRequest(request_id="a"))
+    first.say(AbortRequest(request_id="a"))  # too late is no error
     hosted.check_empty()
 
 
@@ -153,10 +153,10 @@ def test_a_dead_fronts_requests_are_freed(hosted: Hosted) -> None:
     dead.ask("b")
     main.ask("mine")
     hosted.turns(2)
-    main.say(wire.Gone("api-1"))
+    main.say(wire.FrontendGone(frontend="api-1"))
     hosted.turns(2)
     assert hosted.scripted.engine.stats().num_running == 1
-    main.say(wire.Cancel("mine"))
+    main.say(AbortRequest(request_id="mine"))
     hosted.check_empty()
 
 
@@ -168,17 +168,17 @@ def test_saying_hello_again_starts_afresh(hosted: Hosted) -> None:
     hosted.check_empty()
 
 
-def test_an_unknown_front_is_told_so(hosted: Hosted) -> None:
+def test_an_unknown_frontend_is_disconnected(hosted: Hosted) -> None:
     front = hosted.front("api-7", hello=False)
     front.ask("a")
     hosted.turns(2)
-    assert front.hear() == [wire.Refused("the engine does not know this front")]
+    assert front.hear() == [wire.Disconnected(reason="the engine does not know this frontend")]
     hosted.check_empty()
 
 
 def test_another_version_gets_a_clear_answer(hosted: Hosted) -> None:
     good, other = hosted.front("api-0"), hosted.front("api-1", hello=False)
-    other.socket.send_multipart([b"0.0.1-other", b"whatever"])
+    other.socket.send_multipart([b"0.0.1-other", b"Hello", b"whatever"])
     hosted.turns(2)
     [refused] = other.hear()
     assert "0.0.1-other" in refused.reason and wire.VERSION in refused.reason
@@ -188,8 +188,8 @@ def test_another_version_gets_a_clear_answer(hosted: Hosted) -> None:
 
 
 def test_a_front_that_reads_nothing_loses_its_requests(hosted: Hosted) -> None:
-    deaf, good = hosted.front("api-0"), hosted.front("api-1")
-    deaf.ask("a")
+    silent, good = hosted.front("api-0"), hosted.front("api-1")
+    silent.ask("a")
     good.ask("b", SamplingParams(max_tokens=60, ignore_eos=True))
     tokens = 0
     for _ in range(70):
@@ -197,7 +197,9 @@ def test_a_front_that_reads_nothing_loses_its_requests(hosted: Hosted) -> None:
         tokens += sum(len(u.new_token_ids) for u in good.updates())
     assert tokens == 60
     assert hosted.scripted.engine.stats().num_running == 0
-    deaf.hear()  # what it had not read
+    silent.hear()  # what it had not read
     hosted.turns(2)
-    assert deaf.hear()[-1] == wire.Refused("this front read nothing for a long time")
+    assert silent.hear()[-1] == wire.Disconnected(
+        reason="this frontend has read nothing for a long time"
+    )
     hosted.check_empty()

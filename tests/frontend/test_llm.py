@@ -14,6 +14,7 @@ from scripted_engine import REPLY, Scripted, make_scripted
 from tokenizers.processors import TemplateProcessing
 
 from llmc.config import EngineConfig
+from llmc.engine import admission
 from llmc.errors import ConfigError, EngineDeadError, InvalidRequestError
 from llmc.frontend import progress
 from llmc.frontend.engine_options import EngineOptions
@@ -47,6 +48,16 @@ def test_text_prompt(llm: LLM, scripted: Scripted) -> None:
     assert answer.token_ids[-1] == scripted.tokenizer.eos_token_id
     assert output.metrics is not None and output.metrics.end_to_end_s > 0
     scripted.assert_idle()
+
+
+def test_the_time_in_the_queue_is_measured(scripted: Scripted) -> None:
+    llm = make_llm(scripted)
+    rows = scripted.engine.stats().num_blocks  # more requests than can run at once
+    outputs = llm.generate(["count"] * rows, LONG)
+    times = [output.metrics for output in outputs if output.metrics is not None]
+    assert len(times) == rows
+    assert all(0 <= one.queue_s <= one.time_to_first_token_s for one in times)
+    assert times[-1].queue_s > times[0].queue_s  # it waited for the others
 
 
 def test_every_spelling_of_a_prompt_in_order(llm: LLM, scripted: Scripted) -> None:
@@ -136,6 +147,19 @@ def test_one_bad_prompt_does_not_lose_the_others(llm: LLM, scripted: Scripted) -
     assert "context" in (outputs[1].error or "") and "token 1 is -1" in (outputs[2].error or "")
     assert outputs[4].outputs[0].text == outputs[0].outputs[0].text
     scripted.assert_idle()
+
+
+def test_a_request_is_checked_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[list[int]] = []
+    check = admission.check_prompt
+
+    def counted(token_ids: list[int], vocab_size: int) -> None:
+        checked.append(token_ids)
+        check(token_ids, vocab_size)
+
+    monkeypatch.setattr(admission, "check_prompt", counted)
+    llm.generate([[3, 4], [5]], LONG)
+    assert checked == [[3, 4], [5]]
 
 
 def test_a_single_bad_prompt_raises(llm: LLM) -> None:

@@ -15,7 +15,13 @@ from scripted_process import model_info
 from llmc import errors
 from llmc.cli.errors import describe
 from llmc.config import EngineConfig
-from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
+from llmc.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineOutputs,
+    EngineStats,
+    RequestUpdate,
+)
 from llmc.engine.plan import TokenLogprobs
 from llmc.errors import ConfigError
 from llmc.processes import wire
@@ -55,17 +61,20 @@ UPDATE = RequestUpdate(
     prompt_logprobs=[LOGPROBS],
 )
 
-read_front: wire.Unpacker[Any] = wire.Unpacker(wire.FRONT_MESSAGES)
-read_engine: wire.Unpacker[Any] = wire.Unpacker(wire.ENGINE_MESSAGES)
+to_engine: wire.Unpacker[Any] = wire.Unpacker(wire.TO_ENGINE)
+to_frontend: wire.Unpacker[Any] = wire.Unpacker(wire.TO_FRONTEND)
 
 
-@pytest.mark.parametrize("message", [wire.Hello(), wire.Cancel("r"), wire.Gone("api-1")])
-def test_what_a_front_says_arrives(message: Any) -> None:
-    assert read_front(wire.pack(message)) == message
+@pytest.mark.parametrize(
+    "message",
+    [wire.Hello(), AbortRequest(request_id="r"), wire.FrontendGone(frontend="api-1")],
+)
+def test_messages_to_the_engine_arrive(message: Any) -> None:
+    assert to_engine(wire.pack(message)) == message
 
 
 def test_a_request_arrives_with_all_that_belongs_to_it() -> None:
-    request = read_front(wire.pack(wire.Submit(REQUEST))).request
+    request = to_engine(wire.pack(REQUEST))
     assert request.sampling.stop_strings == ("a", "\u4f60")
     assert request.sampling.allowed_token_ids == [1, 2]  # a sequence is a list there
     assert request.sampling.logit_bias == SAMPLING.logit_bias
@@ -88,7 +97,7 @@ def test_a_request_arrives_with_all_that_belongs_to_it() -> None:
 def test_every_kind_of_grammar_arrives(spec: StructuredOutputs) -> None:
     sampling = dataclasses.replace(ASKS_MORE, structured_outputs=spec)
     request = dataclasses.replace(REQUEST, sampling=sampling)
-    arrived = read_front(wire.pack(wire.Submit(request))).request.sampling
+    arrived = to_engine(wire.pack(request)).sampling
     assert arrived == sampling
     assert (arrived.structured_outputs.kind, arrived.structured_outputs.text) == (
         spec.kind,
@@ -97,31 +106,32 @@ def test_every_kind_of_grammar_arrives(spec: StructuredOutputs) -> None:
 
 
 def test_two_grammars_at_once_do_not_arrive() -> None:
-    frames = wire.pack(wire.Submit(dataclasses.replace(REQUEST, sampling=ASKS_MORE)))
-    raw = msgspec.msgpack.decode(frames[1])
-    raw[1]["sampling"]["structured_outputs"]["regex"] = "a"
+    frames = wire.pack(dataclasses.replace(REQUEST, sampling=ASKS_MORE))
+    raw = msgspec.msgpack.decode(frames[2])
+    raw["sampling"]["structured_outputs"]["regex"] = "a"
     with pytest.raises(wire.WireError, match="exactly one of"):
-        read_front([frames[0], msgspec.msgpack.encode(raw)])
+        to_engine([*frames[:2], msgspec.msgpack.encode(raw)])
 
 
-@pytest.mark.parametrize("message", [wire.News([UPDATE], STATS), wire.Refused("why")])
-def test_what_the_engine_says_arrives(message: Any) -> None:
-    assert read_engine(wire.pack(message)) == message
+@pytest.mark.parametrize(
+    "message", [EngineOutputs(updates=[UPDATE], stats=STATS), wire.Disconnected(reason="why")]
+)
+def test_messages_of_the_engine_arrive(message: Any) -> None:
+    assert to_frontend(wire.pack(message)) == message
 
 
 @pytest.mark.parametrize(
     "report",
     [
-        wire.Speaking(wire.VERSION),
-        wire.PhaseEnded(Phase(name="load", seconds=0.5, detail="1\n2")),
-        wire.Ready(model_info(), STATS),
+        Phase(name="load", seconds=0.5, detail="1\n2"),
+        wire.Ready(info=model_info(), stats=STATS),
         wire.Failed(kind="OSError", message="no", trace="t", errno=13, filename="f"),
     ],
 )
 def test_reports_are_one_line(report: Any) -> None:
     line = wire.to_line(report)
     assert line.count(b"\n") == 1
-    assert wire.from_line(line, wire.REPORTS) == report
+    assert wire.from_line(line, *wire.REPORTS) == report
 
 
 def test_the_configuration_arrives() -> None:
@@ -142,16 +152,16 @@ def test_code_does_not_cross_the_border() -> None:
     [("temperature", -1.0, "at least 0"), ("n", "2", "Expected `int`"), ("n", 10**9, "1 to 128")],
 )
 def test_parameters_are_checked_on_arrival(field: str, value: Any, reason: str) -> None:
-    frames = wire.pack(wire.Submit(REQUEST))
-    raw = msgspec.msgpack.decode(frames[1])
-    raw[1]["sampling"][field] = value
+    frames = wire.pack(REQUEST)
+    raw = msgspec.msgpack.decode(frames[2])
+    raw["sampling"][field] = value
     with pytest.raises(wire.WireError, match=reason):
-        read_front([frames[0], msgspec.msgpack.encode(raw)])
+        to_engine([*frames[:2], msgspec.msgpack.encode(raw)])
 
 
 def test_another_version_is_named_with_ours() -> None:
     with pytest.raises(wire.WireError) as caught:
-        read_front([b"0.0.1-abc", b""])
+        to_engine([b"0.0.1-abc", b"Hello", b""])
     text = str(caught.value)
     assert "0.0.1-abc" in text and wire.VERSION in text and "start it again" in text
 
@@ -159,24 +169,35 @@ def test_another_version_is_named_with_ours() -> None:
 def test_the_version_follows_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wire._version() == wire.VERSION
 
-    class Changed(msgspec.Struct, tag="cancel", array_like=True):
-        request_id: str
-        reason: str = ""
-
-    monkeypatch.setattr(wire, "FRONT_MESSAGES", wire.Hello | wire.Submit | Changed | wire.Gone)
+    changed = dataclasses.make_dataclass("AbortRequest", [("request_id", str), ("reason", str)])
+    monkeypatch.setattr(wire, "TO_ENGINE", (wire.Hello, AddRequest, changed, wire.FrontendGone))
     assert wire._version() != wire.VERSION
 
 
-@pytest.mark.parametrize("frames", [[], [b""], [b"a", b"b", b"c"]])
+@pytest.mark.parametrize("frames", [[], [b"a", b"b"], [b"a", b"b", b"c", b"d"]])
 def test_another_number_of_parts_is_refused(frames: list[bytes]) -> None:
-    with pytest.raises(wire.WireError, match="must have 2"):
-        read_front(frames)
+    with pytest.raises(wire.WireError, match="must have 3"):
+        to_engine(frames)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", b"\x92\xa4none\x01", b"\x91\xa5pickle"])
 def test_what_is_no_message_is_refused(payload: bytes) -> None:
-    with pytest.raises(wire.WireError):
-        read_front([wire.VERSION.encode(), payload])
+    with pytest.raises(wire.WireError, match="can't be read"):
+        to_engine([wire.VERSION.encode(), b"AbortRequest", payload])
+
+
+def test_a_kind_of_the_other_direction_is_refused() -> None:
+    with pytest.raises(wire.WireError, match="unknown kind b'Disconnected'"):
+        to_engine(wire.pack(wire.Disconnected(reason="why")))
+    with pytest.raises(wire.WireError, match="unknown kind 'Hello'"):
+        wire.from_line(wire.to_line(wire.Hello()), *wire.REPORTS)
+
+
+def test_a_line_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = wire.to_line(Phase(name="load", seconds=0.5, detail=""))
+    monkeypatch.setattr(wire, "VERSION", "0.0.1-abc")
+    with pytest.raises(wire.WireError, match=r"stop the server and start it again"):
+        wire.from_line(line, *wire.REPORTS)
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,42 @@
-"""Waits for interpreted_ops.py and its like, the Triton ops at work in a process of their own."""
+"""The Triton ops under Triton's interpreter, each file of `interpreted_*.py` in its own process.
+
+Triton reads TRITON_INTERPRET when its own library is imported, and the other tests of this process
+import it without.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Any
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: its ops cannot be tested")
 
-# part -> how many of its tests must at least have run
+# file -> how many of its tests must at least have run
 PARTS = {"ops": 60, "prompts": 15, "tuning": 8, "linears": 10, "engine": 2}
 
 
-@pytest.mark.interpreted  # tests/conftest.py starts them
-@pytest.mark.parametrize("part", PARTS)
-def test_under_the_interpreter(part: str, background: Any) -> None:
-    code, report = background.reports[part].result()
-    assert code == 0, report
-    passed = re.search(r"(\d+) passed", report)
-    assert passed and int(passed[1]) >= PARTS[part], report
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.xdist_group(f"triton_{part}")) for part in PARTS]
+)
+def test_under_the_interpreter(part: str) -> None:
+    file = Path(__file__).with_name(f"interpreted_{part}.py")
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"]
+    kept = {name: value for name, value in os.environ.items() if "XDIST" not in name}
+    done = subprocess.run(
+        [*command, "--durations=5", str(file)],
+        cwd=file.parents[2],
+        env={**kept, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-15000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) >= PARTS[part], done.stdout[-15000:]

@@ -30,7 +30,11 @@ class Subject:
     expected: tuple[Continuation, ...]
 
 
-@pytest.fixture(scope="session", params=sorted(FAMILIES))
+# All that a family's engine serves stays on the worker that captured it.
+PARAMS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(FAMILIES)]
+
+
+@pytest.fixture(scope="session", params=PARAMS)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     path = save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
     model = load_reference(path)

@@ -11,13 +11,12 @@ from tiny_configs import save_random, tiny_config
 from tiny_engine import differences, generate
 from tiny_models import FAMILIES, continue_greedily, load_reference, prompts, save_checkpoint
 
-pytestmark = pytest.mark.beside
+pytestmark = pytest.mark.slow
 LENGTHS = (1, 5, 19, 33)
 NUM_TOKENS = 10
 MOST_SECONDS = 300  # compiling is slow on a busy machine; an error ends the wait at once
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, in Inductor
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral", "qwen3_next"])
 def test_compiled_step_equals_transformers(family: str, tmp_path: Path) -> None:

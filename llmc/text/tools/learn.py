@@ -66,15 +66,15 @@ class _Call:
 def learn_format(render: Render, special_texts: Sequence[str] = ()) -> ToolFormat | None:
     """None for a template that writes no tools, no calls, or calls in a way not known here."""
     question = [{"role": "user", "content": USER}]
-    told, asked = render(question, TOOLS, False), render(question, TOOLS, True)
-    if told is None or asked is None or any(name not in told for name in NAMES):
+    given, asked = render(question, TOOLS, False), render(question, TOOLS, True)
+    if given is None or asked is None or any(name not in given for name in NAMES):
         return None
-    turn = asked.removeprefix(told).strip()
+    turn = asked.removeprefix(given).strip()
     words = _splitter(special_texts)
     for as_text, content in itertools.product((False, True), (CONTENT, "")):
         found = _learn(render, words, as_text, content)
         if found is not None:
-            # A call that is a turn of its own does not begin where the answer does.
+            # A call that is a separate turn does not begin where the answer does.
             is_turn = turn and turn in found.section_begin + found.call_begin
             return None if is_turn else found
     return None
@@ -191,7 +191,7 @@ def _as_named(text: str, at: int, name: str) -> _Call | None:
 
 
 def _as_keyed(text: str, at: int, name: str) -> _Call | None:
-    """Key by key: a text first, and then a number, which tells whether texts are quoted."""
+    """Key by key: a text first, and then a number, which shows whether texts are quoted."""
     pieces = []
     place = at + len(name)
     for sentinel in (KEY_1, TEXT, KEY_2, str(NUMBER)):

@@ -1,4 +1,4 @@
-"""An answer's text -> its content and its calls, while it comes, as the ToolFormat says.
+"""An answer's text -> its content and its tool calls, incrementally, by a ToolFormat.
 
 The text is gone over once; only the head of what turns out to be no call is read again, and that
 is at most MAX_HEAD letters.
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]*")
 
 @dataclass(slots=True)
 class CallDelta:
-    """News of one call: the first has the id and the name."""
+    """A delta of one call: the first has the id and the name."""
 
     index: int
     id: str | None = None
@@ -40,7 +40,7 @@ class Delta:
 
 
 class ToolParser:
-    """Reads one answer. With `streams`, arguments are told while they come; else whole calls are,
+    """Reads one answer. With `streams`, arguments are passed on as they come; else whole calls are,
     and what turns out to be broken stays content.
 
     `tools`: the parameters' schema of each function that may be called, by name. Without
@@ -62,7 +62,7 @@ class ToolParser:
         self._parallel = parallel
         self._in = Reader()
         self._out = Delta()
-        self._space = ""  # of content, told when more content follows
+        self._space = ""  # of content, emitted when more content follows
         self._is_told = False  # the call at hand, at least its name
         self._name = ""
         self._arguments = ""
@@ -109,10 +109,10 @@ class ToolParser:
         text = self._space + self._in.text[:end]
         self._in.at = end
         self._in.drop()
-        told = text.rstrip()
-        self._space = text[len(told) :]
+        trimmed = text.rstrip()
+        self._space = text[len(trimmed) :]
         if not self._is_over:
-            self._out.content += told
+            self._out.content += trimmed
 
     @property
     def _is_over(self) -> bool:
@@ -245,7 +245,7 @@ class ToolParser:
             self._name = name
         return bool(self._name) and self._name == name
 
-    # ---- what is told of a call ----
+    # ---- deltas of a call ----
 
     def _stream(self, text: str) -> None:
         if self._streams:

@@ -73,7 +73,7 @@ class Reader:
         return True
 
     def comes(self, literal: str, *, read: bool = True) -> Steps:
-        """Whether `literal` comes next; it is read then, unless told otherwise."""
+        """Whether `literal` comes next; it is consumed unless asked otherwise."""
         at = self.at
         found = yield from self.match(literal)
         if not (found and read):
@@ -116,9 +116,9 @@ class Reader:
             self.cut()
             yield
 
-    def value(self, tell: Callable[[str], None] | None = None) -> Generator[None, None, str]:
-        """A value of JSON or Python as it is written, "" where none begins. An object is also told
-        to `tell` while it comes."""
+    def value(self, emit: Callable[[str], None] | None = None) -> Generator[None, None, str]:
+        """A value of JSON or Python as it is written, "" where none begins. An object is also
+        passed to `emit` while it comes."""
         yield from self.skip_space()
         if not (yield from self.more()):
             return ""
@@ -142,8 +142,8 @@ class Reader:
             elif letter:
                 depth += 1 if letter in "{[" else -1
             parts.append(self.text[begin : self.at])
-            if tell is not None and first == "{":
-                tell(parts[-1])
+            if emit is not None and first == "{":
+                emit(parts[-1])
             if letter and not quote and depth <= 0:
                 break
             if self.at >= len(self.text):

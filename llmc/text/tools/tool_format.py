@@ -44,7 +44,7 @@ class ToolFormat:
 
     @property
     def is_anchored(self) -> bool:
-        """A call is only looked for where the answer begins: what it begins with says nothing."""
+        """Whether calls count only at the beginning of the answer, as their trigger is no word."""
         return not any(letter.isalpha() for letter in self.trigger)
 
     def marker_tokens(self, special_texts: Sequence[str]) -> tuple[str, ...]:

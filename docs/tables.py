@@ -1,0 +1,126 @@
+"""The tables of flags in docs/: `python docs/tables.py` writes them from the command line.
+
+Each stands in its document between `<!-- table NAME -->` and `<!-- end -->`; tests/test_docs.py
+fails when one is out of date.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+from llmc.cli import main
+from llmc.cli.options import ENGINE_OPTIONS
+from llmc.config import EngineConfig
+
+DOCS = Path(__file__).parent
+ENGINE_FIELDS = [entry.field for entry in ENGINE_OPTIONS]
+_TABLE = re.compile(r"(<!-- table ([\w -]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def commands() -> dict[str, list[Any]]:
+    """`llmc`, `llmc serve`, `llmc bench latency` ... -> typer's options of it, --help aside."""
+
+    def walk(command: Any, name: str) -> Iterator[tuple[str, list[Any]]]:
+        if name == "llmc" or not hasattr(command, "commands"):
+            options = [p for p in command.params if p.param_type_name == "option"]
+            yield name, [p for p in options if not p.hidden and p.name not in _COMPLETION]
+        for child, inner in getattr(command, "commands", {}).items():
+            yield from walk(inner, f"{name} {child}")
+
+    return dict(walk(get_command(main.app), "llmc"))
+
+
+_COMPLETION = ("install_completion", "show_completion")
+
+
+def takes_engine_flags(options: Iterable[Any]) -> bool:
+    return set(ENGINE_FIELDS) <= {option.name for option in options}
+
+
+def spellings(option: Any) -> list[str]:
+    return [*option.opts, *option.secondary_opts]
+
+
+def environment(option: Any) -> list[str]:
+    return [option.envvar] if isinstance(option.envvar, str) else list(option.envvar or ())
+
+
+def _code(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def _value(option: Any) -> str:
+    if option.is_flag:
+        return ""
+    if option.metavar.startswith("["):
+        return _code(option.metavar.strip("[]").split("|"))
+    return str(option.metavar) + (" ..." if option.multiple else "")
+
+
+def _default(value: Any) -> str:
+    if value is None or (isinstance(value, list | tuple) and not value):
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"`{value}`"
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _row(option: Any, default: Any, *extra: str) -> list[str]:
+    text = " ".join((option.help or "").split()).replace("|", "\\|")
+    names = _code(spellings(option))
+    return [names, *extra, _value(option), _default(default), _code(environment(option)), text]
+
+
+def command_table(name: str) -> str:
+    """The flags of one command, without those that all engines share."""
+    options = commands()[name]
+    if takes_engine_flags(options):
+        options = [option for option in options if option.name not in ENGINE_FIELDS]
+    if not options:
+        return "No flags.\n"
+    head = ("flag", "value", "default", "environment", "what it does")
+    return _table(head, [_row(option, option.default) for option in options])
+
+
+def engine_table() -> str:
+    shared = {option.name: option for option in commands()["llmc serve"]}
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    rows = []
+    for name in ENGINE_FIELDS:
+        is_plain = isinstance(defaults[name], str | int | float)
+        rows.append(_row(shared[name], defaults[name] if is_plain else None, f"`{name}`"))
+    return _table(("flag", "Python", "value", "default", "environment", "what it does"), rows)
+
+
+def tables() -> Mapping[str, Callable[[], str]]:
+    found: dict[str, Callable[[], str]] = {"engine": engine_table}
+    for name in commands():
+        found[name] = lambda name=name: command_table(name)  # type: ignore[misc]
+    return found
+
+
+def table_names(text: str) -> list[str]:
+    return [match[2] for match in _TABLE.finditer(text)]
+
+
+def written(text: str) -> str:
+    """The document with up-to-date tables; KeyError for a table of unknown name."""
+    known = tables()
+    return _TABLE.sub(lambda match: match[1] + known[match[2]]() + match[4], text)
+
+
+if __name__ == "__main__":
+    for path in sorted(DOCS.glob("*.md")):
+        path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
