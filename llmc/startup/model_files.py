@@ -11,6 +11,8 @@ from typing import Any
 from llmc.compiler.rotary import choose_frequencies
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, reason_of
+from llmc.startup.gguf_files import model_directory
+from llmc.weights.gguf.reader import first_part
 from llmc.weights.quantized.quantization_config import (
     QUANTIZATION_KEYS,
     StoredQuantization,
@@ -51,6 +53,11 @@ def resolve_model(config: EngineConfig) -> ModelFiles:
     path = Path(config.model).expanduser()
     if config.model and path.exists():  # "" would be the current directory
         name = path.resolve().name or config.model  # the root directory has no name
+        gguf = _gguf_in(path)
+        if gguf is not None:
+            return ModelFiles(
+                name=name.removesuffix(".gguf"), path=model_directory(gguf), is_builtin=False
+            )
         return ModelFiles(name=name, path=_checked(path), is_builtin=False)
     if not _HUB_ID.match(config.model) or config.model.startswith((".", "~", "/")):
         raise CheckpointError(
@@ -60,9 +67,18 @@ def resolve_model(config: EngineConfig) -> ModelFiles:
     return ModelFiles(name=config.model, path=_checked(_download(config)), is_builtin=False)
 
 
+def _gguf_in(path: Path) -> Path | None:
+    """A GGUF file, or that of a directory which has no other weights."""
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    return None if any(path.glob("*.safetensors")) else first_part(path)
+
+
 def _checked(path: Path) -> Path:
     if path.is_file():
-        raise CheckpointError(f"{str(path)!r} is a file; give the directory that holds config.json")
+        raise CheckpointError(
+            f"{str(path)!r} is a file; give a .gguf file, or the directory that holds config.json"
+        )
     if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
         raise CheckpointError(
             f"{str(path)!r} holds an adapter, not a model; merge it into the model it was made for"
