@@ -49,9 +49,13 @@ class Undo:
         """Which stored row each row of the parameter is, where rows move and nothing else does."""
         columns = np.arange(2 * rows, dtype=np.float64).reshape(rows, 2)
         try:
-            result = self.processor.process(
-                weights=columns, name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}
-            )
+            with np.errstate(all="ignore"):
+                result = self.processor.process(
+                    weights=columns,
+                    name=name,
+                    tensor_key_mapping={},
+                    parsed_parameters={"tensors": {}},
+                )
         except (ValueError, IndexError, KeyError, TypeError):
             return None
         moved = result.weights
