@@ -102,7 +102,7 @@ ENGINE_OPTIONS = (
         type=str | None,
         panel=MODEL_PANEL,
         metavar="MODEL",
-        help="Directory or hub id of the model. The built-in model when absent.",
+        help="Directory, GGUF file or hub id of the model. The default one when absent.",
     ),
     EngineOption(
         field="tokenizer",
@@ -391,7 +391,7 @@ def engine_options(*, positional_model: bool = True) -> Callable[[Any], Any]:
 def _model_argument() -> inspect.Parameter:
     declared = typer.Argument(
         metavar="[MODEL]",
-        help="Directory or hub id of the model. The built-in model when absent.",
+        help="Directory, GGUF file or hub id of the model. The default one when absent.",
         show_default=False,
     )
     return inspect.Parameter(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from llmc.check.bisect import Diagnosis, Culprit, find_blame
+from llmc.check.bisect import Culprit, Diagnosis, find_blame
 from llmc.check.certificate import ChangedResult, LayerResult
 from llmc.check.compare import (
     TOLERANCES,

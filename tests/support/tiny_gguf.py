@@ -63,7 +63,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon",
         {**SIZES, "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False},
     ),
-    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 128}),
+    "gpt2": (
+        "gpt2",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 128},
+    ),
     "bloom": ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128}),
     "nemotron": ("nemotron", {**SIZES, "head_dim": 16}),
     "mamba": (

@@ -77,9 +77,12 @@ def test_widened_values_are_the_gguf_packages(kind: Type, tmp_path: Path) -> Non
 def test_extreme_scales_and_nan_stay(tmp_path: Path) -> None:
     values = np.zeros((128, 64), np.float32)
     raw = quantize(values, Type.Q8_0).reshape(128, 2, 34)
-    raw[:, :, :2] = np.array([np.nan, np.inf, 6e-8, -65504], np.float16).view(np.uint8).reshape(
-        4, 1, 2
-    ).repeat(32, 0)
+    raw[:, :, :2] = (
+        np.array([np.nan, np.inf, 6e-8, -65504], np.float16)
+        .view(np.uint8)
+        .reshape(4, 1, 2)
+        .repeat(32, 0)
+    )
     raw[:, :, 2:] = np.arange(32, dtype=np.uint8) * 8
     path = tmp_path / "m.gguf"
     write_gguf(path, "llama", Type.Q8_0)
@@ -114,9 +117,7 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
     writer.close()
     parts = sorted(tmp_path.glob("m-*.gguf"))
     assert len(parts) > 1
-    one, many = (
-        open_tensors(model_directory(p), None, torch.float32) for p in (whole, parts[0])
-    )
+    one, many = (open_tensors(model_directory(p), None, torch.float32) for p in (whole, parts[0]))
     assert {n: t.read().tolist() for n, t in one.items()} == {
         n: t.read().tolist() for n, t in many.items()
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,10 +60,10 @@ class Undo:
         moved = result.weights
         if result.name is None or moved.shape != columns.shape:
             return None
-        order = (moved[:, 0] / 2).astype(np.int64)
-        if not np.array_equal(moved, columns[order]):
+        if not np.array_equal(np.sort(moved[:, 0]), columns[:, 0]):
             return None
-        return order if np.array_equal(np.sort(order), np.arange(rows)) else None
+        order = (moved[:, 0] / 2).astype(np.int64)
+        return order if np.array_equal(moved, columns[order]) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,5 +140,3 @@ def _widen(raw: NDArray[np.uint8], info: GgufTensorInfo) -> Floats:
         raise CheckpointError(
             f"tensor {info.name!r} is stored as {info.type.name}, which the gguf package can't read"
         ) from e
-
-
