@@ -98,7 +98,12 @@ def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -
 
 
 def _quantized_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    minimum: Tensor | None = None,
 ) -> bool:
     return _takes(x, bias) and weight.device.type == "cpu" and weight.is_contiguous()
 

@@ -52,7 +52,8 @@ void check_scales(const Tensor& weight, const Tensor& scale, const optional<Tens
 }
 
 llmc::LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& scale,
-                           const optional<Tensor>& zero, const optional<Tensor>& bias) {
+                           const optional<Tensor>& zero, const optional<Tensor>& bias,
+                           const optional<Tensor>& minimum) {
   TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
               "llmc_cpu takes float32 or bfloat16, got ", x.scalar_type());
   TORCH_CHECK(weight.dim() == 3 && weight.size(2) == llmc::kLineBytes && weight.is_contiguous(),
@@ -74,6 +75,10 @@ llmc::LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& 
   a.scale_dtype = scale.scalar_type() == at::kFloat ? llmc::Dtype::f32 : llmc::Dtype::bf16;
   a.zero = zero ? zero->data_ptr<uint8_t>() : nullptr;
   a.bias = bias_data(bias, x, a.channels);
+  TORCH_CHECK(!minimum || (!zero && a.format != llmc::Format::fp8 && minimum->is_contiguous() &&
+                           minimum->scalar_type() == at::kFloat && minimum->sizes() == scale.sizes()),
+              "minimum must be float32, like scale, and comes with integers without zero only");
+  a.minimum = minimum ? minimum->data_ptr<float>() : nullptr;
   a.threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   return a;
 }
@@ -102,9 +107,10 @@ void by_stretches(const llmc::LowBitArgs& a, const Tensor& x, const optional<Ten
 }
 
 Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& scale,
-                        const optional<Tensor>& zero, const optional<Tensor>& bias) {
+                        const optional<Tensor>& zero, const optional<Tensor>& bias,
+                        const optional<Tensor>& minimum) {
   const Tensor input = x.contiguous();
-  llmc::LowBitArgs a = make_args(input, weight, scale, zero, bias);
+  llmc::LowBitArgs a = make_args(input, weight, scale, zero, bias, minimum);
   auto sizes = x.sizes().vec();
   sizes.back() = a.channels;
   Tensor out = at::empty(sizes, x.options());
@@ -113,7 +119,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
   const bool is_bf16 = a.dtype == llmc::Dtype::bf16;
   if (is_bf16 && a.rows > kFewRows && llmc::widens_weights())
     by_stretches(a, input, bias, out);
-  else if (is_bf16 && a.rows > kFewPairRows && llmc::has_pair_rows())
+  else if (is_bf16 && !a.minimum && a.rows > kFewPairRows && llmc::has_pair_rows())
     llmc::quantized_pair_rows(a);
   else
     llmc::quantized_linear(a);
@@ -142,8 +148,8 @@ Tensor fused_linear(const Tensor& x, const Tensor& weight, const optional<Tensor
 
 TORCH_LIBRARY_FRAGMENT(llmc_cpu, m) {
   m.def(
-      "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias) -> "
-      "Tensor");
+      "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, "
+      "Tensor? minimum=None) -> Tensor");
   m.def(
       "fused_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float? eps, "
       "float offset, str? act, Tensor? residual) -> Tensor");

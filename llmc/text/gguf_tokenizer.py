@@ -204,10 +204,8 @@ class _Vocabulary:
 
     def _unknown(self, tokens: list[str]) -> str | None:
         named = self.token("unknown")
-        kinds = self._get("token_type", [])
-        return named or next(
-            (t for t, k in zip(tokens, kinds, strict=False) if k == _UNKNOWN), None
-        )
+        pairs = zip(tokens, self._get("token_type", []), strict=False)
+        return named or next((token for token, kind in pairs if kind == _UNKNOWN), None)
 
     def _unigram(self) -> tuple[Any, bool]:
         from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers

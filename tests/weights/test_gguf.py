@@ -1,4 +1,4 @@
-"""GGUF files: configuration, tokenizer and weights as transformers and the gguf package have them."""
+"""GGUF files: configuration, tokenizer and weights, as transformers and gguf have them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from tiny_gguf import ARCHITECTURES, write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from llmc import LLM, SamplingParams
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
+from llmc.kernels.quantized_linear import dequantize as op_numbers
 from llmc.startup.gguf_files import model_directory
 from llmc.startup.model_files import load_config, resolve_model
 from llmc.text.tokenizer import Tokenizer
+from llmc.weights.gguf.blocks import KEPT, kept_as, to_blocks
 from llmc.weights.tensors import open_tensors
 
 Type = GGMLQuantizationType
@@ -243,3 +246,49 @@ def test_bad_templates(template: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", edit=change)
     with pytest.raises(CheckpointError, match="chat_template is no Jinja template"):
         resolve_model(EngineConfig(model=str(path)))
+
+
+def random_blocks(kind: Type, rows: int, depth: int) -> np.ndarray[Any, Any]:
+    """Any bits, but scales that are no NaN."""
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (rows * depth // block, block_bytes), np.uint8)
+    for at in (0,) if kind is Type.MXFP4 else range(1, 4, 2):
+        raw[:, at] &= 0x7B if kind is not Type.MXFP4 else 0xFF
+    return raw.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_kept_blocks_stand_for_the_same_numbers(kind: Type) -> None:
+    raw = random_blocks(kind, 32, 512)
+    to = kept_as(kind, 32, 512)
+    assert to is not None
+    parts = to_blocks(raw, kind, to)
+    got = op_numbers(parts["weight"], parts["scale"], None, parts.get("minimum"))
+    with np.errstate(all="ignore"):
+        want = torch.from_numpy(dequantize(raw, kind))
+    assert torch.equal(got, want)
+    assert {part: tensor.dtype for part, tensor in parts.items()} == to.dtypes
+    assert all(tuple(t.shape) == to.shape(p, 32, 512) for p, t in parts.items())
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q5_1, Type.Q8_0])
+def test_an_engine_keeps_the_bits_and_says_what_transformers_does(
+    kind: Type, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", kind)
+    config = AutoConfig.from_pretrained(model_directory(path))
+    reference: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    reference.load_state_dict(theirs(path, model_directory(path)), strict=False)
+    prompt = [5, 9, 23, 70, 14, 33]
+    want = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    with LLM(str(path), dtype="float32", opt_level=0, max_model_len=64) as llm:
+        report = next(r for r in llm.info.pass_reports if "quantize_linears" in r)
+        assert "llmc.quantized_linear" in report
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        [output] = llm.generate([prompt], params, progress=False)
+    assert output.prompt_logprobs is not None
+    for i, token in enumerate(prompt[1:]):
+        found = output.prompt_logprobs[i + 1]
+        assert found is not None
+        assert found[token].logprob == pytest.approx(float(want[i, token].detach()), abs=2e-5)

@@ -20,8 +20,10 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterMap:
-    """`parts`: parameter -> tensors that make it up. `names`: transformers' map, tensor -> parameter;
-    routed experts stand there without `.weight`."""
+    """`parts`: parameter -> tensors that make it up.
+
+    `names`: transformers' map, tensor -> parameter; routed experts stand there without `.weight`.
+    """
 
     parts: Mapping[str, tuple[str, ...]]
     shapes: Mapping[str, tuple[int, ...]]

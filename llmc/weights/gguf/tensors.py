@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmc.errors import CheckpointError, reason_of
+from llmc.kernels.quantized_linear import Part, Quantization
 from llmc.weights.checkpoint import Readable, staging
+from llmc.weights.gguf.blocks import kept_as, to_blocks
 from llmc.weights.gguf.reader import GgufTensorInfo
 
 _AT_ONCE = 1 << 20  # values that are widened in one go
@@ -102,6 +104,23 @@ class GgufTensor:
         else:
             out.copy_(self._processed())
         return out
+
+    def kept_as(self) -> Quantization | None:
+        """How `quantized_linear` has it as it is stored; None where it has to be widened."""
+        kind = self.parts[0].type
+        if len(self.shape) != 2 or self.row_order is None:
+            return None
+        return kept_as(kind, *self.shape)
+
+    @property
+    def is_quantized(self) -> bool:
+        return any(part.type.name not in ("F32", "F16", "BF16", "F64") for part in self.parts)
+
+    def blocks(self, to: Quantization) -> dict[Part, Tensor]:
+        """The stored bits in the op's layout."""
+        raw, order = raw_rows(self.parts[0]), self.row_order
+        assert order is not None
+        return to_blocks(raw[order], self.parts[0].type, to)
 
     def _processed(self) -> Tensor:
         made: dict[str, Tensor] = {}
