@@ -58,7 +58,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", help="the built-in one when absent")
+    parser.add_argument("--model", help="the default one when absent")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--clients", type=_numbers, default=(1, 32))
     parser.add_argument("--modes", type=_modes, default=("one", "two"))

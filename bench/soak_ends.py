@@ -1,6 +1,6 @@
 """The two ends that a soak uses the engine by: AsyncLLM in this process, and HTTP to a server.
 
-Both start the built-in model with a pool so small that requests preempt each other. `settle`
+Both start the default model with a pool so small that requests preempt each other. `settle`
 waits until all is over and says what is held then: that must not grow.
 """
 

@@ -1,6 +1,6 @@
 """Speculative decoding against plain decoding: one engine's runner, in turn, medians of the ratios.
 
-    python -m bench.speculation [--model builtin|dummy|both] [--method ngram|draft_model|both]
+    python -m bench.speculation [--model default|dummy|both] [--method ngram|draft_model|both]
                                 [--rounds 5] [--rows 1,4] [--threads N] [--draft-layers 4]
                                 [--config bench/configs/qwen3-0.6b.json] [--output-json FILE]
 
@@ -11,7 +11,7 @@ with the same seeds, and their tokens are compared; with bfloat16 a step of seve
 round otherwise than one of a single token, so random answers may part, and that is counted.
 
 A draft model has the config's shape with fewer layers and random weights of its own, or is the
-built-in model again in int8. It is told of banned pairs too, so that `copy` is guessed rightly.
+default model again in int8. It is told of banned pairs too, so that `copy` is guessed rightly.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from llmc.load_test.machine import describe_machine, package_versions
 from llmc.load_test.report import context, write_json
 from llmc.sampling_params import SamplingParams
 from llmc.speculative_config import METHODS
+from llmc.startup.default_model import default_model
 from llmc.startup.start import Started, start_engine
 
 NUM_OUTPUT = 128
@@ -59,9 +60,9 @@ def main() -> None:
     methods = METHODS if args.method == "both" else (args.method,)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        if args.model in ("builtin", "both"):
-            draft = {"model": "llmc-guide", "quantization": "int8"}
-            results["builtin"] = measure_all("builtin", {}, methods, draft, rows, args.rounds)
+        if args.model in ("default", "both"):
+            draft = {"model": default_model().name, "quantization": "int8"}
+            results["default"] = measure_all("default", {}, methods, draft, rows, args.rounds)
         if args.model in ("dummy", "both"):
             target, small = (Path(folder) / name for name in ("target", "draft"))
             _save_config(args.config, target)
@@ -77,7 +78,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", choices=("builtin", "dummy", "both"), default="both")
+    parser.add_argument("--model", choices=("default", "dummy", "both"), default="both")
     parser.add_argument("--method", choices=(*METHODS, "both"), default="both")
     parser.add_argument("--draft-layers", type=int, default=4)
     parser.add_argument("--config", type=Path, default=Path("bench/configs/qwen3-0.6b.json"))

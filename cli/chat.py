@@ -19,7 +19,7 @@ import typer
 from llmc.cli.options import engine_options, option
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
-from llmc.guide import MODEL_NAME
+from llmc.startup.default_model import default_model
 
 CHAT_PANEL = "Chat"
 SAMPLING_PANEL = "Sampling"
@@ -37,8 +37,10 @@ class Ask:
 
 
 def is_model_word(word: str) -> bool:
-    """Whether a bare word is a model: a directory, spelled as a path, a hub id, the built-in."""
-    if word == MODEL_NAME or word.startswith(("./", "../", "/", "~")) or os.path.isdir(word):
+    """Whether a bare word is a model: a directory, a path, a .gguf file, a hub id, the default."""
+    if word == default_model().name or word.startswith(("./", "../", "/", "~")):
+        return True
+    if os.path.isdir(word) or word.endswith(".gguf"):
         return True
     return _HUB_ID.fullmatch(word) is not None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 
 from rich.console import Console
@@ -11,10 +12,13 @@ from llmc.cli.chat import Ask
 from llmc.cli.chat_backends import Backend, ServerBackend
 from llmc.cli.chat_engine import EngineBackend
 from llmc.cli.chat_terminal import Terminal, stream_answer, write_stdout
-from llmc.cli.console import note, stderr_console
+from llmc.cli.console import about_model, note, stderr_console
 from llmc.cli.conversation import Conversation, stats_line, why_it_ended
 from llmc.cli.loading import load_async_llm
 from llmc.config import EngineConfig
+
+# Of a chat, where the model's files have no parameters of their own.
+_USUAL_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
 
 
 def chat_with_engine(config: EngineConfig, ask: Ask) -> int:
@@ -22,10 +26,10 @@ def chat_with_engine(config: EngineConfig, ask: Ask) -> int:
     one_shot_in_a_script = ask.question is not None and not console.is_terminal
     llm = load_async_llm(config, console, quiet=one_shot_in_a_script)
     backend = EngineBackend(llm)
-    if llm.info.is_builtin and not one_shot_in_a_script:
-        from llmc.guide import NOTICE
-
-        note(console, NOTICE, style="yellow")
+    if "temperature" not in llm.info.generation_defaults:
+        ask = dataclasses.replace(ask, settings={**_USUAL_SAMPLING, **ask.settings})
+    if not one_shot_in_a_script:
+        note(console, about_model(llm.info))
     if not backend.has_template:
         note(console, "This model has no chat template: it continues what you write.", "yellow")
     return asyncio.run(_chat(backend, ask, console))

@@ -117,6 +117,13 @@ def banner(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> Non
     console.print()
 
 
+def about_model(info: ModelInfo) -> str:
+    """A model's name, size and limits in a line."""
+    size = f"{info.weight_bytes / 2**20:,.0f} MiB of weights"
+    line = f"{info.name}: {size}, {info.dtype} on {info.device}, {info.max_model_len:,} tokens"
+    return f"{line}. Small: often wrong about facts" if info.is_default else line
+
+
 def model_rows(info: ModelInfo) -> list[tuple[str, str]]:
     """What a user wants to know of a loaded model."""
     concurrency = info.num_blocks / info.blocks_per_request

@@ -119,7 +119,7 @@ ENGINE_OPTIONS = (
         field="model",
         panel=MODEL_PANEL,
         metavar="MODEL",
-        help="Directory or hub id of the model. The built-in model when absent.",
+        help="Directory, GGUF file or hub id of the model. The default one when absent.",
     ),
     EngineOption(
         field="tokenizer",
@@ -397,7 +397,7 @@ def _flags(parameter: inspect.Parameter) -> list[str]:
 def _model_argument() -> inspect.Parameter:
     declared = typer.Argument(
         metavar="[MODEL]",
-        help="Directory or hub id of the model. The built-in model when absent.",
+        help="Directory, GGUF file or hub id of the model. The default one when absent.",
         show_default=False,
     )
     return inspect.Parameter(

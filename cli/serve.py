@@ -152,7 +152,7 @@ def command(
 ) -> None:
     """Serve a model over HTTP with the OpenAI API.
 
-    Without MODEL it serves the built-in one.
+    Without MODEL it serves the default one.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be from 0 to 65535, got {port}")

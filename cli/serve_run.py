@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from llmc.cli.console import banner, model_rows, note, phases, stderr_console
+from llmc.cli.console import about_model, banner, model_rows, note, phases, stderr_console
 from llmc.cli.loading import load_async_llm
 from llmc.config import EngineConfig
 from llmc.server.run import Companions, bind_socket, serve
@@ -68,10 +68,8 @@ def _serve(run: _Run, llm: AsyncLLM, sock: socket.socket, companions: Companions
         *model_rows(llm.info),
         ("API key", "required" if settings.api_keys else "none"),
     ]
-    if llm.info.is_builtin:
-        from llmc.guide import NOTICE
-
-        note(run.console, NOTICE, style="yellow")
+    if llm.info.is_default:
+        note(run.console, about_model(llm.info))
     _warn_if_open(run.console, settings)
     serve(
         app,

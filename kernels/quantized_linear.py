@@ -21,7 +21,7 @@ from torch import Tensor
 from llmc.kernels.registry import Case, op
 
 Format = Literal["int8", "int4", "fp8"]
-Part = Literal["weight", "scale", "zero"]
+Part = Literal["weight", "scale", "zero", "minimum"]
 FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")
 CHANNELS = 16  # of a block
 INPUTS = 32  # the depth is a multiple of this
@@ -38,21 +38,29 @@ def _shape(*, x: Tensor, weight: Tensor, **others: object) -> Tensor:
 
 @op(shape=_shape)
 def quantized_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    minimum: Tensor | None = None,
 ) -> Tensor:
     """x [..., K] -> x w^T + bias [..., N] in x's dtype, with w[n, k] = (q[n, k] - zero) * scale.
 
     weight [N / 16, lines, 64] is q in blocks: int8 and float8_e4m3fn hold K / 4 lines, uint8 (two
     values a byte) K / 8. scale [N / 16, K / group, 16]: float32, or for uint8 bfloat16; groups are
     multiples of 32. zero: uint8, like scale, for uint8 weights only; None stands for 8. bias [N].
+    minimum: float32, like scale, for int8 and uint8 without zero; then w = q * scale + minimum.
     Summed in float32 and rounded once.
     """
-    w = dequantize(weight, scale, zero)
+    w = dequantize(weight, scale, zero, minimum)
     y = F.linear(x.float(), w, None if bias is None else bias.float())
     return y.to(x.dtype)
 
 
-def dequantize(weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+def dequantize(
+    weight: Tensor, scale: Tensor, zero: Tensor | None = None, minimum: Tensor | None = None
+) -> Tensor:
     """The weight [N, K] in float32."""
     if weight.dtype == torch.uint8:
         q = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2)
@@ -60,6 +68,8 @@ def dequantize(weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> Ten
         q = weight
     values = _from_blocks(q, q.shape[-1] // CHANNELS).float()
     groups = _from_blocks(scale, 1)
+    if minimum is not None:
+        return values * _spread(groups, values) + _spread(_from_blocks(minimum, 1), values)
     if weight.dtype == torch.uint8:
         offset = torch.full_like(groups, _ZERO) if zero is None else _from_blocks(zero, 1)
         values = values - _spread(offset, values)
@@ -90,12 +100,14 @@ class Quantization:
     """How a weight is held. `group`: inputs that share a scale; 0: all of a channel.
 
     `wide_scale`: of int4, in float32 instead of bfloat16. `zero`: int4 with zero points.
+    `minimum`: integers with what stands for 0 in each group, in float32.
     """
 
     format: Format
     group: int = 0
     wide_scale: bool = False
     zero: bool = False
+    minimum: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,10 +121,11 @@ class Quantization:
     def dtypes(self) -> dict[Part, torch.dtype]:
         """Of the tensors that a weight becomes."""
         zero: dict[Part, torch.dtype] = {"zero": torch.uint8} if self.zero else {}
-        return {"weight": self.dtype, "scale": self.scale_dtype, **zero}
+        low: dict[Part, torch.dtype] = {"minimum": torch.float32} if self.minimum else {}
+        return {"weight": self.dtype, "scale": self.scale_dtype, **zero, **low}
 
     def shape(self, part: Part, channels: int, depth: int) -> tuple[int, int, int]:
-        """Of the quantized weight, of its scales or its zero points."""
+        """Of the quantized weight, of its scales, zero points or minimums."""
         blocks = channels // CHANNELS
         if part == "weight":
             return blocks, depth // (8 if self.format == "int4" else 4), CHANNELS * _LINE
@@ -185,3 +198,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         bias = torch.randn(n, generator=gen).to(device, dtype) if n % 48 == 0 else None
         x = torch.randn(*rows, k, generator=gen).to(device, dtype)
         yield x, weight.to(device), scale.to(device), zero, bias
+        if format != "fp8" and zero is None:
+            minimum = (
+                torch.randn(scale.shape, generator=gen).to(device) * scale.float().abs().mean()
+            )
+            yield x, weight.to(device), scale.float().to(device), None, bias, minimum

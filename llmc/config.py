@@ -36,7 +36,7 @@ def _one_of(name: str, value: str | None, choices: Sequence[str]) -> None:
 class EngineConfig:
     """Everything that decides how a model is loaded, compiled and scheduled.
 
-    `model` is None for the built-in one, a local directory, or a hub id. Sizes are in tokens,
+    `model` is None for the default one, a directory, a GGUF file, or a hub id. Sizes are in tokens,
     memory in bytes. A None is chosen at start and printed.
     """
 

@@ -41,8 +41,8 @@ Outcome = ActiveRequest | InvalidRequestError
 class LLM:
     """A model loaded for offline generation.
 
-    `model` is a local directory, a hub id, or None for the built-in model. Options are the fields
-    of EngineConfig: dtype, device, max_model_len, max_num_seqs, max_num_batched_tokens,
+    `model` is a local directory, a GGUF file, a hub id, or None for the default model. Options are
+    the fields of EngineConfig: dtype, device, max_model_len, max_num_seqs, max_num_batched_tokens,
     block_size, kv_cache_memory, opt_level, passes, seed, load_format and so on.
 
         with LLM("path/to/model") as llm:

@@ -52,7 +52,8 @@ def quantize_linears(
     Before:
         y = aten.linear(x, w, b)
     After:
-        y = llmc.quantized_linear(x, w in 4 or 8 bits, its scales, its zeros or None, b)
+        y = llmc.quantized_linear(x, w in 4 or 8 bits, its scales, its zeros or None, b,
+                                  its minimums)
     """
     held = dict(stored)
     if format is None and not held:
@@ -70,8 +71,9 @@ def quantize_linears(
             continue
         assert isinstance(weight, fx.Node)
         with graph.inserting_before(node):
-            parts = _low_bit(graph, weight, to, stored=is_stored)
-            fast = emit(graph, quantized_linear.overload, x, *parts, bias)
+            *parts, minimum = _low_bit(graph, weight, to, stored=is_stored)
+            last = (bias,) if minimum is None else (bias, minimum)
+            fast = emit(graph, quantized_linear.overload, x, *parts, *last)
         replace(node, fast)
     experts = sum("expert_linear" in str(n.target) for n in graph.nodes if n.op == "call_function")
     if experts and format is not None:
@@ -107,12 +109,12 @@ def _stored_form(weight: Any, held: Mapping[str, Quantization]) -> tuple[Quantiz
 def _low_bit(
     graph: fx.Graph, weight: fx.Node, to: Quantization, *, stored: bool
 ) -> list[fx.Node | None]:
-    """Placeholders of the quantized weight, of its scales and of its zeros, if it has some."""
+    """Placeholders of the quantized weight, its scales, its zeros and minimums, if it has any."""
     role = input_of(weight)
     assert isinstance(role, WeightInput)
     channels, depth = (int(n) for n in val(weight).shape)
     nodes: list[fx.Node | None] = []
-    parts: tuple[Part, ...] = ("weight", "scale", "zero")
+    parts: tuple[Part, ...] = ("weight", "scale", "zero", "minimum")
     for part in parts:
         if part not in to.dtypes:
             nodes.append(None)

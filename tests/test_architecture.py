@@ -50,7 +50,6 @@ MAY_IMPORT = {
         "llmc.kernels",
         "llmc.structured",
         "llmc.text",
-        "llmc.guide",
     ),
     "llmc.frontend": (*LEAVES, "llmc.engine", "llmc.startup", "llmc.text", "llmc.structured"),
     "llmc.processes": (
@@ -76,7 +75,6 @@ THIRD_PARTY = {  # name -> the only modules that may import it
         "llmc.runner",
         "llmc.weights",
         "llmc.startup",
-        "llmc.guide",
         "llmc.load_test",
         "llmc.inspect",
         "llmc.check",
@@ -89,7 +87,6 @@ THIRD_PARTY = {  # name -> the only modules that may import it
         "llmc.weights",
         "llmc.startup.model_files",
         "llmc.text",
-        "llmc.guide",
     ),
     "typer": ("llmc.cli",),
     "rich": ("llmc.cli", "llmc.frontend.progress"),  # the bar of LLM.generate
@@ -273,8 +270,6 @@ def test_no_model_family_is_named_in_the_code() -> None:
     """A new architecture must run on the day it appears, so no code may know one by name."""
     named = []
     for module in modules():
-        if under(module.name, "llmc.guide"):  # the manual and the built-in model's own script
-            continue
         for number, line in enumerate(module.path.read_text(encoding="utf-8").splitlines(), 1):
             if FAMILY.search(line):
                 named.append(f"{module.path.relative_to(ROOT)}:{number}: {line.strip()}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from real_model import MODEL_NAME, needs_model
 
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
-from llmc.guide import MODEL_NAME
 from llmc.startup.model_files import load_config, resolve_model
 
 
@@ -21,10 +21,11 @@ def test_a_local_model_is_called_like_its_directory(
     (model / "config.json").write_text("{}")
     monkeypatch.chdir(model)
     files = resolve_model(EngineConfig(model=spelling.format(model)))
-    assert files.name == "my-model" and not files.is_builtin
+    assert files.name == "my-model" and not files.is_default
 
 
-def test_the_built_in_model_has_a_name() -> None:
+@needs_model
+def test_the_default_model_has_a_name() -> None:
     assert resolve_model(EngineConfig()).name == MODEL_NAME
     assert resolve_model(EngineConfig(model=MODEL_NAME)).name == MODEL_NAME
 

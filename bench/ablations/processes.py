@@ -36,7 +36,7 @@ ROWS = (
         on="two processes",
         off="one",
         unit="tokens/s",
-        model="built-in",
+        model="default model",
         better="higher",
         measure=_processes,
     ),

@@ -70,7 +70,7 @@ def _chunked(bench: Bench) -> Figures:
 
 
 def _async(bench: Bench) -> Figures:
-    subject, rows = bench.guide, 8
+    subject, rows = bench.small, 8
     prompts = [subject.prompt(16) for _ in range(rows)]
     length = bench.size(200, 20)
 
@@ -137,7 +137,7 @@ def _swap(bench: Bench) -> Figures:
 
 
 def _priority(bench: Bench) -> Figures:
-    subject, rows = bench.guide, 4
+    subject, rows = bench.small, 4
     crowd = [subject.prompt(16) for _ in range(bench.size(24, 8))]
     urgent = [subject.prompt(16) for _ in range(4)]
     length = bench.size(64, 12)
@@ -193,7 +193,7 @@ def _speculation(bench: Bench) -> Figures:
     return Figures(on=figures.on, off=figures.off, note=note)
 
 
-LARGE, GUIDE = "0.6B shape, random weights", "built-in"
+LARGE, SMALL = "0.6B shape, random weights", "default model"
 ROWS = (
     Row(
         name="continuous",
@@ -220,7 +220,7 @@ ROWS = (
         on="two steps in flight",
         off="one",
         unit="ms a step",
-        model=GUIDE,
+        model=SMALL,
         measure=_async,
     ),
     Row(
@@ -266,7 +266,7 @@ ROWS = (
         on="urgent ones first",
         off="first come, first served",
         unit="ms",
-        model=GUIDE,
+        model=SMALL,
         measure=_priority,
     ),
 )

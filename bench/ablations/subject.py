@@ -191,9 +191,9 @@ class Bench:
         return tiny if self.is_tiny else full
 
     @property
-    def guide(self) -> Subject:
-        """The built-in model."""
-        return self._subject("guide", None)
+    def small(self) -> Subject:
+        """The default model."""
+        return self._subject("small", None)
 
     @property
     def large(self) -> Subject:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from bench.ablations.row import Figures, Row, in_turn
 from bench.ablations.subject import Bench
-from llmc.guide import model_path
+from llmc.config import EngineConfig
 from llmc.kernels.cpu.build import load
 from llmc.kernels.process_logits import process_logits
 from llmc.kernels.sample import sample
+from llmc.startup.model_files import resolve_model
 from llmc.text.detokenizer import Detokenizer
 from llmc.text.tokenizer import Tokenizer
 
@@ -23,7 +24,7 @@ Call = Callable[..., Tensor]
 
 
 def _detokenize(bench: Bench) -> Figures:
-    tokenizer = Tokenizer.load(model_path())
+    tokenizer = Tokenizer.load(resolve_model(EngineConfig()).path)
     sentence = tokenizer.encode("The scheduler lets requests in and blocks out, one at a time. ")
     count = bench.size(4000, 200)
     ids = (sentence * count)[:count]
@@ -126,7 +127,7 @@ ROWS = (
         on="a short window decoded for each token",
         off="the whole answer decoded for each token",
         unit="us a token",
-        model="built-in tokenizer",
+        model="default model's tokenizer",
         measure=_detokenize,
     ),
     Row(

@@ -39,7 +39,8 @@ void check_scales(const Tensor& weight, const Tensor& scale, const optional<Tens
 }
 
 LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& scale,
-                           const optional<Tensor>& zero, const optional<Tensor>& bias) {
+                     const optional<Tensor>& zero, const optional<Tensor>& bias,
+                     const optional<Tensor>& minimum) {
   TORCH_CHECK(weight.dim() == 3 && weight.size(2) == kLineBytes && weight.is_contiguous(),
               "weight must be a dense [N / 16, lines, 64], got ", weight.sizes());
   LowBitArgs a{};
@@ -59,6 +60,11 @@ LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& scale,
   a.scale_dtype = scale.scalar_type() == at::kFloat ? Dtype::f32 : Dtype::bf16;
   a.zero = zero ? zero->data_ptr<uint8_t>() : nullptr;
   a.bias = bias_data(bias, x, a.channels);
+  TORCH_CHECK(!minimum || (!zero && a.format != Format::fp8 && minimum->is_contiguous() &&
+                           minimum->scalar_type() == at::kFloat &&
+                           minimum->sizes() == scale.sizes()),
+              "minimum must be float32, like scale, and comes with integers without zero only");
+  a.minimum = minimum ? minimum->data_ptr<float>() : nullptr;
   a.threads = at::num_threads();
   return a;
 }
@@ -87,9 +93,10 @@ void by_stretches(const LowBitArgs& a, const Tensor& x, const optional<Tensor>& 
 }
 
 Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& scale,
-                        const optional<Tensor>& zero, const optional<Tensor>& bias) {
+                        const optional<Tensor>& zero, const optional<Tensor>& bias,
+                        const optional<Tensor>& minimum) {
   const Tensor input = x.contiguous();
-  LowBitArgs a = make_args(input, weight, scale, zero, bias);
+  LowBitArgs a = make_args(input, weight, scale, zero, bias, minimum);
   auto sizes = x.sizes().vec();
   sizes.back() = a.channels;
   Tensor out = at::empty(sizes, x.scalar_type());
@@ -98,7 +105,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
   const bool is_bf16 = a.dtype == Dtype::bf16;
   if (is_bf16 && a.rows > kFewRows && kernels->widens_weights())
     by_stretches(a, input, bias, out);
-  else if (is_bf16 && a.rows > kFewPairRows && kernels->has_pair_rows())
+  else if (is_bf16 && !a.minimum && a.rows > kFewPairRows && kernels->has_pair_rows())
     kernels->quantized_pair_rows(a);
   else
     kernels->quantized_linear(a);

@@ -69,12 +69,13 @@ void multiply(const LowBitArgs& a, const Input<Reader>& x, int64_t row, int64_t 
     const v16f scale = scale_of(a, block, group);
     const v16f zero =
         a.format == Format::int4 ? zero_of(a, block, group) : splat(Reader::kOffset);
+    const v16f minimum = minimum_of(a, block, group);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const Packed& part = x.packed[(row + m) * x.stretches + s];
       v16f all = Reader::total(sum[m][0]);
       for (int i = 1; i < kSums; ++i) all += Reader::total(sum[m][i]);
-      total[m] += scale * (all * part.scale - zero * part.sum);
+      total[m] += scale * (all * part.scale - zero * part.sum) + minimum * part.sum;
     }
   }
   for (int m = 0; m < M; ++m) write_block(a, row + m, block, total[m]);

@@ -23,6 +23,7 @@ struct LowBitArgs {
   const void* x;
   const uint8_t *weight, *zero;  // zero may be null, and so may bias
   const void *scale, *bias;
+  const float* minimum;  // may be null; of int8 and int4 without zero
   Dtype scale_dtype;
   void* out;  // [rows, channels] dense
   int64_t rows, depth, channels, group, x_stride;
@@ -62,11 +63,16 @@ LLMC_INLINE v16f scale_of(const LowBitArgs& a, int64_t block, int64_t group) {
 
 // The int4 value that stands for zero.
 LLMC_INLINE v16f zero_of(const LowBitArgs& a, int64_t block, int64_t group) {
-  if (!a.zero) return splat(8.0f);
+  if (!a.zero) return splat(a.minimum ? 0.0f : 8.0f);
   v16f zero = {};
   const uint8_t* from = a.zero + (block * a.groups() + group) * kChannels;
   for (int i = 0; i < kChannels; ++i) zero[i] = float(from[i]);
   return zero;
+}
+
+// What is added to all values of a group, once they are scaled.
+LLMC_INLINE v16f minimum_of(const LowBitArgs& a, int64_t block, int64_t group) {
+  return a.minimum ? load(a.minimum + (block * a.groups() + group) * kChannels) : v16f{};
 }
 
 // One row of a block's channels, finished but for the bias.

@@ -19,11 +19,12 @@ struct LowBit {
   void widen_block(int64_t block, int64_t k, int64_t depth, float* to) const {
     const uint8_t* line =
         a.weight + (block * a.lines() + k / Reader::kInputs) * kLineBytes;
-    v16f scale = {}, offset = {};
+    v16f scale = {}, offset = {}, minimum = {};
     for (int64_t i = 0; i < depth; i += Reader::kInputs, line += kLineBytes) {
       if (i == 0 || (k + i) % a.group == 0) {
         scale = scale_of(a, block, (k + i) / a.group);
         if (kFormat == Format::int4) offset = zero_of(a, block, (k + i) / a.group);
+        minimum = minimum_of(a, block, (k + i) / a.group);
       }
       __builtin_prefetch(line + 2048, 0, 2);
       v16u bytes;
@@ -32,7 +33,7 @@ struct LowBit {
       for (int step = 0; step < Reader::kSteps; ++step, to += matmul::kBlock) {
         v16f value = Reader::get(bytes, step);
         if (kFormat == Format::int4) value -= offset;
-        store(to, value * scale);
+        store(to, value * scale + minimum);
       }
     }
   }

@@ -29,7 +29,8 @@ void widen_block(const LowBitArgs& a, int64_t block, bf16* to) {
     if (k % a.group == 0) {
       scale = scale_of(a, block, k / a.group);
       offset = scale * (kFormat == Format::int4 ? zero_of(a, block, k / a.group)
-                                                : splat(Reader::kOffset));
+                                                : splat(Reader::kOffset)) -
+               minimum_of(a, block, k / a.group);
     }
     __m512i tile[16];
 #pragma GCC unroll 8

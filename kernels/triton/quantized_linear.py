@@ -39,13 +39,13 @@ def widen(words, shift, FORMAT: tl.constexpr):
 
 @triton.jit
 def low_bit_kernel(
-    x, words, scale, zero, bias, out, partial, rows, x_row,
+    x, words, scale, zero, minimum, bias, out, partial, rows, x_row,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, BIAS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """words [N / 16, K / PER, 16] int32; scale, zero [N / 16, K / GROUP, 16]."""
+    """words [N / 16, K / PER, 16] int32; scale, zero, minimum [N / 16, K / GROUP, 16]."""
     PER: tl.constexpr = 8 if FORMAT == "int4" else 4
     BITS: tl.constexpr = 32 // PER
     BLOCK_W: tl.constexpr = BLOCK_K // PER
@@ -74,7 +74,12 @@ def low_bit_kernel(
         if ZERO:
             offset = tl.load(zero + at, mask=known, other=0).to(tl.float32)
         else:
-            offset = tl.full([BLOCK_W, BLOCK_N], 8.0 if FORMAT == "int4" else 0.0, tl.float32)
+            middle: tl.constexpr = 8.0 if FORMAT == "int4" and not MINIMUM else 0.0
+            offset = tl.full([BLOCK_W, BLOCK_N], middle, tl.float32)
+        if MINIMUM:
+            least = tl.load(minimum + at, mask=known, other=0.0)
+        else:
+            least = tl.zeros([BLOCK_W, BLOCK_N], tl.float32)
         if DOT:
             k = k0 + tl.arange(0, BLOCK_K)
             a = tl.load(
@@ -84,7 +89,8 @@ def low_bit_kernel(
             )
             values = widen(q[:, None, :], j[None, :, None] * BITS, FORMAT)
             values -= offset[:, None, :]
-            b = tl.reshape(values * factor[:, None, :], [BLOCK_K, BLOCK_N]).to(a.dtype)
+            values = values * factor[:, None, :] + least[:, None, :]
+            b = tl.reshape(values, [BLOCK_K, BLOCK_N]).to(a.dtype)
             if UPCAST:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
@@ -96,7 +102,7 @@ def low_bit_kernel(
                 one = tl.load(x + w * PER + i, mask=w < K // PER, other=0.0).to(tl.float32)
                 sums += widen(q, i * BITS, FORMAT) * one[:, None]
                 inputs += one
-            acc += (sums - offset * inputs[:, None]) * factor
+            acc += (sums - offset * inputs[:, None]) * factor + least * inputs[:, None]
     y = acc if DOT else tl.sum(acc, axis=0)[None, :]
     known = (m < rows)[:, None] & inside[None, :]
     row = m.to(tl.int64)[:, None]
@@ -109,7 +115,12 @@ def low_bit_kernel(
 
 
 def plan(
-    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    minimum: Tensor | None = None,
 ) -> Plan[Tensor]:
     kind = _FORMATS[weight.dtype]
     per_word = 8 if kind == "int4" else 4
@@ -129,11 +140,13 @@ def plan(
         grid=(cdiv(rows, tiles.block_m), cdiv(channels, tiles.block_n), config.splits),
         args={
             "x": flat, "words": weight.view(torch.int32), "scale": scale, "zero": zero,
-            "bias": bias, "out": out, "partial": partial, "rows": rows, "x_row": flat.stride(0),
+            "minimum": minimum, "bias": bias, "out": out, "partial": partial, "rows": rows,
+            "x_row": flat.stride(0),
         },
         constants={
             "N": channels, "K": depth, "GROUP": depth // scale.shape[1],
-            **_tiles(config), "FORMAT": kind, "ZERO": zero is not None, "BIAS": bias is not None,
+            **_tiles(config), "FORMAT": kind, "ZERO": zero is not None,
+            "MINIMUM": minimum is not None, "BIAS": bias is not None,
             "DOT": rows > 1, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
             "UPCAST": needs_upcast(x.dtype), "PDL": pdl,
         },

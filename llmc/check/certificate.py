@@ -22,7 +22,7 @@ import llmc.kernels
 from llmc.check.bisect import Culprit
 from llmc.check.compare import LogitsDeviation, Tolerance
 from llmc.kernels.cpu.levels import cpu_model, pick_level
-from llmc.weights.checkpoint import open_checkpoint
+from llmc.weights.tensors import open_tensors, weight_files
 
 log = logging.getLogger(__name__)
 
@@ -194,11 +194,11 @@ def fingerprint(path: Path) -> str:
 
     Reads 16 pieces of 64 KiB a file, so it takes no longer for a large model.
     """
-    tensors = open_checkpoint(path)
+    tensors = open_tensors(path, None, torch.float32)
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tensors[name].shape}".encode())
-    for file in sorted(path.glob("*.safetensors")):
+    for file in weight_files(path):
         for piece in _samples(file):
             digest.update(piece)
     return digest.hexdigest()

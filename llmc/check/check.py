@@ -32,10 +32,10 @@ from llmc.passes.layers import find_layers
 from llmc.startup.load import untied_config
 from llmc.startup.start import OnPhase, PhaseClock
 from llmc.text.tokenizer import Tokenizer
-from llmc.weights.checkpoint import Readable, open_checkpoint
+from llmc.weights.checkpoint import Readable
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 from llmc.weights.parameters import describe_parameters
-from llmc.weights.quantized.stored_weights import dequantized
+from llmc.weights.tensors import open_tensors
 
 
 def find_certificate(config: EngineConfig) -> Certificate | None:
@@ -134,7 +134,7 @@ def cured_config(config: EngineConfig, certificate: Certificate) -> EngineConfig
 
 
 def _open(identity: Identity) -> dict[str, Readable]:
-    return dequantized(open_checkpoint(identity.files.path), identity.stored, identity.dtype)
+    return open_tensors(identity.files.path, identity.stored, identity.dtype)
 
 
 def _subject(

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from llmc.check.tokens import TokenSequence
 from llmc.errors import CheckpointError
-from llmc.weights.checkpoint import open_checkpoint
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 from llmc.weights.quantized.quantization_config import StoredQuantization
-from llmc.weights.quantized.stored_weights import dequantized
+from llmc.weights.tensors import is_gguf, open_tensors
 
 _FLOAT32_SHARE = 0.8  # of free memory that a float32 copy may take
 
@@ -70,9 +69,9 @@ def run_reference(
     if dummy_seed is not None:
         module = _make(hf_config, dtype, trust_remote_code)
         _fill(DummyWeights(dummy_seed), dict(module.named_parameters()))
-    elif stored is not None:
+    elif stored is not None or is_gguf(path):
         module = _make(hf_config, dtype, trust_remote_code)
-        weights = dequantized(open_checkpoint(path), stored, dtype)
+        weights = open_tensors(path, stored, dtype)
         _fill(CheckpointWeights(module, weights), module.state_dict())
     else:
         module = _load(path, copy.deepcopy(hf_config), dtype, trust_remote_code)

@@ -123,13 +123,12 @@ def tensors_of(
     """Opens the checkpoint, reads no weight; those stored quantized will be read in `dtype`."""
 
     @functools.cache
-    def open_tensors() -> Mapping[str, Readable]:
-        from llmc.weights.checkpoint import open_checkpoint
-        from llmc.weights.quantized.stored_weights import dequantized
+    def opened() -> Mapping[str, Readable]:
+        from llmc.weights.tensors import open_tensors
 
-        return dequantized(open_checkpoint(files.path), stored, dtype)
+        return open_tensors(files.path, stored, dtype)
 
-    return open_tensors
+    return opened
 
 
 def held_forms(
@@ -138,7 +137,7 @@ def held_forms(
     open_tensors: Callable[[], Mapping[str, Readable]],
 ) -> Held:
     """Weights that may stay in their stored form, which is exact."""
-    if stored is None or config.quantization == "none" or config.load_format == "dummy":
+    if config.quantization == "none" or config.load_format == "dummy":
         return ()
     from llmc.weights.quantized.kept_quantized import held_weights
 
@@ -233,7 +232,7 @@ def load_model(source: ModelSource, program: Program) -> LoadedModel:
         weights = DummyWeights(source.config.seed)
     else:
         tensors = source.open_tensors()
-        if source.stored is not None and source.config.quantization is None:
+        if source.config.quantization is None:
             tell_widened(tensors, (role for _, role in program.weight_inputs()))
         weights = open_weights(program, tensors)
     return LoadedModel(source=source, program=program, weights=load_weights(program, weights))

@@ -1,4 +1,4 @@
-"""A model's name -> a directory with its files: the built-in model, a local path, or a hub id."""
+"""A model's name -> a directory with its files: the default model, a local path, or a hub id."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 from llmc.compiler.rotary import choose_frequencies
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, reason_of
+from llmc.startup.default_model import default_model, default_model_path
+from llmc.startup.gguf_files import model_directory
+from llmc.weights.gguf.reader import first_part
 from llmc.weights.quantized.quantization_config import (
     QUANTIZATION_KEYS,
     StoredQuantization,
@@ -30,7 +33,7 @@ class ModelFiles:
 
     name: str
     path: Path
-    is_builtin: bool
+    is_default: bool
 
     @property
     def has_tokenizer(self) -> bool:
@@ -40,29 +43,40 @@ class ModelFiles:
 
 def resolve_model(config: EngineConfig) -> ModelFiles:
     """Raise CheckpointError where nothing usable stands under the name."""
-    if config.model is None:
-        from llmc.guide import MODEL_NAME, model_path
-
-        return ModelFiles(name=MODEL_NAME, path=model_path(), is_builtin=True)
-    from llmc.guide import MODEL_NAME, model_path
-
-    if config.model == MODEL_NAME:
-        return ModelFiles(name=MODEL_NAME, path=model_path(), is_builtin=True)
+    if config.model in (None, default_model().name):
+        chosen = default_model()
+        path = model_directory(default_model_path(), chosen.sampling)
+        return ModelFiles(name=chosen.name, path=path, is_default=True)
+    assert config.model is not None
     path = Path(config.model).expanduser()
     if config.model and path.exists():  # "" would be the current directory
         name = path.resolve().name or config.model  # the root directory has no name
-        return ModelFiles(name=name, path=_checked(path), is_builtin=False)
+        gguf = _gguf_in(path)
+        if gguf is not None:
+            return ModelFiles(
+                name=name.removesuffix(".gguf"), path=model_directory(gguf), is_default=False
+            )
+        return ModelFiles(name=name, path=_checked(path), is_default=False)
     if not _HUB_ID.match(config.model) or config.model.startswith((".", "~", "/")):
         raise CheckpointError(
             f"no model at {config.model!r}: give a directory with config.json and safetensors, "
-            "a hub id like `owner/name`, or no model for the built-in one"
+            "a .gguf file, a hub id like `owner/name`, or no model for the default one"
         )
-    return ModelFiles(name=config.model, path=_checked(_download(config)), is_builtin=False)
+    return ModelFiles(name=config.model, path=_checked(_download(config)), is_default=False)
+
+
+def _gguf_in(path: Path) -> Path | None:
+    """A GGUF file, or that of a directory which has no other weights."""
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    return None if any(path.glob("*.safetensors")) else first_part(path)
 
 
 def _checked(path: Path) -> Path:
     if path.is_file():
-        raise CheckpointError(f"{str(path)!r} is a file; give the directory that holds config.json")
+        raise CheckpointError(
+            f"{str(path)!r} is a file; give a .gguf file, or the directory that holds config.json"
+        )
     if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
         raise CheckpointError(
             f"{str(path)!r} holds an adapter, not a model; merge it into the model it was made for"

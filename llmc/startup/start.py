@@ -55,7 +55,7 @@ class ModelInfo:
     weight_bytes: int
     kv_bytes_per_token: int
     state_bytes_per_request: int  # of recurrent layers; 0 for a model that only attends
-    is_builtin: bool
+    is_default: bool
     opt_level: int
     pass_reports: tuple[str, ...] = ()
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
@@ -216,7 +216,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         weight_bytes=model.weight_bytes,
         kv_bytes_per_token=program.kv_bytes_per_token,
         state_bytes_per_request=state_bytes,
-        is_builtin=source.files.is_builtin,
+        is_default=source.files.is_default,
         opt_level=level,
         pass_reports=tuple(str(r) for r in program.reports),
         generation_defaults=sampling_defaults(source.files),

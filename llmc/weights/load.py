@@ -21,6 +21,7 @@ from llmc.kernels.cpu.pages import empty_in_huge_pages
 from llmc.kernels.quantized_linear import CHANNELS, Part, Quantization, quantize
 from llmc.passes.inputs import WeightInput
 from llmc.weights.checkpoint import Readable, staging
+from llmc.weights.gguf.tensors import GgufTensor
 from llmc.weights.parameters import Parameters, describe_parameters
 from llmc.weights.quantized.kept_quantized import blocks_of
 from llmc.weights.quantized.quantized_tensor import QuantizedTensor
@@ -237,6 +238,9 @@ def _reader(stored: Readable) -> Callable[[], Tensor]:
 
 
 def _copy(stored: Readable, out: Tensor) -> None:
+    if isinstance(stored, GgufTensor) and tuple(out.shape) == stored.shape:
+        stored.read(out)  # piece by piece, whatever its dtype
+        return
     straight = stored.dtype == out.dtype and out.is_contiguous() and out.device.type == "cpu"
     if straight and tuple(out.shape) == stored.shape:
         stored.read(out)
@@ -245,7 +249,7 @@ def _copy(stored: Readable, out: Tensor) -> None:
 
 
 def _blocks(stored: Readable | None, name: str, to: Quantization) -> dict[Part, Tensor]:
-    if not isinstance(stored, QuantizedTensor):
+    if not isinstance(stored, QuantizedTensor | GgufTensor):
         raise CheckpointError(f"the checkpoint has no quantized tensors for {name}")
     return blocks_of(stored, to)
 

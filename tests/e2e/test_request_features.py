@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tiny_chat import tiny_chat_model
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
@@ -46,7 +47,12 @@ TEXT = "A pass is a function from graph to graph, and the graph"
 
 
 CONFIG = EngineConfig(
-    opt_level=0, dtype="float32", max_num_seqs=12, max_model_len=512, async_scheduling=True
+    model=str(tiny_chat_model()),
+    opt_level=0,
+    dtype="float32",
+    max_num_seqs=12,
+    max_model_len=512,
+    async_scheduling=True,
 )
 
 

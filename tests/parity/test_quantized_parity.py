@@ -1,4 +1,4 @@
-"""A quantized model is near what it was made of: logits of a tiny one, text of the built-in one."""
+"""A quantized model is near what it was made of: logits of a tiny one, text of the default one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny_engine
 import torch
+from real_model import needs_model
 from shared_captures import shared_captures
 from tiny_models import (
     continue_greedily,
@@ -62,15 +63,16 @@ def test_the_quantized_weights_are_computed_with_exactly(checkpoint: Path, forma
     assert 0 < error < MAX_ERROR[format]
 
 
+@needs_model
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_built_in_model_still_knows_its_manual(format: Format) -> None:
+def test_the_default_model_still_knows_a_fact(format: Format) -> None:
     with shared_captures():
         llm = LLM(quantization=format, max_model_len=512, opt_level=0)
     (answer,) = llm.chat(
-        [{"role": "user", "content": "what is llmc"}],
+        [{"role": "user", "content": "What is the capital of France?"}],
         SamplingParams(temperature=0.0, max_tokens=40),
     )
-    assert "serves" in answer.outputs[0].text and "Hugging Face" in answer.outputs[0].text
+    assert "Paris" in answer.outputs[0].text
 
 
 def test_an_unknown_format_is_refused() -> None:

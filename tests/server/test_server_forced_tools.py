@@ -1,4 +1,4 @@
-"""The built-in model, told that it must call: its answers are calls that fit the schemas."""
+"""A model, told that it must call: its answers are calls that fit the schemas."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from builtin_engine import start_builtin
 from live_server import Live, live_server
+from tiny_chat import start_tiny_chat
 from tool_templates import STYLES, TOOLS
 
 CHAT = "/v1/chat/completions"
@@ -29,7 +29,7 @@ SAY = {
     "seed": 3,
 }
 NAMED = {"type": "function", "function": {"name": "weather"}}
-# The built-in model has two special tokens of its own, which mark the calls here.
+# The model has two special tokens of its own, which mark the calls here.
 MARKED = (
     STYLES["name then json"]
     .template.replace("<|call|>", "<|im_start|>")
@@ -44,7 +44,7 @@ TEMPLATES = {
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Live]:
-    model = start_builtin(max_model_len=1024, max_num_seqs=4)
+    model = start_tiny_chat(max_model_len=1024, max_num_seqs=4)
     with live_server(over=model) as live:  # type: ignore[arg-type]
         yield live
 

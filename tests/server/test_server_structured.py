@@ -1,4 +1,4 @@
-"""Over HTTP, with the built-in model: grammars of every spelling, bad words, scored prompts."""
+"""Over HTTP, with a tiny model: grammars of every spelling, bad words, scored prompts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from builtin_engine import start_builtin
 from live_server import Live, live_server
+from tiny_chat import start_tiny_chat
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA = {
@@ -50,7 +50,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Live]:
-    model = start_builtin(
+    model = start_tiny_chat(
         max_model_len=512, max_num_seqs=8, async_scheduling=True, scheduling_policy="priority"
     )
     with live_server(over=model) as live:

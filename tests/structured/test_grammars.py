@@ -1,4 +1,4 @@
-"""Matchers over the built-in model's tokenizer: masks, ends, errors; and the trial process."""
+"""Matchers over a tokenizer: masks, ends, errors; and the trial process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_chat import tiny_chat_model
 
-from llmc.config import EngineConfig
 from llmc.errors import InvalidRequestError
-from llmc.startup.model_files import resolve_model
 from llmc.structured.grammars import GrammarError, Grammars, Matcher
 from llmc.structured.trial import Trial, TrialSetup
 from llmc.structured_outputs import StructuredOutputs
 from llmc.text.tokenizer import Tokenizer
 
-PATH = resolve_model(EngineConfig()).path
+PATH = tiny_chat_model()
 TOKENIZER = Tokenizer.load(PATH)
 EOS = TOKENIZER.hf.eos_token_id
 VOCAB = TOKENIZER.size + 40  # logits are often wider than the vocabulary

@@ -154,7 +154,7 @@ class ScriptedInfo:
     blocks_per_request: int = 16
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
-    is_builtin: bool = False
+    is_default: bool = False
     generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
 

@@ -53,7 +53,7 @@ def model_info() -> ModelInfo:
         "block_size": BLOCK_SIZE,
         "pool_tokens": NUM_BLOCKS * BLOCK_SIZE,
         "blocks_per_request": NUM_BLOCKS,
-        "is_builtin": False,
+        "is_default": False,
         "generation_defaults": {"temperature": 0.5},
     }
     return ModelInfo(**{**dict.fromkeys(required, 0), **known})

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from llmc.kernels.quantized_linear import (
 )
 from llmc.passes.inputs import WeightInput
 from llmc.weights.checkpoint import Readable
+from llmc.weights.gguf.tensors import GgufTensor
 from llmc.weights.quantized.config_fields import ALL
 from llmc.weights.quantized.quantization_config import StoredQuantization, WeightScheme
 from llmc.weights.quantized.quantized_tensor import QuantizedTensor
@@ -38,26 +40,39 @@ _MIDDLE = 8  # the int4 value that stands for 0 without zero points
 
 def held_weights(tensors: Mapping[str, Readable]) -> Held:
     """Of a checkpoint's weights those that can stay as they are stored."""
-    forms = ((n, _held(t)) for n, t in sorted(tensors.items()) if isinstance(t, QuantizedTensor))
+    forms = ((name, _held(tensor)) for name, tensor in sorted(tensors.items()))
     return tuple((name, to) for name, to in forms if to is not None)
 
 
 def tell_widened(tensors: Mapping[str, Readable], roles: Iterable[WeightInput]) -> None:
     """Log which of a checkpoint's quantized weights take the memory of the model's dtype."""
-    quantized = {n: t.dtype for n, t in tensors.items() if isinstance(t, QuantizedTensor)}
+    quantized = {n: t for n, t in tensors.items() if _is_quantized(t)}
     held = {p for role in roles if role.quantized and role.quantized.stored for p in role.parts}
     if wide := sorted(quantized.keys() - held):
+        dtype = quantized[wide[0]].dtype
+        values = sum(math.prod(quantized[name].shape) for name in wide)
         log.info(
-            "%d of %d weights that are stored quantized are widened to %s, for no op takes them "
-            "as they are: %s",
+            "%d of %d weights that are stored quantized are widened to %s (%d MiB), for no op "
+            "takes them as they are: %s",
             len(wide),
             len(quantized),
-            str(quantized[wide[0]]).removeprefix("torch."),
+            str(dtype).removeprefix("torch."),
+            values * dtype.itemsize >> 20,
             ", ".join(wide[:3]),
         )
 
 
-def _held(tensor: QuantizedTensor) -> Quantization | None:
+def _is_quantized(tensor: Readable) -> bool:
+    if isinstance(tensor, GgufTensor):
+        return tensor.is_quantized
+    return isinstance(tensor, QuantizedTensor)
+
+
+def _held(tensor: Readable) -> Quantization | None:
+    if isinstance(tensor, GgufTensor):
+        return tensor.kept_as()
+    if not isinstance(tensor, QuantizedTensor):
+        return None
     if tensor.transposed or len(tensor.shape) != 2 or tensor.weight.dtype == torch.float8_e5m2:
         return None
     to = held_as(tensor.scheme, tensor.block, tensor.shape, tensor.scale.dtype)
@@ -110,8 +125,10 @@ def held_as(
     )
 
 
-def blocks_of(tensor: QuantizedTensor, to: Quantization) -> dict[Part, Tensor]:
+def blocks_of(tensor: QuantizedTensor | GgufTensor, to: Quantization) -> dict[Part, Tensor]:
     """What `quantized_linear` takes, made of the stored bits."""
+    if isinstance(tensor, GgufTensor):
+        return tensor.blocks(to)
     low = tensor.low_bits()
     channels, depth = low.q.shape
     q, zero = low.q, low.zero

@@ -1,19 +1,17 @@
-"""Speculation as a user switches it on: the built-in model's answers stay what they were."""
+"""Speculation as a user switches it on: the default model's answers stay what they were."""
 
 from __future__ import annotations
 
 import pytest
+from real_model import needs_model
 
 from llmc import LLM, SamplingParams
-from llmc.guide import model_path
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.skipif(
-        not (model_path() / "config.json").is_file(), reason="the built-in model is not trained yet"
-    ),
+    needs_model,
 ]
-PROMPTS = ["How do I install llmc? " * 4, "What is a block? What is a block? What is", "Hello"]
+PROMPTS = ["The cat sat on the mat. " * 4, "What is a block? What is a block? What is", "Hello"]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=1),
     SamplingParams(temperature=0.7, seed=3, max_tokens=48, ignore_eos=True),
@@ -21,7 +19,7 @@ PARAMS = [
 ]
 
 
-def test_answers_of_the_built_in_model_stay_the_same() -> None:
+def test_answers_of_the_default_model_stay_the_same() -> None:
     answers = []
     for speculative_config in (None, {"method": "ngram", "prompt_lookup_min": 1}):
         with LLM(

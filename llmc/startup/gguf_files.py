@@ -1,0 +1,75 @@
+"""A GGUF file -> a directory with the files that a model has beside its weights.
+
+config.json, the tokenizer's files and generation_config.json are made of the metadata once and kept
+in the cache; gguf.json there says where the weights lie. So everything that takes a model's
+directory takes a GGUF file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from llmc.errors import CheckpointError
+from llmc.kernels.cpu.build import cache_dir
+from llmc.weights.gguf.model import INDEX, write_index
+
+_LAYOUT = 1  # of the directory: one made by another version is not used
+
+
+def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> Path:
+    """Of a file, or the first of several. `sampling`: parameters where the file has none.
+
+    Raises CheckpointError for a file that can't be read or served.
+    """
+    path = path.resolve()
+    made = cache_dir() / "gguf" / _key(path, sampling or {})
+    if (made / INDEX).is_file():
+        return made
+    from llmc.text.gguf_tokenizer import write_tokenizer
+    from llmc.weights.gguf.config import generation_config, parsed, read_config
+    from llmc.weights.gguf.names import map_parameters
+    from llmc.weights.gguf.reader import read_header
+
+    header = read_header(path)
+    config, fields = read_config(header)
+    hf_config = parsed(config)
+    parameters = map_parameters(header, hf_config, fields)
+    made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=made.parent))
+    try:
+        hf_config.save_pretrained(folder)
+        settings = {**(sampling or {}), **generation_config(header)}
+        (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        try:
+            write_tokenizer(header.metadata, folder)
+        except CheckpointError as e:
+            raise CheckpointError(f"{path.name}: {e}") from e
+        write_index(folder, header, parameters, fields)
+        try:
+            os.rename(folder, made)
+        except OSError:  # another process was as fast
+            if not (made / INDEX).is_file():
+                raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return made
+
+
+def _key(path: Path, sampling: Mapping[str, Any]) -> str:
+    """Of the file as it is now: one that is replaced gets another directory."""
+    try:
+        parts = sorted(path.parent.glob("*.gguf")) if "-of-" in path.name else [path]
+        stats = [(str(p), (s := p.stat()).st_size, s.st_mtime_ns, s.st_ino) for p in parts]
+    except OSError as e:
+        raise CheckpointError(f"{path.name} can't be read: {e}") from e
+    packages = [version(name) for name in ("transformers", "gguf", "tokenizers", "llmc-engine")]
+    told = json.dumps([_LAYOUT, str(path), stats, packages, dict(sampling)])
+    return hashlib.sha256(told.encode()).hexdigest()[:32]

@@ -1,0 +1,262 @@
+"""The tokenizer that a GGUF file describes -> the files that transformers' tokenizers load.
+
+Vocabularies are of three kinds: byte-level BPE ("gpt2"), SentencePiece BPE ("llama") and unigram
+("t5"). How text is split before BPE is a rule of its own, which a file only names
+(`tokenizer.ggml.pre`): gguf_splits.json has the rules as llama.cpp does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from llmc.errors import CheckpointError, reason_of
+
+log = logging.getLogger(__name__)
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
+_SPACE = "\u2581"
+_TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+
+
+@cache
+def _rules() -> Mapping[str, Any]:
+    text = files(__package__).joinpath("gguf_splits.json").read_text(encoding="utf-8")
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> bool:
+    """False where the file has none. CheckpointError for one that can't be used."""
+    from transformers import PreTrainedTokenizerFast
+
+    source = _Vocabulary(metadata)
+    if source.kind in ("", "none", "no_vocab"):
+        return False
+    template = source.template()
+    try:
+        backend = source.build()
+        special = {
+            f"{name}_token": source.token(key)
+            for name, key in (
+                ("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")
+            )
+        }  # fmt: skip
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend, clean_up_tokenization_spaces=False, **special
+        )
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+    except CheckpointError:
+        raise
+    except Exception as e:  # tokenizers raises bare Exception
+        raise CheckpointError(f"the file's tokenizer can't be used: {reason_of(e)}") from e
+    return True
+
+
+class _Vocabulary:
+    """`tokenizer.ggml.*`, each field checked where it is asked for."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._data = metadata
+        kind = self._get("model", "")
+        self.kind = _rules()["kinds"].get(kind, str(kind))
+
+    def _get(self, key: str, default: Any = None) -> Any:
+        return self._data.get(f"tokenizer.ggml.{key}", default)
+
+    def _list(self, key: str, kind: type | tuple[type, ...]) -> list[Any]:
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(isinstance(v, kind) for v in value):
+            raise CheckpointError(f"tokenizer.ggml.{key} is no list of the right kind")
+        return value
+
+    @property
+    def tokens(self) -> list[str]:
+        return self._list("tokens", str)
+
+    def token(self, key: str) -> str | None:
+        """The text of a special token."""
+        number, tokens = self._get(f"{key}_token_id"), self.tokens
+        if number is None:
+            return None
+        if type(number) is not int or not 0 <= number < len(tokens):
+            raise CheckpointError(
+                f"tokenizer.ggml.{key}_token_id is {number!r}, of {len(tokens)} tokens"
+            )
+        return tokens[number]
+
+    def template(self) -> str | None:
+        """The chat template, if it can be one."""
+        from jinja2 import Environment, TemplateSyntaxError
+
+        template = self._data.get("tokenizer.chat_template")
+        if template is None:
+            return None
+        if not isinstance(template, str) or "\0" in template:
+            raise CheckpointError("tokenizer.chat_template is no text")
+        try:
+            # read, not run; transformers has one tag more, which marks what an assistant says
+            Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TAG.sub("", template))
+        except (TemplateSyntaxError, RecursionError) as e:
+            raise CheckpointError(
+                f"tokenizer.chat_template is no Jinja template: {reason_of(e)}"
+            ) from e
+        return template
+
+    def build(self) -> Any:
+        """The Rust tokenizer."""
+        makers = {"gpt2": self._byte_level, "llama": self._sentencepiece, "t5": self._unigram}
+        if self.kind not in makers:
+            raise CheckpointError(
+                f"the file's tokenizer is of kind {self.kind!r}, of which llmc reads "
+                f"{', '.join(makers)}; give another with --tokenizer DIR"
+            )
+        tokens = self.tokens
+        if not tokens or len(set(tokens)) != len(tokens):
+            raise CheckpointError("tokenizer.ggml.tokens is empty or has a token twice")
+        backend, adds_bos = makers[self.kind]()
+        self._add_special(backend)
+        self._add_ends(backend, adds_bos)
+        return backend
+
+    def _byte_level(self) -> tuple[Any, bool]:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+        rule = self._get("pre", "default")
+        split = _rules()["splits"].get(rule)
+        if split is None:
+            log.warning("unknown rule %r of splitting text: the common one is used", rule)
+            split = _rules()["splits"]["default"]
+        splits = [
+            pre_tokenizers.Split(Regex(_rules()["patterns"].get(p, p)), behavior="isolated")
+            for p in split["patterns"]
+        ]
+        merges = [self._pair(m) for m in self._list("merges", str)]
+        backend = Tokenizer(
+            models.BPE(
+                vocab={token: i for i, token in enumerate(self.tokens)},
+                merges=merges,
+                ignore_merges=split.get("whole_words", False),
+            )
+        )
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+        backend.decoder = decoders.ByteLevel()
+        return backend, split.get("adds_bos", False)
+
+    def _pair(self, merge: str) -> tuple[str, str]:
+        left, _, right = merge.partition(" ") if merge[:1] != " " else merge[1:].partition(" ")
+        return left, right
+
+    def _sentencepiece(self) -> tuple[Any, bool]:
+        from tokenizers import Tokenizer, decoders, models, normalizers
+
+        tokens = self._respelled()
+        vocab = {token: i for i, token in enumerate(tokens)}
+        merges = self._list("merges", str)
+        backend = Tokenizer(
+            models.BPE(
+                vocab=vocab,
+                merges=[self._pair(m) for m in merges] or list(self._implied(vocab)),
+                unk_token=self._unknown(tokens),
+                fuse_unk=True,
+                byte_fallback=True,
+            )
+        )
+        blank = normalizers.Replace(" ", _SPACE)
+        prefixed = bool(self._get("add_space_prefix", True))
+        begin = [normalizers.Prepend(_SPACE)] if prefixed else []
+        backend.normalizer = normalizers.Sequence([*begin, blank])
+        strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+        return backend, True
+
+    def _respelled(self) -> list[str]:
+        """Some vocabularies spell runs of spaces as they are, where text has the mark instead."""
+        known = set(self.tokens)
+        marks = (_SPACE * len(t) if t and not t.strip(" ") else t for t in self.tokens)
+        return [m if m not in known else t for m, t in zip(marks, self.tokens, strict=True)]
+
+    def _implied(self, vocab: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+        """Merges in the order of the scores of what they make; equal ones by their ids."""
+        scores = self._list("scores", (int, float))
+        if len(scores) != len(vocab):
+            raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} of {len(vocab)} scores")
+        if self._data.get("general.architecture") in _rules()["merged_by_id"]:
+            scores = [-i for i in range(len(vocab))]
+        found = []
+        for token, i in vocab.items():
+            for at in range(1, len(token)):
+                left, right = token[:at], token[at:]
+                if left in vocab and right in vocab:
+                    found.append((-scores[i], i, vocab[left], vocab[right], left, right))
+        found.sort()
+        return ((left, right) for *_, left, right in found)
+
+    def _unknown(self, tokens: list[str]) -> str | None:
+        named = self.token("unknown")
+        pairs = zip(tokens, self._get("token_type", []), strict=False)
+        return named or next((token for token, kind in pairs if kind == _UNKNOWN), None)
+
+    def _unigram(self) -> tuple[Any, bool]:
+        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+        tokens, scores = self.tokens, self._list("scores", (int, float))
+        if len(scores) != len(tokens):
+            raise CheckpointError(
+                f"tokenizer.ggml.scores has {len(scores)} of {len(tokens)} scores"
+            )
+        unknown = self._unknown(tokens)
+        backend = Tokenizer(
+            models.Unigram(
+                list(zip(tokens, scores, strict=True)),
+                unk_id=tokens.index(unknown) if unknown in tokens else None,
+                byte_fallback="<0x00>" in tokens,
+            )
+        )
+        charsmap = self._get("precompiled_charsmap")
+        if charsmap:
+            backend.normalizer = normalizers.Precompiled(bytes(b & 255 for b in charsmap))
+        scheme = "always" if self._get("add_space_prefix", True) else "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme)
+        backend.decoder = decoders.Metaspace(_SPACE, prepend_scheme=scheme)
+        return backend, False
+
+    def _add_special(self, backend: Any) -> None:
+        """Control tokens are special; those of users stay whole too."""
+        from tokenizers import AddedToken
+
+        kinds = self._list("token_type", int)
+        if kinds and len(kinds) != len(self.tokens):
+            raise CheckpointError("tokenizer.ggml.token_type has not one entry a token")
+        for token, kind in zip(self.tokens, kinds, strict=False):
+            if kind == _CONTROL:
+                backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+            elif kind == _USER_DEFINED:
+                backend.add_tokens([AddedToken(token, normalized=False, special=False)])
+
+    def _add_ends(self, backend: Any, adds_bos: bool) -> None:
+        """Tokens that stand before and behind every prompt."""
+        from tokenizers import processors
+
+        first = self.token("bos") if self._get("add_bos_token", adds_bos) else None
+        last = self.token("eos") if self._get("add_eos_token", False) else None
+        named = [t for t in (first, last) if t is not None]
+        if not named:
+            if self.kind == "gpt2":
+                backend.post_processor = processors.ByteLevel(trim_offsets=False)
+            return
+        template = [*([first] if first else []), "$A", *([last] if last else [])]
+        backend.post_processor = processors.TemplateProcessing(
+            single=template,
+            special_tokens=[(t, backend.token_to_id(t)) for t in dict.fromkeys(named)],
+        )

@@ -1,0 +1,1 @@
+"""GGUF files: what their header says, and their tensors as a model's parameters."""

@@ -1,0 +1,81 @@
+"""The weights of a GGUF model, by an index that was made of its header once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGMLQuantizationType
+
+from llmc.errors import CheckpointError
+from llmc.weights.gguf.names import ParameterMap, processor_of
+from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo
+from llmc.weights.gguf.tensors import GgufTensor, Undo
+
+INDEX = "gguf.json"  # in a directory beside config.json
+
+
+def write_index(
+    folder: Path, header: GgufHeader, parameters: ParameterMap, fields: Mapping[str, Any]
+) -> None:
+    files = {file: i for i, file in enumerate(header.files)}
+    index = {
+        "architecture": header.architecture,
+        "fields": dict(fields),
+        "files": [[str(file), file.stat().st_size] for file in header.files],
+        "names": dict(parameters.names),
+        "parameters": {
+            name: {
+                "shape": parameters.shapes[name],
+                "parts": [
+                    [t.name, files[t.file], t.shape, int(t.type), t.offset, t.num_bytes]
+                    for t in (header.tensors[p] for p in parts)
+                ],
+            }
+            for name, parts in parameters.parts.items()
+        },
+    }
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def open_gguf(folder: Path) -> dict[str, GgufTensor]:
+    """The parameters of an index. CheckpointError where a file is not what it was."""
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        files = [Path(file) for file, _ in index["files"]]
+        for file, (_, size) in zip(files, index["files"], strict=True):
+            if not file.is_file() or file.stat().st_size != size:
+                raise CheckpointError(f"{file.name} has changed or is gone; start again")
+        undo = Undo(
+            processor=processor_of(index["architecture"], index["fields"]), names=index["names"]
+        )
+        return {
+            name: GgufTensor(
+                name=name,
+                shape=tuple(entry["shape"]),
+                dtype=torch.float32,
+                parts=tuple(
+                    GgufTensorInfo(
+                        name=part,
+                        file=files[number],
+                        shape=tuple(shape),
+                        type=GGMLQuantizationType(kind),
+                        offset=offset,
+                        num_bytes=num_bytes,
+                    )
+                    for part, number, shape, kind, offset, num_bytes in entry["parts"]
+                ),
+                undo=undo,
+            )
+            for name, entry in index["parameters"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
+        raise CheckpointError(f"{INDEX} in the cache can't be read: {str(e)[:200]}") from e
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Where the weights of an index lie."""
+    return [Path(file) for file, _ in json.loads((folder / INDEX).read_text("utf-8"))["files"]]

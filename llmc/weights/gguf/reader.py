@@ -1,0 +1,254 @@
+"""The header of a GGUF file: its metadata, and where its tensors lie.
+
+Nothing is believed: every length is held against the bytes that the file has left before anything
+is read or allocated by it. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from llmc.errors import CheckpointError
+
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_SCALARS = {  # type -> (struct format, bytes)
+    0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4), 5: ("i", 4),
+    6: ("f", 4), 7: ("?", 1), 10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
+}  # fmt: skip
+_MOST_DIMS = 4
+_LONGEST_NAME = 65535  # of a key or a tensor; the format's own limit of a key
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufTensorInfo:
+    """One tensor. `shape` in torch's order; `offset` in bytes from the start of `file`."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufHeader:
+    """Of all files of a model: `files` are several where it is split."""
+
+    files: tuple[Path, ...]
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensorInfo]
+
+    @property
+    def architecture(self) -> str:
+        name = self.metadata.get("general.architecture")
+        if not isinstance(name, str) or not name:
+            raise CheckpointError(
+                f"{self.files[0].name} does not say which architecture it holds "
+                "(general.architecture)"
+            )
+        return name
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Raise CheckpointError for a file that is truncated, misdeclared or no GGUF file.
+
+    The first part of a split model brings the others, which must lie beside it.
+    """
+    files = _parts(path)
+    metadata, tensors = _read_file(files[0])
+    for other in files[1:]:
+        for name, tensor in _read_file(other)[1].items():
+            if name in tensors:
+                raise CheckpointError(f"{other.name} repeats tensor {name!r} of an earlier part")
+            tensors[name] = tensor
+    stated = metadata.get("split.tensors.count")
+    if isinstance(stated, int) and stated != len(tensors):
+        raise CheckpointError(
+            f"{files[0].name} and its parts hold {len(tensors)} tensors instead of {stated}"
+        )
+    return GgufHeader(files=files, metadata=metadata, tensors=tensors)
+
+
+def first_part(folder: Path) -> Path | None:
+    """The GGUF model of a directory; None where there is none, CheckpointError for several."""
+    models = []
+    for file in sorted(folder.glob("*.gguf")):
+        part = _PART.fullmatch(file.name)
+        if part is None or int(part["number"]) == 1:
+            models.append(file)
+    if len(models) > 1:
+        names = ", ".join(m.name for m in models[:5])
+        raise CheckpointError(f"{folder.name!r} holds several GGUF models ({names}); name one file")
+    if not models and any(folder.glob("*.gguf")):
+        raise CheckpointError(f"{folder.name!r} lacks the first part of its split GGUF model")
+    return models[0] if models else None
+
+
+def _parts(path: Path) -> tuple[Path, ...]:
+    part = _PART.fullmatch(path.name)
+    if part is None:
+        return (path,)
+    count = int(part["count"])
+    if count < 1 or int(part["number"]) != 1:
+        raise CheckpointError(
+            f"{path.name} is part {int(part['number'])} of a split model; name its first part"
+        )
+    present = {file.name for file in path.parent.glob("*.gguf")}
+    names = (f"{part['stem']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1))
+    files = []
+    for name in names:
+        if name not in present:
+            raise CheckpointError(f"{path.name} is split, and its part {name} is missing")
+        files.append(path.with_name(name))
+    return tuple(files)
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensorInfo]]:
+    try:
+        with open(path, "rb") as file:
+            if path.stat().st_size < 24:
+                raise CheckpointError(f"{path.name} is too short for a GGUF file")
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path.name} can't be read: {e}") from e
+    with data:
+        return _Cursor(path, data).read()
+
+
+class _Cursor:
+    """Reads a header from front to back."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path, self._data, self._at = path, data, 0
+        self._size = len(data)
+
+    def read(self) -> tuple[dict[str, Any], dict[str, GgufTensorInfo]]:
+        if self._data[:4] != b"GGUF":
+            self._fail("does not begin as a GGUF file does")
+        self._at = 4
+        version = self._scalar("I")
+        if version not in _VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "big"), "little")
+            kind = "is big-endian" if swapped in _VERSIONS else f"is of GGUF version {version}"
+            self._fail(f"{kind}; llmc reads little-endian files of versions 2 and 3")
+        count, pairs = self._scalar("Q"), self._scalar("Q")
+        self._expect(count, 24, "tensors")  # a name's length, a size, a type and an offset
+        self._expect(pairs, 13, "metadata entries")
+        metadata = self._metadata(pairs)
+        entries = [self._tensor() for _ in range(count)]
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & alignment - 1:
+            self._fail(f"has alignment {alignment!r}, which is no power of two up to 2^20")
+        start = -(-self._at // alignment) * alignment
+        return metadata, self._placed(entries, start, alignment)
+
+    def _metadata(self, count: int) -> dict[str, Any]:
+        metadata: dict[str, Any] = {}
+        for _ in range(count):
+            key = self._string(_LONGEST_NAME, "a key")
+            if key in metadata:
+                self._fail(f"has metadata {key!r} twice")
+            metadata[key] = self._value(key)
+        return metadata
+
+    def _value(self, key: str) -> Any:
+        kind = self._scalar("I")
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind][0])
+        if kind == _STRING:
+            return self._string(self._size, key)
+        if kind != _ARRAY:
+            self._fail(f"has metadata {key!r} of unknown type {kind}")
+        kind, count = self._scalar("I"), self._scalar("Q")
+        if kind in _SCALARS:
+            letter, width = _SCALARS[kind]
+            self._expect(count, width, f"values of {key!r}")
+            values = struct.unpack_from(f"<{count}{letter}", self._data, self._at)
+            self._at += count * width
+            return list(values)
+        if kind != _STRING:
+            self._fail(f"has an array {key!r} of unreadable type {kind}")
+        self._expect(count, 8, f"strings of {key!r}")
+        return [self._string(self._size, key) for _ in range(count)]
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string(_LONGEST_NAME, "a tensor's name")
+        dims = self._scalar("I")
+        if not 1 <= dims <= _MOST_DIMS:
+            self._fail(f"tensor {name!r} has {dims} dimensions; one has 1 to {_MOST_DIMS}")
+        shape = tuple(self._scalar("Q") for _ in range(dims))
+        return name, shape[::-1], self._scalar("I"), self._scalar("Q")
+
+    def _placed(
+        self, entries: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
+    ) -> dict[str, GgufTensorInfo]:
+        tensors: dict[str, GgufTensorInfo] = {}
+        for name, shape, type_number, offset in entries:
+            if name in tensors:
+                self._fail(f"has tensor {name!r} twice")
+            try:
+                kind = GGMLQuantizationType(type_number)
+                block, block_bytes = GGML_QUANT_SIZES[kind]
+            except (ValueError, KeyError):
+                self._fail(f"tensor {name!r} has type {type_number}, which this version of the "
+                           "gguf package does not know")  # fmt: skip
+            if 0 in shape or shape[-1] % block:
+                self._fail(
+                    f"tensor {name!r} has shape {list(shape)}, whose rows are no whole blocks of "
+                    f"{block} values ({kind.name})"
+                )
+            num_bytes = block_bytes
+            for n in (*shape[:-1], shape[-1] // block):
+                num_bytes *= n
+            if offset % alignment:
+                self._fail(f"tensor {name!r} lies at {offset}, which is not aligned")
+            if num_bytes > self._size or start + offset + num_bytes > self._size:
+                self._fail(
+                    f"tensor {name!r} would end at byte {start + offset + num_bytes}, but the file "
+                    f"has {self._size}: it is truncated or damaged"
+                )
+            tensors[name] = GgufTensorInfo(
+                name=name, file=self._path, shape=shape, type=kind, offset=start + offset,
+                num_bytes=num_bytes,
+            )  # fmt: skip
+        ordered = sorted(tensors.values(), key=lambda t: t.offset)
+        for one, two in zip(ordered, ordered[1:], strict=False):
+            if one.offset + one.num_bytes > two.offset:
+                self._fail(f"tensors {one.name!r} and {two.name!r} overlap")
+        return tensors
+
+    def _scalar(self, letter: str) -> Any:
+        width = struct.calcsize(f"<{letter}")
+        if self._at + width > self._size:
+            self._fail("ends inside its header: it is truncated")
+        (value,) = struct.unpack_from(f"<{letter}", self._data, self._at)
+        self._at += width
+        return value
+
+    def _string(self, longest: int, what: str) -> str:
+        length = self._scalar("Q")
+        if length > longest or self._at + length > self._size:
+            self._fail(f"states {length} bytes for the text of {what!r}, more than it can hold")
+        self._at += length
+        try:
+            return self._data[self._at - length : self._at].decode("utf-8")
+        except UnicodeDecodeError as e:
+            self._fail(f"holds no valid UTF-8 in the text of {what!r} ({e.reason})")
+
+    def _expect(self, count: int, width: int, what: str) -> None:
+        """Room for `count` items of at least `width` bytes."""
+        if count * width > self._size - self._at:
+            self._fail(f"states {count} {what}, more than its {self._size} bytes can hold")
+
+    def _fail(self, problem: str) -> NoReturn:
+        raise CheckpointError(f"{self._path.name} {problem}")

@@ -1,0 +1,161 @@
+"""A parameter that lies in GGUF files: widened to numbers, or its bits as blocks of an op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llmc.errors import CheckpointError, reason_of
+from llmc.kernels.quantized_linear import Part, Quantization
+from llmc.weights.checkpoint import Readable, staging
+from llmc.weights.gguf.blocks import kept_as, to_blocks
+from llmc.weights.gguf.reader import GgufTensorInfo
+
+_AT_ONCE = 1 << 20  # values that are widened in one go
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undo:
+    """What llama.cpp did to a model's tensors, and how it is undone: transformers' processor."""
+
+    processor: Any
+    names: Mapping[str, str]  # tensor -> parameter
+
+    def __call__(self, weights: Floats, name: str, made: dict[str, Tensor]) -> Floats | None:
+        """None where the result, or a part of it, was put into `made`."""
+        try:
+            with np.errstate(all="ignore"):  # NaN in a file stays NaN
+                result = self.processor.process(
+                    weights=weights,
+                    name=name,
+                    tensor_key_mapping=self.names,
+                    parsed_parameters={"tensors": made},
+                )
+        except (ValueError, IndexError, KeyError, TypeError, RuntimeError) as e:
+            raise CheckpointError(f"tensor {name!r} has no fitting shape: {reason_of(e)}") from e
+        return None if result.name is None else result.weights
+
+    def row_order(self, name: str, rows: int) -> NDArray[np.int64] | None:
+        """Which stored row each row of the parameter is, where rows move and nothing else does."""
+        columns = np.arange(2 * rows, dtype=np.float64).reshape(rows, 2)
+        try:
+            with np.errstate(all="ignore"):
+                result = self.processor.process(
+                    weights=columns,
+                    name=name,
+                    tensor_key_mapping={},
+                    parsed_parameters={"tensors": {}},
+                )
+        except (ValueError, IndexError, KeyError, TypeError):
+            return None
+        moved = result.weights
+        if result.name is None or moved.shape != columns.shape:
+            return None
+        if not np.array_equal(np.sort(moved[:, 0]), columns[:, 0]):
+            return None
+        order = (moved[:, 0] / 2).astype(np.int64)
+        return order if np.array_equal(moved, columns[order]) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufTensor:
+    """A parameter, read in `dtype`. `parts` are several where experts' matrices are joined."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[GgufTensorInfo, ...]
+    undo: Undo
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @cached_property
+    def row_order(self) -> NDArray[np.int64] | None:
+        """Of a matrix whose rows are the file's; None where it takes more to make it."""
+        [first, *others] = self.parts
+        if others or first.shape != self.shape or len(self.shape) != 2:
+            return None
+        return self.undo.row_order(first.name, first.shape[0])
+
+    def read(self, out: Tensor | None = None) -> Tensor:
+        """The numbers; into `out` (of any dtype) when given."""
+        if out is None:
+            out = staging(self.shape, self.dtype)
+        if self.row_order is not None:
+            raw, order = raw_rows(self.parts[0]), self.row_order
+            rows = max(1, _AT_ONCE // self.shape[1])
+            for start in range(0, len(raw), rows):
+                some = _widen(raw[order[start : start + rows]], self.parts[0])
+                out[start : start + rows].copy_(torch.from_numpy(some))
+        else:
+            out.copy_(self._processed())
+        return out
+
+    def kept_as(self) -> Quantization | None:
+        """How `quantized_linear` has it as it is stored; None where it has to be widened."""
+        kind = self.parts[0].type
+        if len(self.shape) != 2 or self.row_order is None:
+            return None
+        return kept_as(kind, *self.shape)
+
+    @property
+    def is_quantized(self) -> bool:
+        return any(part.type.name not in ("F32", "F16", "BF16", "F64") for part in self.parts)
+
+    def blocks(self, to: Quantization) -> dict[Part, Tensor]:
+        """The stored bits in the op's layout."""
+        raw, order = raw_rows(self.parts[0]), self.row_order
+        assert order is not None
+        return to_blocks(raw[order], self.parts[0].type, to)
+
+    def _processed(self) -> Tensor:
+        made: dict[str, Tensor] = {}
+        whole: Floats | None = None
+        for part in self.parts:
+            numbers = _widen(raw_rows(part), part).reshape(part.shape)
+            whole = self.undo(numbers, part.name, made)
+        value = torch.from_numpy(np.array(whole)) if whole is not None else made.get(self.name)
+        if value is None or tuple(value.shape) != self.shape:
+            got = None if value is None else list(value.shape)
+            raise CheckpointError(
+                f"{self.name} has shape {got} in the file, its metadata asks for {list(self.shape)}"
+            )
+        return value
+
+    def equals(self, other: Readable) -> bool:
+        return self is other
+
+
+def raw_rows(info: GgufTensorInfo) -> NDArray[np.uint8]:
+    """[rows, bytes of a row], mapped from the file."""
+    try:
+        data = np.memmap(info.file, np.uint8, "r", info.offset, (info.num_bytes,))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{info.file.name} ends inside tensor {info.name!r}") from e
+    block, block_bytes = GGML_QUANT_SIZES[info.type]
+    return data.reshape(-1, info.shape[-1] // block * block_bytes)
+
+
+def _widen(raw: NDArray[np.uint8], info: GgufTensorInfo) -> Floats:
+    """[rows, bytes] -> [rows, values] in float32, as the gguf package has them."""
+    try:
+        with np.errstate(all="ignore"):
+            return np.asarray(dequantize(np.ascontiguousarray(raw), info.type), np.float32)
+    except NotImplementedError as e:
+        raise CheckpointError(
+            f"tensor {info.name!r} is stored as {info.type.name}, which the gguf package can't read"
+        ) from e

@@ -1,0 +1,36 @@
+"""The tensors of a model's directory, in whatever format they are stored there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from llmc.weights.checkpoint import Readable, open_checkpoint
+from llmc.weights.gguf.model import INDEX, gguf_files, open_gguf
+from llmc.weights.quantized.quantization_config import StoredQuantization
+from llmc.weights.quantized.stored_weights import dequantized
+
+
+def is_gguf(folder: Path) -> bool:
+    """Whether the weights lie in GGUF files elsewhere."""
+    return (folder / INDEX).is_file()
+
+
+def open_tensors(
+    folder: Path, stored: StoredQuantization | None, dtype: torch.dtype
+) -> dict[str, Readable]:
+    """By name; no weight is read yet. Those stored quantized will be read in `dtype`.
+
+    Raises CheckpointError for files that are missing, truncated or inconsistent.
+    """
+    if is_gguf(folder):
+        found = open_gguf(folder).items()
+        return {name: dataclasses.replace(tensor, dtype=dtype) for name, tensor in found}
+    return dequantized(open_checkpoint(folder), stored, dtype)
+
+
+def weight_files(folder: Path) -> Iterable[Path]:
+    return gguf_files(folder) if is_gguf(folder) else sorted(folder.glob("*.safetensors"))

@@ -1,0 +1,74 @@
+"""A tiny random model with a tokenizer and a chat template, made on the spot: it has no wit."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tiny_models import save_checkpoint
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from llmc.config import EngineConfig
+from llmc.engine.core import EngineCore
+from llmc.startup.start import ModelInfo, start_engine
+from llmc.text.tokenizer import Tokenizer
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LICENSE = Path(__file__).parents[2] / "LICENSE"
+
+
+@cache
+def tiny_chat_model() -> Path:
+    """A directory that lives as long as this process. The vocabulary is learned from LICENSE."""
+    folder = tempfile.TemporaryDirectory(prefix="tiny-chat-")
+    _kept.append(folder)
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=800,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train([str(LICENSE)], trainer)
+    path = Path(folder.name) / "tiny-chat"
+    save_checkpoint(
+        "llama", path, vocab_size=backend.get_vocab_size(), max_position_embeddings=2048
+    )
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=SPECIAL[2], clean_up_tokenization_spaces=False
+    )
+    hf.chat_template = TEMPLATE
+    hf.save_pretrained(path)
+    return path
+
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@dataclass(kw_only=True)
+class TinyChat:
+    engine: EngineCore
+    info: ModelInfo
+    tokenizer: Tokenizer
+    config: EngineConfig
+
+
+def start_tiny_chat(**options: Any) -> TinyChat:
+    """Started as live_server takes one, at -O0 in float32; `options` are EngineConfig's."""
+    config = EngineConfig(model=str(tiny_chat_model()), opt_level=0, dtype="float32", **options)
+    started = start_engine(config)
+    path = started.info.tokenizer_path
+    assert path is not None
+    tokenizer = Tokenizer.load(path)
+    return TinyChat(engine=started.engine, info=started.info, tokenizer=tokenizer, config=config)

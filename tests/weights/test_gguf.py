@@ -1,0 +1,294 @@
+"""GGUF files: configuration, tokenizer and weights, as transformers and gguf have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from tiny_gguf import ARCHITECTURES, write_gguf
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from llmc import LLM, SamplingParams
+from llmc.config import EngineConfig
+from llmc.errors import CheckpointError
+from llmc.kernels.quantized_linear import dequantize as op_numbers
+from llmc.startup.gguf_files import model_directory
+from llmc.startup.model_files import load_config, resolve_model
+from llmc.text.tokenizer import Tokenizer
+from llmc.weights.gguf.blocks import KEPT, kept_as, to_blocks
+from llmc.weights.tensors import open_tensors
+
+Type = GGMLQuantizationType
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def theirs(path: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Every parameter as transformers' own loader widens it."""
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=module)
+    tensors: dict[str, torch.Tensor] = loaded["tensors"]
+    return tensors
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_parameters_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", architecture)
+    files = resolve_model(EngineConfig(model=str(path)))
+    config = load_config(files, EngineConfig(model=str(path)))
+    want = theirs(path, files.path)
+    got = open_tensors(files.path, None, torch.float32)
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(config).state_dict()
+    assert set(state) - {"lm_head.weight"} <= set(got)
+    for name, tensor in got.items():
+        assert tensor.shape == tuple(state[name].shape)
+        assert torch.equal(tensor.read(), want[name]), name
+
+
+def test_fields_of_the_config_are_the_models(tmp_path: Path) -> None:
+    for architecture, (_, fields) in ARCHITECTURES.items():
+        path = write_gguf(tmp_path / f"{architecture}.gguf", architecture)
+        config = AutoConfig.from_pretrained(model_directory(path))
+        for name, value in fields.items():
+            if name not in ("bias", "parallel_attn", "alibi", "pad_token_id"):
+                assert getattr(config, name) == value, (architecture, name)
+
+
+@pytest.mark.parametrize(
+    "kind", [t for t in Type if t.name in ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")]
+)
+def test_widened_values_are_the_gguf_packages(kind: Type, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", kind)
+    folder = model_directory(path)
+    want = theirs(path, folder)
+    for name, tensor in open_tensors(folder, None, torch.float32).items():
+        assert torch.equal(tensor.read(), want[name]), name
+
+
+def test_extreme_scales_and_nan_stay(tmp_path: Path) -> None:
+    values = np.zeros((128, 64), np.float32)
+    raw = quantize(values, Type.Q8_0).reshape(128, 2, 34)
+    raw[:, :, :2] = (
+        np.array([np.nan, np.inf, 6e-8, -65504], np.float16)
+        .view(np.uint8)
+        .reshape(4, 1, 2)
+        .repeat(32, 0)
+    )
+    raw[:, :, 2:] = np.arange(32, dtype=np.uint8) * 8
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "llama", Type.Q8_0)
+    data = bytearray(path.read_bytes())
+    from llmc.weights.gguf.reader import read_header
+
+    info = read_header(path).tensors["token_embd.weight"]
+    data[info.offset : info.offset + info.num_bytes] = raw.tobytes()
+    path.write_bytes(data)
+    got = open_tensors(model_directory(path), None, torch.float32)["model.embed_tokens.weight"]
+    with np.errstate(all="ignore"):
+        want = torch.from_numpy(dequantize(raw.reshape(128, 68), Type.Q8_0))
+    assert torch.equal(got.read().view(torch.int32), want.view(torch.int32))
+    assert bool(want.isnan().any()) and bool(want.isinf().any())
+
+
+def test_split_files_are_one_model(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf", "llama")
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=8)
+    from gguf import GGUFReader
+
+    reader = GGUFReader(whole)
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            sub = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) > 1
+    one, many = (open_tensors(model_directory(p), None, torch.float32) for p in (whole, parts[0]))
+    assert {n: t.read().tolist() for n, t in one.items()} == {
+        n: t.read().tolist() for n, t in many.items()
+    }
+    with pytest.raises(CheckpointError, match="name its first part"):
+        resolve_model(EngineConfig(model=str(parts[1])))
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=f"part {parts[1].name} is missing"):
+        resolve_model(EngineConfig(model=str(parts[0])))
+
+
+def test_a_directory_with_one_file_is_a_model(tmp_path: Path) -> None:
+    folder = tmp_path / "some-model"
+    folder.mkdir()
+    write_gguf(folder / "a.gguf", "llama")
+    files = resolve_model(EngineConfig(model=str(folder)))
+    assert files.name == "some-model" and files.has_tokenizer
+    write_gguf(folder / "b.gguf", "llama")
+    with pytest.raises(CheckpointError, match=r"several GGUF models \(a.gguf, b.gguf\); name one"):
+        resolve_model(EngineConfig(model=str(folder)))
+
+
+def test_an_architecture_without_a_map_is_refused_by_name(tmp_path: Path) -> None:
+    def rename(writer: GGUFWriter) -> None:
+        writer.kv_data[0]["general.architecture"].value = "nobodys-model"
+
+    path = write_gguf(tmp_path / "m.gguf", "llama", edit=rename)
+    with pytest.raises(CheckpointError, match="of architecture 'nobodys-model' are not served"):
+        resolve_model(EngineConfig(model=str(path)))
+
+
+def test_a_file_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama")
+    first = model_directory(path)
+    path.unlink()
+    write_gguf(path, "qwen2")
+    second = model_directory(path)
+    assert first != second
+    kinds = [json.loads((d / "config.json").read_text())["model_type"] for d in (first, second)]
+    assert kinds == ["llama", "qwen2"]
+
+
+SCALINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    (
+        {"type": "yarn", "factor": 8.0, "original_context_length": 32},
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
+    ),
+    ({"type": "none"}, {"rope_type": "default"}),
+]
+
+
+@pytest.mark.parametrize(("stored", "want"), SCALINGS)
+def test_rotary_scaling(stored: dict[str, Any], want: dict[str, Any], tmp_path: Path) -> None:
+    def add(writer: GGUFWriter) -> None:
+        for key, value in stored.items():
+            name = f"qwen2.rope.scaling.{key}"
+            if isinstance(value, str):
+                writer.add_string(name, value)
+            elif isinstance(value, float):
+                writer.add_float32(name, value)
+            else:
+                writer.add_uint32(name, value)
+
+    path = write_gguf(tmp_path / "m.gguf", "qwen2", edit=add)
+    rope = AutoConfig.from_pretrained(model_directory(path)).rope_parameters
+    assert want.items() <= rope.items() and rope["rope_theta"] == 10000.0
+
+
+def test_factors_of_frequencies_are_kept(tmp_path: Path) -> None:
+    factors = np.linspace(1, 8, 8, dtype=np.float32)
+    path = write_gguf(
+        tmp_path / "m.gguf", "llama", edit=lambda w: w.add_tensor("rope_freqs.weight", factors)
+    )
+    config = AutoConfig.from_pretrained(model_directory(path))
+    module = AutoModelForCausalLM.from_config(config)
+    plain = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
+    got: Any = module.model.rotary_emb.inv_freq
+    torch.testing.assert_close(got, plain / torch.from_numpy(factors))
+    assert module.model.rotary_emb.attention_scaling == 1.0
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama")
+    tokenizer = Tokenizer.load(model_directory(path))
+    ids = tokenizer.encode("a b!</s>")
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a b!</s>" and ids[-1] == 2
+    assert tokenizer.chat_template is not None
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+
+
+def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
+    """Merges follow the scores of what they make, and letters that are missing become bytes."""
+    letters = ["\u2581", "a", "b", "ab", "\u2581ab", "aba", "<0xC3>", "<0xA4>"]
+    words = ["<unk>", "<s>", "</s>", *letters]
+    words += [f"<{i}>" for i in range(128 - len(words))]
+    scores = [0.0] * 3 + [-9.0, -9.0, -9.0, -1.0, -2.0, -0.5, 0.0, 0.0]
+    scores += [-99.0] * (128 - len(scores))
+
+    def change(writer: GGUFWriter) -> None:
+        for key in list(writer.kv_data[0]):
+            if key.startswith("tokenizer."):
+                del writer.kv_data[0][key]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(words)
+        writer.add_token_scores(scores)
+        writer.add_token_types([2, 3, 3, *[1] * 6, 6, 6, *[1] * (128 - 11)])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    path = write_gguf(tmp_path / "m.gguf", "llama", edit=change)
+    tokenizer = Tokenizer.load(model_directory(path))
+    assert tokenizer.tokens(tokenizer.encode("ab")) == ["<s>", "\u2581ab"]
+    assert tokenizer.tokens(tokenizer.encode("baba")) == ["<s>", "\u2581", "b", "aba"]
+    assert tokenizer.tokens(tokenizer.encode("\u00e4")) == ["<s>", "\u2581", "<0xC3>", "<0xA4>"]
+    assert tokenizer.decode(tokenizer.encode("ab \u00e4")) == "ab \u00e4"
+
+
+@pytest.mark.parametrize("template", ["{% for m in", "{{ a b }}", "{% endif %}"])
+def test_bad_templates(template: str, tmp_path: Path) -> None:
+    def change(writer: GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.chat_template"].value = template
+
+    path = write_gguf(tmp_path / "m.gguf", "llama", edit=change)
+    with pytest.raises(CheckpointError, match="chat_template is no Jinja template"):
+        resolve_model(EngineConfig(model=str(path)))
+
+
+def random_blocks(kind: Type, rows: int, depth: int) -> np.ndarray[Any, Any]:
+    """Any bits, but scales that are no NaN."""
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (rows * depth // block, block_bytes), np.uint8)
+    for at in (0,) if kind is Type.MXFP4 else range(1, 4, 2):
+        raw[:, at] &= 0x7B if kind is not Type.MXFP4 else 0xFF
+    return raw.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_kept_blocks_stand_for_the_same_numbers(kind: Type) -> None:
+    raw = random_blocks(kind, 32, 512)
+    to = kept_as(kind, 32, 512)
+    assert to is not None
+    parts = to_blocks(raw, kind, to)
+    got = op_numbers(parts["weight"], parts["scale"], None, parts.get("minimum"))
+    with np.errstate(all="ignore"):
+        want = torch.from_numpy(dequantize(raw, kind))
+    assert torch.equal(got, want)
+    assert {part: tensor.dtype for part, tensor in parts.items()} == to.dtypes
+    assert all(tuple(t.shape) == to.shape(p, 32, 512) for p, t in parts.items())
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q5_1, Type.Q8_0])
+def test_an_engine_keeps_the_bits_and_says_what_transformers_does(
+    kind: Type, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", kind)
+    config = AutoConfig.from_pretrained(model_directory(path))
+    reference: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    reference.load_state_dict(theirs(path, model_directory(path)), strict=False)
+    prompt = [5, 9, 23, 70, 14, 33]
+    want = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    with LLM(str(path), dtype="float32", opt_level=0, max_model_len=64) as llm:
+        report = next(r for r in llm.info.pass_reports if "quantize_linears" in r)
+        assert "llmc.quantized_linear" in report
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        [output] = llm.generate([prompt], params, progress=False)
+    assert output.prompt_logprobs is not None
+    for i, token in enumerate(prompt[1:]):
+        found = output.prompt_logprobs[i + 1]
+        assert found is not None
+        assert found[token].logprob == pytest.approx(float(want[i, token].detach()), abs=2e-5)
