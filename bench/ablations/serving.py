@@ -166,7 +166,7 @@ def _repeating(subject: Subject, length: int) -> list[int]:
 
 
 def _speculation(bench: Bench) -> Figures:
-    from llmc.engine.spec_decode.speculation import Speculation
+    from llmc.engine.spec_decode.ngram import NgramSpeculation
     from llmc.speculative_config import SpeculativeConfig
 
     subject = bench.large
@@ -177,7 +177,7 @@ def _speculation(bench: Bench) -> Figures:
     seen = {}
 
     def run(guesses: bool) -> float:
-        speculation = Speculation(SpeculativeConfig()) if guesses else None
+        speculation = NgramSpeculation(SpeculativeConfig()) if guesses else None
         engine = subject.engine(speculation=speculation)
         start = time.perf_counter()
         add(engine, prompt, length, **told)

@@ -1,15 +1,15 @@
-"""EngineCore: requests in, steps through the runner, news of each request out.
+"""EngineCore: requests in, steps through the runner, updates of each request out.
 
-    front --AddRequest--> EngineCore --StepPlan--> Runner
-          <-RequestUpdate-            <-StepResult-
+    frontend --AddRequest--> EngineCore --StepPlan--> Runner
+             <-RequestUpdate-            <-StepResult-
 
-It knows token ids only; text, HTTP and processes are the front's. One request can't take the
+It knows token ids only; text, HTTP and processes belong to the frontend. One request can't take the
 engine down: what can't be served is refused on arrival, and a step that fails ends the request
 that makes it fail (fault_bisection.py) and no other.
 
 Up to `max_in_flight` steps are under way at a time: the runner begins the next one without waiting
-for the host, and a request whose end only the host can see has then computed a token too many for
-each further step; these are dropped and counted.
+for the host. A request whose end only the host can see has then computed one token too many in each
+further step; these tokens are dropped and counted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
-from llmc.engine import parallel_sampling as forks
 from llmc.engine.admission import Limits, admit, derive_seed
 from llmc.engine.beam_search import BeamSearch
-from llmc.engine.grammar import Arrival, GrammarQueue, Matcher, start_matching
+from llmc.engine.grammar import Arrival, Constraint, GrammarQueue, Matcher
 from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
-from llmc.engine.outcome import aborted, failed
+from llmc.engine.parallel_sampling import same_prompt
 from llmc.engine.plan import PendingStep, Runner, StepPlan
 from llmc.engine.request import Request
 from llmc.engine.scheduler import Scheduler
@@ -46,16 +45,13 @@ class EngineCore:
         self._max_in_flight = runner.max_in_flight if features.async_scheduling else 1
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._scheduler = Scheduler(limits, features)
-        vocab_size = limits.vocab_size
         self._limits = Limits(
-            vocab_size=vocab_size,
+            vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
             pool_tokens=self._scheduler.layout.longest(limits.num_blocks),
-            # A checkpoint may name an end token beyond its logits; it can't be drawn, and must
-            # not become an index in the runner.
-            eos_token_ids=frozenset(t for t in features.eos_token_ids if 0 <= t < vocab_size),
+            eos_token_ids=frozenset(features.eos_token_ids),
         )
         self._max_num_seqs = limits.max_num_seqs
         self._num_added = 0
@@ -83,13 +79,13 @@ class EngineCore:
         if matcher is None:
             self._enter(request, message.fork_of)
         elif matcher.done() and not self._grammar_queue:  # in order, so that siblings share
-            self._enter_with(request, message.fork_of, matcher.result())
+            self._enter_constrained(request, message.fork_of, matcher.result())
         else:
-            self._grammar_queue.enter(Arrival(request, message.fork_of, matcher))
+            self._grammar_queue.add(Arrival(request, message.fork_of, matcher))
         self._num_added += 1
 
     def search(self, message: AddRequest, params: BeamSearchParams) -> BeamSearch:
-        """Queue a beam search, which itself shows how far it is; `abort` of its id ends it."""
+        """Queue a beam search. The returned object follows it; `abort` of its id ends it."""
         if params.beam_width > self._max_num_seqs:
             raise InvalidRequestError(
                 f"beam_width {params.beam_width} takes a row for each beam, and the engine has "
@@ -100,12 +96,10 @@ class EngineCore:
         for index in range(params.beam_width):
             one = dataclasses.replace(message, request_id=f"{message.request_id}/beam-{index}")
             members.append(admit(one, self._limits, default_seed=0))
-        search = BeamSearch(params, members)
+        search = BeamSearch(params, members, self._scheduler)
         for member in members:
-            sibling = (
-                members[0] if self._features.share_prompts and member is not members[0] else None
-            )
-            self._scheduler.add(member, sibling)
+            can_share = self._features.share_prompts and member is not members[0]
+            self._scheduler.add(member, members[0] if can_share else None)
         return search
 
     def _begin_grammar(self, request: Request) -> Future[Any] | None:
@@ -121,21 +115,19 @@ class EngineCore:
     def _enter(self, request: Request, fork_of: str | None) -> None:
         self._scheduler.add(request, self._sibling(fork_of, request))
 
-    def _enter_with(self, request: Request, fork_of: str | None, matcher: Matcher) -> None:
-        problem = start_matching(request, matcher)
-        if problem is not None:
-            raise InvalidRequestError(problem, param="structured_outputs")
+    def _enter_constrained(self, request: Request, fork_of: str | None, matcher: Matcher) -> None:
+        request.extension = Constraint(matcher)
         self._enter(request, fork_of)
 
-    def _let_in(self) -> list[RequestUpdate]:
-        """Requests whose grammars have been compiled go on; those that can't be, end."""
+    def _admit_compiled(self) -> list[RequestUpdate]:
+        """Queue the requests whose grammars have been compiled, and end those whose can't be."""
         refused = []
-        for arrival in self._grammar_queue.take_ready(may_wait=not self._scheduler.has_work):
+        for arrival in self._grammar_queue.pop_ready(may_wait=not self._scheduler.has_work):
             try:
-                self._enter_with(arrival.request, arrival.fork_of, arrival.matcher.result())
-            except Exception as error:  # of a foreign library: one request ends
+                self._enter_constrained(arrival.request, arrival.fork_of, arrival.matcher.result())
+            except Exception as error:  # of a third-party library: one request ends
                 logger.warning("request %r: %s", arrival.request.request_id, error)
-                refused.append(failed(arrival.request, str(error)))
+                refused.append(arrival.request.ended("error", str(error)))
         return refused
 
     def _sibling(self, fork_of: str | None, request: Request) -> Request | None:
@@ -143,7 +135,7 @@ class EngineCore:
         sibling = None if fork_of is None else self._scheduler.requests.get(fork_of)
         if sibling is None or not self._features.share_prompts:
             return None
-        if not forks.same_prompt(request, sibling):
+        if not same_prompt(request, sibling):
             raise InvalidRequestError(
                 f"fork_of names {fork_of!r}, which has another prompt or cache salt; "
                 "only sequences of one prompt can share its blocks",
@@ -153,16 +145,13 @@ class EngineCore:
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request. None when it is unknown or over: no error, it may just have ended."""
-        arrival = self._grammar_queue.leave(request_id)
-        return self._scheduler.abort(request_id) if arrival is None else aborted(arrival)
+        arrival = self._grammar_queue.remove(request_id)
+        return self._scheduler.abort(request_id) if arrival is None else arrival.ended("abort")
 
     def step(self) -> list[RequestUpdate]:
-        """Keep the runner busy and take in the oldest result.
-
-        An empty list says only that nobody has news.
-        """
+        """Keep the runner busy and take in the oldest result. The list may be empty."""
         if self._grammar_queue:
-            return self._let_in() + self._step()
+            return self._admit_compiled() + self._step()
         return self._step()
 
     def _step(self) -> list[RequestUpdate]:
@@ -217,7 +206,7 @@ class EngineCore:
         self._scheduler.check()
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
-        """A step could not be run: let the steps after it end, and look for the culprit."""
+        """A step could not be run: let the steps after it end, and search for the culprit."""
         logger.error("step %d of %d requests failed", plan.step, len(plan.work), exc_info=error)
         dead = error if isinstance(error, EngineDeadError) else self._drain()
         updates = self._scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
@@ -229,7 +218,8 @@ class EngineCore:
         return updates
 
     def _drain(self) -> EngineDeadError | None:
-        """Wait for the steps behind one that failed. What they say means nothing, unless death."""
+        """Wait for the steps behind one that failed. Their results are void, unless the engine is
+        dead."""
         while self._in_flight:
             _, pending = self._in_flight.popleft()
             try:
@@ -241,7 +231,7 @@ class EngineCore:
         return None
 
     def _check_progress(self) -> None:
-        """Requests that wait while nothing runs would wait for ever; better a loud end."""
+        """Requests that wait while nothing runs would wait for ever: raise instead."""
         if self._scheduler.has_work and not self._scheduler.num_in_flight:
             stats = self.stats()
             raise EngineDeadError(

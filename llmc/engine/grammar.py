@@ -1,11 +1,11 @@
 """Grammar: the engine's side of structured outputs. Masks before draws, tokens after them.
 
-    add --Grammars.begin--> compiled beside the engine's thread --GrammarQueue--> scheduler
-    StepPlan.row_masks <--Request.mask-- mask() <--accept(token)-- StepResult
+    add --Grammars.begin--> compiled in another thread --GrammarQueue--> scheduler
+    StepPlan.row_masks <--Matcher.mask--   --Matcher.accept--> StepResult's tokens
 
 What reads grammars is given to the engine from outside. A matcher belongs to its request, not to
-a row, and so outlives preemption. It has seen exactly the tokens that the host has; a row with a
-matcher is therefore planned only when no draw of it is in flight.
+a row, and so outlives preemption. It has seen exactly the tokens that the host knows; a request
+with a matcher is therefore planned only when none of its draws is in flight.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from llmc.engine.request import Request
+from llmc.engine.messages import RequestUpdate
+from llmc.engine.plan import RowMask, RowWork, TokenLogprobs
+from llmc.engine.request import Extension, Request
+from llmc.errors import InvalidRequestError
 from llmc.structured_outputs import StructuredOutputs
 
-IDLE_WAIT_S = 0.05  # for a grammar, while nothing else is to be done
+IDLE_WAIT_S = 0.05  # for a grammar, while there is nothing else to do
 
 
 class Matcher(Protocol):
@@ -42,36 +45,45 @@ class Grammars(Protocol):
         a grammar that is wrong."""
 
 
-def start_matching(request: Request, matcher: Matcher) -> str | None:
-    """Give a request its matcher. -> what went wrong, if anything did."""
-    request.matcher, request.needs_known_token = matcher, True
-    return _next_mask(request, matcher)
+class Constraint(Extension):
+    """A request's matcher and the mask of its next draw."""
+
+    no_token_error = (
+        "no token was left to draw: what structured_outputs allows next is banned by bad_words, "
+        "logit_bias, min_tokens or stop_token_ids, or the model's logits were not finite"
+    )
+
+    def __init__(self, matcher: Matcher) -> None:
+        """Raises InvalidRequestError if the matcher can't start."""
+        self._matcher = matcher
+        try:
+            self._mask = matcher.mask()
+        except Exception as error:  # of a third-party library: any of them ends one request
+            raise InvalidRequestError(_describe(error), param="structured_outputs") from error
+
+    def is_ready(self, request: Request) -> bool:
+        return request.num_tokens == len(request.token_ids)
+
+    def on_draw(self, request: Request, work: RowWork, masks: list[RowMask]) -> None:
+        masks.append(RowMask(row=work.row, words=self._mask))
+
+    def on_token(
+        self, request: Request, token: int, logprob: TokenLogprobs | None
+    ) -> RequestUpdate:
+        try:
+            self._matcher.accept(token)
+            is_complete = self._matcher.is_complete
+            if not is_complete:
+                self._mask = self._matcher.mask()
+        except Exception as error:
+            return request.ended("error", _describe(error))
+        update = request.append(token, logprob)
+        if is_complete and update.finish_reason != "stop":
+            update.finish_reason, update.is_whole = "stop", True
+        return update
 
 
-def follow(request: Request, token: int) -> str | None:
-    """A token was drawn under the request's mask. -> why it can't go on, if it can't."""
-    matcher = request.matcher
-    assert matcher is not None
-    try:
-        matcher.accept(token)
-        is_complete = matcher.is_complete
-    except Exception as error:  # of a foreign library: whatever it is, one request ends
-        return _problem(error)
-    if is_complete:
-        request.mask = None  # nothing will be drawn
-        return None
-    return _next_mask(request, matcher)
-
-
-def _next_mask(request: Request, matcher: Matcher) -> str | None:
-    try:
-        request.mask = matcher.mask()
-    except Exception as error:
-        return _problem(error)
-    return None
-
-
-def _problem(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"structured_outputs can't go on: {error or type(error).__name__}"
 
 
@@ -85,7 +97,7 @@ class Arrival:
 
 
 class GrammarQueue:
-    """Requests whose grammars are being compiled; they are let in in the order they came."""
+    """Requests whose grammars are being compiled, in the order of arrival."""
 
     def __init__(self) -> None:
         self._arrivals: dict[str, Arrival] = {}
@@ -96,18 +108,18 @@ class GrammarQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._arrivals
 
-    def enter(self, arrival: Arrival) -> None:
+    def add(self, arrival: Arrival) -> None:
         self._arrivals[arrival.request.request_id] = arrival
 
-    def leave(self, request_id: str) -> Request | None:
+    def remove(self, request_id: str) -> Request | None:
         arrival = self._arrivals.pop(request_id, None)
         if arrival is None:
             return None
         arrival.matcher.cancel()
         return arrival.request
 
-    def take_ready(self, *, may_wait: bool) -> list[Arrival]:
-        """Those whose grammars are there; with `may_wait` it waits a moment for the first one."""
+    def pop_ready(self, *, may_wait: bool) -> list[Arrival]:
+        """Those whose grammars are compiled; with `may_wait` it waits a moment for the first."""
         if may_wait:
             futures = [arrival.matcher for arrival in self._arrivals.values()]
             wait(futures, IDLE_WAIT_S, return_when=FIRST_COMPLETED)

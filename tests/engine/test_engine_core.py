@@ -52,7 +52,7 @@ def engine(
             vocab_size=10,
             max_num_queued=max_num_queued,
         ),
-        EngineFeatures(eos_token_ids=[0, 12345], seed=seed, async_scheduling=async_scheduling),
+        EngineFeatures(eos_token_ids=[0], seed=seed, async_scheduling=async_scheduling),
     )
 
 
