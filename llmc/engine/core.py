@@ -17,12 +17,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from concurrent.futures import Future
-from typing import Any
 
 from llmc.engine.admission import Limits, admit, derive_seed
 from llmc.engine.beam_search import BeamSearch
-from llmc.engine.grammar import Arrival, Constraint, GrammarQueue, Matcher
+from llmc.engine.grammar import Constraint, wait_for_any
 from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.parallel_sampling import same_prompt
@@ -41,7 +39,7 @@ class EngineCore:
     def __init__(self, runner: Runner, limits: EngineLimits, features: EngineFeatures) -> None:
         self._runner = runner
         self._features = features
-        self._grammar_queue = GrammarQueue()
+        self._compiling: dict[str, Constraint] = {}  # by request
         self._max_in_flight = runner.max_in_flight if features.async_scheduling else 1
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._scheduler = Scheduler(limits, features)
@@ -59,14 +57,14 @@ class EngineCore:
 
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises InvalidRequestError or QueueFullError, and then keeps nothing."""
-        num_waiting = self._num_waiting
+        num_waiting = len(self._scheduler.waiting)
         if self._max_num_queued is not None and num_waiting >= self._max_num_queued:
             raise QueueFullError(
                 f"{num_waiting} requests wait and the limit is {self._max_num_queued}; "
                 "try again later"
             )
         request_id = message.request_id
-        if request_id in self._scheduler.requests or request_id in self._grammar_queue:
+        if request_id in self._scheduler.requests:
             raise InvalidRequestError(
                 f"a request with id {request_id!r} is being served; choose another id",
                 param="request_id",
@@ -75,13 +73,9 @@ class EngineCore:
         args = request.sampling.extra_args
         if args is not None and self._features.row_states is not None:
             request.row_state = self._features.row_states.begin(args, message.prompt_token_ids)
-        matcher = self._begin_grammar(request)
-        if matcher is None:
-            self._enter(request, message.fork_of)
-        elif matcher.done() and not self._grammar_queue:  # in order, so that siblings share
-            self._enter_constrained(request, message.fork_of, matcher.result())
-        else:
-            self._grammar_queue.add(Arrival(request, message.fork_of, matcher))
+        sibling = self._sibling(message.fork_of, request)
+        self._begin_grammar(request)
+        self._scheduler.add(request, sibling)
         self._num_added += 1
 
     def search(self, message: AddRequest, params: BeamSearchParams) -> BeamSearch:
@@ -102,33 +96,32 @@ class EngineCore:
             self._scheduler.add(member, members[0] if can_share else None)
         return search
 
-    def _begin_grammar(self, request: Request) -> Future[Any] | None:
-        spec = request.sampling.structured_outputs
+    def _begin_grammar(self, request: Request) -> None:
+        spec, grammars = request.sampling.structured_outputs, self._features.grammars
         if spec is None:
-            return None
-        if self._features.grammars is None:
+            return
+        if grammars is None:
             raise InvalidRequestError(
                 "structured outputs are not available in this engine", param="structured_outputs"
             )
-        return self._features.grammars.begin(spec)
+        constraint = request.extension = Constraint(grammars.begin(spec))
+        if constraint.is_compiled:
+            constraint.start()
+        else:
+            self._compiling[request.request_id] = constraint
 
-    def _enter(self, request: Request, fork_of: str | None) -> None:
-        self._scheduler.add(request, self._sibling(fork_of, request))
-
-    def _enter_constrained(self, request: Request, fork_of: str | None, matcher: Matcher) -> None:
-        request.extension = Constraint(matcher)
-        self._enter(request, fork_of)
-
-    def _admit_compiled(self) -> list[RequestUpdate]:
-        """Queue the requests whose grammars have been compiled, and end those whose can't be."""
-        refused = []
-        for arrival in self._grammar_queue.pop_ready(may_wait=not self._scheduler.has_work):
-            try:
-                self._enter_constrained(arrival.request, arrival.fork_of, arrival.matcher.result())
-            except Exception as error:  # of a third-party library: one request ends
-                logger.warning("request %r: %s", arrival.request.request_id, error)
-                refused.append(arrival.request.ended("error", str(error)))
-        return refused
+    def _start_compiled(self) -> list[RequestUpdate]:
+        """Start the requests whose grammars have been compiled, and end those whose can't be."""
+        updates = []
+        for request_id, constraint in list(self._compiling.items()):
+            if constraint.is_compiled:
+                del self._compiling[request_id]
+                try:
+                    constraint.start()
+                except Exception as error:  # of a third-party library: one request ends
+                    logger.warning("request %r: %s", request_id, error)
+                    updates.append(self._scheduler.fail_request(request_id, str(error)))
+        return updates
 
     def _sibling(self, fork_of: str | None, request: Request) -> Request | None:
         """The request to share a prompt with, if it is still there and sharing is on."""
@@ -145,44 +138,39 @@ class EngineCore:
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request. None when it is unknown or over: no error, it may just have ended."""
-        arrival = self._grammar_queue.remove(request_id)
-        return self._scheduler.abort(request_id) if arrival is None else arrival.ended("abort")
+        self._compiling.pop(request_id, None)
+        return self._scheduler.abort(request_id)
 
     def step(self) -> list[RequestUpdate]:
         """Keep the runner busy and take in the oldest result. The list may be empty."""
-        if self._grammar_queue:
-            return self._admit_compiled() + self._step()
-        return self._step()
-
-    def _step(self) -> list[RequestUpdate]:
+        updates = self._start_compiled() if self._compiling else []
         while len(self._in_flight) < self._max_in_flight:
             plan = self._scheduler.schedule()
             if plan is None:
                 break
             self._in_flight.append((plan, self._runner.submit(plan)))
         if not self._in_flight:
-            self._check_progress()
-            return []
+            if self._compiling:
+                wait_for_any(self._compiling.values())
+            else:
+                self._check_progress()
+            return updates
         plan, pending = self._in_flight.popleft()
         try:
-            return self._scheduler.update(plan, pending.result())
+            return updates + self._scheduler.update(plan, pending.result())
         except Exception as error:
-            return self._fail(plan, error)
+            return updates + self._fail(plan, error)
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._grammar_queue)
-
-    @property
-    def _num_waiting(self) -> int:
-        return len(self._scheduler.waiting) + len(self._grammar_queue)
+        return self._scheduler.has_work
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
         pool, speculation = scheduler.pool, scheduler.speculation
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=self._num_waiting,
+            num_waiting=len(scheduler.waiting),
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_preemptions=scheduler.num_preemptions,

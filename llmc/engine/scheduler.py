@@ -99,6 +99,9 @@ class Scheduler:
         self.finish(request)
         return request.ended("abort")
 
+    def fail_request(self, request_id: str, error: str) -> RequestUpdate:
+        return self._fail(self.requests[request_id], error)
+
     def finish(self, request: Request, error: str | None = None) -> None:
         """End a request, and whatever its extension ends with it."""
         del self.requests[request.request_id]
