@@ -1,8 +1,8 @@
 """Admission: turns AddRequest into a Request, or says why it can't be served.
 
-Everything that only the engine can judge is checked here, before anything is queued: token ids
-against the width of the model's logits, lengths against the context and against the block pool.
-What passes can always be run to its end, so it can neither hang the queue nor index out of range.
+Checked before anything is queued: token ids against the width of the model's logits, lengths
+against the context and the block pool. A request that passes can always be run to its end, so it
+can neither block the queue nor index out of range.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_CACHE_SALT = 256  # characters
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What the model and the pool can hold. `vocab_size` is the width of the logits, `pool_tokens`
-    the length of the longest sequence that the pool holds, alone."""
+    the length of the longest sequence that fits into the pool alone."""
 
     vocab_size: int
     max_model_len: int
@@ -60,7 +60,7 @@ def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
 
 
 def derive_seed(engine_seed: int, count: int) -> int:
-    """The seed of the `count`-th request that brought none: 63 bits, the same in every run."""
+    """A seed for the `count`-th request, if it has none: 63 bits, the same in every run."""
     digest = hashlib.blake2b(f"{engine_seed}/{count}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -70,7 +70,7 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequestError(
             "the prompt is empty; it must have at least one token", param="prompt"
         )
-    # The fast way first: a long prompt is checked without a Python loop.
+    # Most prompts are valid: check them without a Python loop.
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
         return
     for index, token in enumerate(token_ids):
@@ -96,7 +96,7 @@ def check_cache_salt(salt: object) -> None:
 
 
 def _is_text(text: str) -> bool:
-    """Whether it has an encoding: lone surrogates, which JSON can write, have none."""
+    """Whether it can be encoded: lone surrogates, which JSON can contain, can't."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -109,7 +109,7 @@ def check_sampling_ids(sampling: SamplingParams, vocab_size: int) -> None:
 
 
 def end_tokens(sampling: SamplingParams, limits: Limits) -> frozenset[int]:
-    """The model's own end tokens, where they end this request."""
+    """The model's end tokens, unless the request ignores them."""
     # A grammar allows an end token only where the output may end, and nothing may follow it.
     goes_on = sampling.ignore_eos and sampling.structured_outputs is None
     return frozenset() if goes_on else limits.eos_token_ids
@@ -137,7 +137,7 @@ def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
 
 
 def total_tokens(num_prompt: int, max_tokens: int | None, limits: Limits) -> int:
-    """How long the request may grow, prompt included; refused where that can't be promised."""
+    """How long the request may grow, prompt included; refused if there is no room for that."""
     context, pool = limits.max_model_len, limits.pool_tokens
     if num_prompt >= context:
         raise InvalidRequestError(

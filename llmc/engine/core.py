@@ -196,11 +196,11 @@ class EngineCore:
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
         """A step could not be run: let the steps after it end, and search for the culprit."""
         logger.error("step %d of %d requests failed", plan.step, len(plan.work), exc_info=error)
-        dead = error if isinstance(error, EngineDeadError) else self._drain()
+        fatal = error if isinstance(error, EngineDeadError) else self._drain()
         updates = self._scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
-        if dead is not None:
+        if fatal is not None:
             self._in_flight.clear()
-            raise dead
+            raise fatal
         for update in updates:
             logger.error("request %r makes steps fail and was ended", update.request_id)
         return updates
@@ -212,8 +212,8 @@ class EngineCore:
             _, pending = self._in_flight.popleft()
             try:
                 pending.result()
-            except EngineDeadError as dead:
-                return dead
+            except EngineDeadError as fatal:
+                return fatal
             except Exception as error:
                 logger.info("a step behind the failed one failed too: %s", error)
         return None

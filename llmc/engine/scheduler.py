@@ -361,8 +361,8 @@ class Scheduler:
         drawn: Sequence[Drawn],
         updates: list[RequestUpdate],
     ) -> int:
-        """What was drawn after a token and its draft tokens: an update for each token that a step
-        of its own would have drawn too. Returns the number of draft tokens that were accepted.
+        """Take what was drawn after a token and its draft tokens, up to the first draft token that
+        was not accepted. Returns the number of those that were.
         """
         if request.state is FINISHED:
             self.num_wasted_row_steps += 1
@@ -405,7 +405,7 @@ class Scheduler:
                 self._queues.reset(request)
             for request in void.saved:  # the copies may not have been made
                 self.rows.swap.drop(request)
-            # The runner may not have seen which rows were released; tell it again.
+            # The runner may not have seen which rows were released.
             self.rows.release_again(void.plan.released_rows)
         return updates
 

@@ -67,7 +67,7 @@ class Swapper:
         return request.request_id in self._saved
 
     def save(self, request: Request) -> None:
-        """A preempted request is about to lose its blocks: keep their contents, if that pays."""
+        """A preempted request is about to lose its blocks: swap them out if that is cheaper."""
         num_blocks = -(-request.num_computed // self._block_size)
         if self.room is None or not 0 < num_blocks <= len(self._free):
             return
