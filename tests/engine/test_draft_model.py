@@ -1,4 +1,4 @@
-"""A draft model beside the engine: what it reads and guesses, and that nothing depends on it."""
+"""A draft model beside the engine: what it computes and drafts; no answer depends on it."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_same_model_is_always_right_and_saves_most_steps() -> None:
     pair.check()
 
 
-def test_all_requests_are_guessed_side_by_side() -> None:
+def test_all_requests_are_drafted_side_by_side() -> None:
     pair = Pair()
     pair.run(*FOUR)
     decodes = [plan for plan in pair.plans if plan.is_decode]
@@ -132,7 +132,7 @@ def test_all_requests_are_guessed_side_by_side() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("error_rate", [0.1, 0.5, 1.0])
-def test_answers_do_not_depend_on_what_is_guessed(error_rate: float, depth: int) -> None:
+def test_answers_do_not_depend_on_draft_tokens(error_rate: float, depth: int) -> None:
     pair = Pair(error_rate=error_rate, depth=depth)
     assert pair.run(*FOUR) == alone(*FOUR)
     stats = pair.core.stats()
@@ -179,14 +179,14 @@ def test_requests_that_leave_or_lose_their_place_leak_nothing() -> None:
     pair.check()
 
 
-def test_few_blocks_for_the_draft_model_cost_guesses_only() -> None:
+def test_few_blocks_for_the_draft_model_cost_draft_tokens_only() -> None:
     pair = Pair(draft_blocks=20)
     assert pair.run(*FOUR) == alone(*FOUR)
     assert 0 < pair.core.stats().num_accepted_tokens < 4 * 25
     pair.check()
 
 
-def test_guesses_stop_where_the_draft_model_ends() -> None:
+def test_drafts_stop_at_the_context_of_the_draft_model() -> None:
     pair = Pair(draft_len=20)
     assert pair.run(*FOUR) == alone(*FOUR)
     assert 0 < pair.core.stats().num_draft_tokens <= 4 * 16
@@ -233,7 +233,7 @@ def test_structured_answers_are_not_followed() -> None:
     pair.check()
 
 
-# ---- what it is told ----
+# ---- its configuration ----
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_a_narrower_draft_model_is_given_no_ids_that_it_lacks() -> None:
     pair.check()
 
 
-def test_tokens_that_the_target_lacks_are_never_guessed() -> None:
+def test_tokens_that_the_target_lacks_are_never_drafted() -> None:
     pair = Pair(target_vocab_size=5)
     assert pair.run(*FOUR) == alone(*FOUR)
     assert 0 < pair.core.stats().num_draft_tokens < 100
@@ -303,7 +303,7 @@ class Load:
         self.now += self.step_cost * (1.0 + more)
 
     def seconds(self, error_rate: float | None) -> float:
-        """With guesses, so many of which are wrong, or without."""
+        """With draft tokens, so many of which are wrong, or without speculation."""
         self.now = 0.0
         pair = Pair(clock=self.clock, is_on=error_rate is not None)
         pair.draft.error_rate = error_rate or 0.0

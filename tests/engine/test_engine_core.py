@@ -97,7 +97,7 @@ def test_stats_show_running_and_waiting() -> None:
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (2, 1, 30)
 
 
-def test_a_step_that_fails_once_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_fails_once_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
     runner = ScriptedRunner()
     core = engine(runner)
     for name in "abc":

@@ -232,7 +232,9 @@ class Trace:
         if got.error is not None and not ("finite" in got.error or "it broke" in got.error):
             assert got.error == "the step failed: InjectedFault: midway" or self.faults == "random"
             assert got.tokens == alone.tokens[: len(got.tokens)]
-            if self.faults == "poison":  # it ends where its own poison is, and nobody else does
+            if (
+                self.faults == "poison"
+            ):  # it ends where its own poison is, and no other request does
                 num_known = self.runner.poison[request_id] + 1
                 num_tokens = max(0, num_known - len(message.prompt_token_ids))
                 # shared blocks may have spared it, until it was recomputed
@@ -256,8 +258,8 @@ class Trace:
             assert isinstance(self.speculation, DraftModelSpeculation)
             self.speculation.check(())
             assert self.speculation.num_failures == min(self.draft.faults, 3)
-        told = set(self.core._scheduler.rows.pop_released())
-        assert set(self.runner.rows) <= told, "a row leaked in the runner"
+        released = set(self.core._scheduler.rows.pop_released())
+        assert set(self.runner.rows) <= released, "a row leaked in the runner"
 
 
 @pytest.mark.parametrize("faults", ["none", "random", "poison"])

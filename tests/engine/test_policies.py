@@ -1,4 +1,4 @@
-"""Who is served first, and that nobody waits for ever."""
+"""Which request is served first, and that none waits for ever."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_better_priority_takes_the_place_of_a_running_request(
 
 
 def test_a_request_that_needs_the_whole_pool_gets_it_however_many_short_ones_come() -> None:
-    """Under first come, first served nobody who came later is let in before it."""
+    """Under first come, first served no later request is admitted before it."""
     rng = random.Random(3)
     core, runner = engine(rows=4, num_blocks=16)
     names = iter(f"short{i}" for i in range(10**6))

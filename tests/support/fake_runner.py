@@ -1,4 +1,4 @@
-"""A runner that believes nothing, and what each request must give when it runs alone.
+"""A runner that checks everything, and what each request must give when it runs alone.
 
 It keeps what a real runner keeps: rows, block tables and a memory of blocks. Each slot of that
 memory holds a fingerprint of all tokens up to it, so a block that is stale, shared by writers or
@@ -7,7 +7,7 @@ go to others as soon as the step that left it behind is done. The token it draws
 of the history and the seed: whatever was batched, preempted, cached or aborted around a request,
 it must end exactly as it does alone.
 
-Steps are computed when they are submitted, and what comes of them is told when it is asked for.
+Steps are computed when they are submitted, and their outcome is returned when it is asked for.
 After a step failed, those behind it run on rows that are broken, until all have been read.
 """
 
@@ -158,7 +158,7 @@ class FakeStep:
 class FakeRunner:
     """`poison` maps a request to the position whose computation raises, always."""
 
-    knows_all_tokens = True  # which it is told at the start, or has drawn
+    knows_all_tokens = True  # from its first plan, or drawn
 
     def __init__(
         self,
@@ -292,7 +292,7 @@ class FakeRunner:
         return [score(row.prints[p], row.tokens[p + 1]) for p in positions]
 
     def _break_rows(self, plan: StepPlan) -> None:
-        """Nobody holds the blocks of rows that left or broke; what the rows hold is rubbish."""
+        """Rows that were released or broke hold no blocks any more."""
         for row in plan.released_rows:
             self._drop(row)
         for new in plan.new_rows:
