@@ -37,63 +37,61 @@ class EngineCore:
     """The engine's whole state; one thread drives it."""
 
     def __init__(self, runner: Runner, limits: EngineLimits, features: EngineFeatures) -> None:
-        self._runner = runner
+        self.runner = runner
         self._features = features
         self._compiling: dict[str, Constraint] = {}  # by request
         self._max_in_flight = runner.max_in_flight if features.async_scheduling else 1
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
-        self._scheduler = Scheduler(limits, features)
-        self._limits = Limits(
+        self.scheduler = Scheduler(limits, features)
+        self._limits = limits
+        self._admission = Limits(
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
-            pool_tokens=self._scheduler.layout.longest(limits.num_blocks),
+            pool_tokens=self.scheduler.layout.longest(limits.num_blocks),
             eos_token_ids=frozenset(features.eos_token_ids),
         )
-        self._max_num_seqs = limits.max_num_seqs
         self._num_added = 0
-        self._max_num_queued = limits.max_num_queued
 
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises InvalidRequestError or QueueFullError, and then keeps nothing."""
-        num_waiting = len(self._scheduler.waiting)
-        if self._max_num_queued is not None and num_waiting >= self._max_num_queued:
+        num_waiting, limit = len(self.scheduler.waiting), self._limits.max_num_queued
+        if limit is not None and num_waiting >= limit:
             raise QueueFullError(
-                f"{num_waiting} requests wait and the limit is {self._max_num_queued}; "
-                "try again later"
+                f"{num_waiting} requests wait and the limit is {limit}; try again later"
             )
         request_id = message.request_id
-        if request_id in self._scheduler.requests:
+        if request_id in self.scheduler.requests:
             raise InvalidRequestError(
                 f"a request with id {request_id!r} is being served; choose another id",
                 param="request_id",
             )
-        request = admit(message, self._limits, derive_seed(self._features.seed, self._num_added))
+        request = admit(message, self._admission, derive_seed(self._features.seed, self._num_added))
         args = request.sampling.extra_args
         if args is not None and self._features.row_states is not None:
             request.row_state = self._features.row_states.begin(args, message.prompt_token_ids)
         sibling = self._sibling(message.fork_of, request)
         self._begin_grammar(request)
-        self._scheduler.add(request, sibling)
+        self.scheduler.add(request, sibling)
         self._num_added += 1
 
     def search(self, message: AddRequest, params: BeamSearchParams) -> BeamSearch:
         """Queue a beam search. The returned object follows it; `abort` of its id ends it."""
-        if params.beam_width > self._max_num_seqs:
+        if params.beam_width > self._limits.max_num_seqs:
             raise InvalidRequestError(
                 f"beam_width {params.beam_width} takes a row for each beam, and the engine has "
-                f"{self._max_num_seqs}; raise max_num_seqs",
+                f"{self._limits.max_num_seqs}; raise max_num_seqs",
                 param="beam_width",
             )
         members = []
         for index in range(params.beam_width):
             one = dataclasses.replace(message, request_id=f"{message.request_id}/beam-{index}")
-            members.append(admit(one, self._limits, default_seed=0))
-        search = BeamSearch(params, members, self._scheduler)
+            members.append(admit(one, self._admission, default_seed=0))
+        search = BeamSearch(params, members, self.scheduler)
         for member in members:
             can_share = self._features.share_prompts and member is not members[0]
-            self._scheduler.add(member, members[0] if can_share else None)
+            self.scheduler.add(member, members[0] if can_share else None)
         return search
 
     def _begin_grammar(self, request: Request) -> None:
@@ -120,12 +118,12 @@ class EngineCore:
                     constraint.start()
                 except Exception as error:  # of a third-party library: one request ends
                     logger.warning("request %r: %s", request_id, error)
-                    updates.append(self._scheduler.fail_request(request_id, str(error)))
+                    updates.append(self.scheduler.fail_request(request_id, str(error)))
         return updates
 
     def _sibling(self, fork_of: str | None, request: Request) -> Request | None:
         """The request to share a prompt with, if it is still there and sharing is on."""
-        sibling = None if fork_of is None else self._scheduler.requests.get(fork_of)
+        sibling = None if fork_of is None else self.scheduler.requests.get(fork_of)
         if sibling is None or not self._features.share_prompts:
             return None
         if not same_prompt(request, sibling):
@@ -139,16 +137,16 @@ class EngineCore:
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request. None when it is unknown or over: no error, it may just have ended."""
         self._compiling.pop(request_id, None)
-        return self._scheduler.abort(request_id)
+        return self.scheduler.abort(request_id)
 
     def step(self) -> list[RequestUpdate]:
         """Keep the runner busy and take in the oldest result. The list may be empty."""
         updates = self._start_compiled() if self._compiling else []
         while len(self._in_flight) < self._max_in_flight:
-            plan = self._scheduler.schedule()
+            plan = self.scheduler.schedule()
             if plan is None:
                 break
-            self._in_flight.append((plan, self._runner.submit(plan)))
+            self._in_flight.append((plan, self.runner.submit(plan)))
         if not self._in_flight:
             if self._compiling:
                 wait_for_any(self._compiling.values())
@@ -157,16 +155,16 @@ class EngineCore:
             return updates
         plan, pending = self._in_flight.popleft()
         try:
-            return updates + self._scheduler.update(plan, pending.result())
+            return updates + self.scheduler.update(plan, pending.result())
         except Exception as error:
             return updates + self._fail(plan, error)
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self.scheduler.has_work
 
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         pool, speculation = scheduler.pool, scheduler.speculation
         return EngineStats(
             num_running=len(scheduler.running),
@@ -181,7 +179,7 @@ class EngineCore:
             num_swaps=scheduler.rows.swap.num_swaps,
             num_failed_steps=scheduler.num_failed_steps,
             num_wasted_row_steps=scheduler.num_wasted_row_steps,
-            num_runtime_compiles=self._runner.num_runtime_compiles,
+            num_runtime_compiles=self.runner.num_runtime_compiles,
             prefix_cache_queries=pool.num_queries,
             prefix_cache_hits=pool.num_hits,
             num_drafts=speculation.num_drafts if speculation else 0,
@@ -191,13 +189,13 @@ class EngineCore:
 
     def check(self) -> None:
         """Raise AssertionError if a block or a row has been lost. Meant for when it is idle."""
-        self._scheduler.check()
+        self.scheduler.check()
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
         """A step could not be run: let the steps after it end, and search for the culprit."""
         logger.error("step %d of %d requests failed", plan.step, len(plan.work), exc_info=error)
         fatal = error if isinstance(error, EngineDeadError) else self._drain()
-        updates = self._scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
+        updates = self.scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
         if fatal is not None:
             self._in_flight.clear()
             raise fatal
@@ -220,7 +218,7 @@ class EngineCore:
 
     def _check_progress(self) -> None:
         """Requests that wait while nothing runs would wait for ever: raise instead."""
-        if self._scheduler.has_work and not self._scheduler.num_in_flight:
+        if self.scheduler.has_work and not self.scheduler.num_in_flight:
             stats = self.stats()
             raise EngineDeadError(
                 f"the scheduler is stuck: {stats.num_waiting} requests wait and none runs, with "

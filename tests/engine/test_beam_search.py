@@ -60,7 +60,7 @@ def begin(core: EngineCore, prompt: Sequence[int], params: BeamSearchParams) -> 
     sampling = SamplingParams(
         temperature=0.0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos
     )
-    name = f"search-{len(core._scheduler.requests)}"
+    name = f"search-{len(core.scheduler.requests)}"
     message = AddRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling)
     return core.search(message, params)
 

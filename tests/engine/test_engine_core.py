@@ -244,7 +244,7 @@ def test_end_tokens_beyond_the_logits_are_not_handed_to_the_runner() -> None:
 def test_a_stuck_scheduler_is_loud() -> None:
     core = engine(ScriptedRunner())
     add(core, "a")
-    core._scheduler.rows._free.clear()  # as a lost row would
+    core.scheduler.rows._free.clear()  # as a lost row would
     with pytest.raises(EngineDeadError, match="1 requests wait and none runs"):
         core.step()
 

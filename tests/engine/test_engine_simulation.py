@@ -258,7 +258,7 @@ class Trace:
             assert isinstance(self.speculation, DraftModelSpeculation)
             self.speculation.check(())
             assert self.speculation.num_failures == min(self.draft.faults, 3)
-        released = set(self.core._scheduler.rows.pop_released())
+        released = set(self.core.scheduler.rows.pop_released())
         assert set(self.runner.rows) <= released, "a row leaked in the runner"
 
 

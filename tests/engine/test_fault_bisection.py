@@ -98,7 +98,7 @@ def test_a_newcomer_waits_until_the_search_is_over(caplog: pytest.LogCaptureFixt
     while not runner.faults:
         core.step()
     core.add(message(9))
-    while core._scheduler.bisection:
+    while core.scheduler.bisection:
         assert "r9" not in runner.first_scheduled
         core.step()
     assert run(core)["r9"] == run_alone(message(9), seed=9, room=32)

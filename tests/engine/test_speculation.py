@@ -338,6 +338,30 @@ def test_text_that_can_not_be_predicted_loses_little(cost: float, once: float) -
     assert plain / drafting >= 0.97
 
 
+def test_where_nothing_is_found_the_switch_stays_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is drafted and nothing lost; what is found at last is used at once."""
+    draw = fake_runner.draw
+
+    def repeat_late(last: int, seed: int, num_output: int, *rest: Any) -> int | None:
+        return 1 + num_output % 7 if num_output >= 120 else draw(last, seed, num_output, *rest)
+
+    class Ticking(Clock):
+        def __call__(self) -> float:
+            self.now += 1.0
+            return self.now
+
+    monkeypatch.setattr(fake_runner, "draw", repeat_late)
+    config = SpeculativeConfig(prompt_lookup_min=8)
+    core, _ = engine(NgramSpeculation(config, SpeculationPolicy(Ticking())))
+    core.add(message("a", max_tokens=220))
+    while core.stats().num_generated_tokens < 120:
+        core.step()
+    assert core.stats().num_drafts == 0
+    run(core)
+    # seven tokens to repeat, eight to look up, and then four of five are draft tokens
+    assert core.stats().num_accepted_tokens >= 4 * 16
+
+
 @pytest.mark.parametrize(
     ("cost", "once", "least"), [(0.02, 0.0, 3.5), (0.1, 0.0, 2.5), (0.3, 0.0, 1.5), (0.1, 2.0, 1.0)]
 )

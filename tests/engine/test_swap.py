@@ -94,7 +94,7 @@ def test_an_aborted_request_gives_its_slots_back() -> None:
         core.add(message)
     while not core.stats().num_swaps:
         core.step()
-    swapped = [r for r in core._scheduler.waiting if core._scheduler.rows.swap.holds(r)]
+    swapped = [r for r in core.scheduler.waiting if core.scheduler.rows.swap.holds(r)]
     core.abort(swapped[0].request_id)
     core.check()  # of the slots too
     run(core)
@@ -110,7 +110,7 @@ def test_a_copy_in_a_failed_step_is_not_trusted(caplog: pytest.LogCaptureFixture
         runner.fail_at_swap = True
         for update in core.step():
             outcomes.setdefault(update.request_id, Outcome()).take(update)
-    assert not any(map(core._scheduler.rows.swap.holds, core._scheduler.waiting))
+    assert not any(map(core.scheduler.rows.swap.holds, core.scheduler.waiting))
     for name, outcome in run(core).items():
         outcomes[name].tokens += outcome.tokens
     for seed, message in enumerate(crowd()):

@@ -49,7 +49,7 @@ def near(path: Path, where: Path, noise: float = 0.25) -> Path:
 
 def eager(running: tiny_engine.Running) -> DraftModelSpeculation:
     """A new one around the draft model's runner, which drafts from the first step on."""
-    old = running.started.engine._scheduler.speculation
+    old = running.started.engine.scheduler.speculation
     assert isinstance(old, DraftModelSpeculation)
     info = running.started.info
     limits = EngineLimits(
@@ -67,10 +67,10 @@ def eager(running: tiny_engine.Running) -> DraftModelSpeculation:
 
 def is_empty(engine: EngineCore) -> bool:
     """Nothing is held in either cache."""
-    speculation = engine._scheduler.speculation
+    speculation = engine.scheduler.speculation
     assert isinstance(speculation, DraftModelSpeculation)
     engine.check()
-    pools = (engine._scheduler.pool, speculation.model.pool)
+    pools = (engine.scheduler.pool, speculation.model.pool)
     return all(pool.num_free == pool.num_blocks for pool in pools)
 
 

@@ -61,9 +61,9 @@ def test_text_that_repeats_takes_fewer_steps(running: tiny_engine.Running) -> No
 def test_recurrent_layers_switch_it_off(
     running: tiny_engine.Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert running.started.engine._scheduler.speculation is not None
+    assert running.started.engine.scheduler.speculation is not None
     caplog.set_level(logging.INFO, "llmc.startup.start")
     path = save_random(tiny_config("lfm2"), tmp_path)
     started = tiny_engine.start(path, speculative_config=NGRAM).started
-    assert started.engine._scheduler.speculation is None
+    assert started.engine.scheduler.speculation is None
     assert "speculative decoding is off" in caplog.text

@@ -362,6 +362,9 @@ class DraftModelSpeculation(Speculation):
                 sequence.num_wanted = self._num_wanted(sequence)
                 if sequence.num_wanted:
                     wanted.append(sequence)
+        if not wanted:
+            return
+        start = self.policy.clock()
         try:
             behind = [sequence for sequence in wanted if not sequence.is_near]
             if behind:
@@ -376,6 +379,7 @@ class DraftModelSpeculation(Speculation):
             self.is_on = False
             self.model.reset()
             self.policy.pause()
+        self.draft_seconds += self.policy.clock() - start
 
     def _num_wanted(self, sequence: DraftSequence) -> int:
         """Draft tokens for a request: none unless it decodes."""

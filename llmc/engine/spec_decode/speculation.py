@@ -30,7 +30,7 @@ class Speculation:
         self.num_drafts = 0  # steps of a request that had draft tokens
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        self._draft_seconds = 0.0  # since the last result
+        self.draft_seconds = 0.0  # that `draft` has taken since the last result
 
     def on_add(self, request: Request) -> None:
         """A request without an extension arrives."""
@@ -43,9 +43,7 @@ class Speculation:
         """A step of these is about to be planned."""
         self.is_on = self.policy.is_on(len(running))
         if self.is_on:
-            start = self.policy.clock()
             self.draft(running)
-            self._draft_seconds += self.policy.clock() - start
 
     def draft(self, running: Collection[Request]) -> None:
         """Prepare the draft tokens of all requests, where that is done for all at once."""
@@ -69,10 +67,10 @@ class Speculation:
             num_running=num_running,
             num_tokens=num_tokens,
             is_decode=all(one.num_tokens == one.num_samples for one in work),
-            is_plain=num_drafts == 0 and self._draft_seconds == 0,
-            draft_seconds=self._draft_seconds,
+            is_plain=num_drafts == 0 and self.draft_seconds == 0,
+            draft_seconds=self.draft_seconds,
         )
-        self._draft_seconds = 0.0
+        self.draft_seconds = 0.0
         if is_last:
             self.policy.pause()
 
