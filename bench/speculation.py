@@ -6,12 +6,12 @@
 
 `copy`: the prompt goes round and the answer goes on with it. No model is trusted to copy: of eight
 tokens, banned pairs leave one way through, which the prompt has taken several times. `random`: a
-random prompt, answered at temperature 1, which nobody can guess. Both ways get the same requests
+random prompt, answered at temperature 1, which can't be predicted. Both ways get the same requests
 with the same seeds, and their tokens are compared; with bfloat16 a step of several tokens may
-round otherwise than one of a single token, so random answers may part, and that is counted.
+round differently from one of a single token, so random answers may differ, and that is counted.
 
-A draft model has the config's shape with fewer layers and random weights of its own, or is the
-default model again in int8. It is told of banned pairs too, so that `copy` is guessed rightly.
+A draft model has the config's shape with fewer layers and other random weights, or is the
+default model again in int8. The banned pairs hold for it too, so `copy` is drafted correctly.
 """
 
 from __future__ import annotations
@@ -128,17 +128,17 @@ def measure(name: str, config: EngineConfig, rows: Sequence[int], rounds: int) -
     started = start_engine(config)
     if started.upgrade is not None:
         started.upgrade.wait(None)
-    plain, guessing = _plain_engine(started), started.engine
+    plain, speculating = _plain_engine(started), started.engine
     results: dict[str, Any] = {}
     for count in rows:
         for load in ("copy", "random"):
-            found = _compare(plain, guessing, load, count, rounds, started.info.vocab_size)
+            found = _compare(plain, speculating, load, count, rounds, started.info.vocab_size)
             results[f"{load}, {count} rows"] = found
             print(
                 f"{name:22} {load:6} {count:3} rows   plain {found['plain_s']:.3f} s, "
-                f"guessing {found['guessing_s']:.3f} s, {found['ratio']:.2f} times as fast; "
-                f"{found['num_accepted']} of {found['num_drafted']} guesses right, "
-                f"{found['num_parted']} of {count * rounds} answers parted"
+                f"speculating {found['speculating_s']:.3f} s, {found['ratio']:.2f} times as fast; "
+                f"{found['num_accepted']} of {found['num_drafted']} draft tokens accepted, "
+                f"{found['num_differing']} of {count * rounds} answers differ"
             )
     return results
 
@@ -162,28 +162,28 @@ def _plain_engine(started: Started) -> EngineCore:
 
 
 def _compare(
-    plain: EngineCore, guessing: EngineCore, load: str, count: int, rounds: int, vocab: int
+    plain: EngineCore, speculating: EngineCore, load: str, count: int, rounds: int, vocab: int
 ) -> dict[str, Any]:
-    for engine in (plain, guessing):  # not counted
+    for engine in (plain, speculating):  # not counted
         _run(engine, _requests(load, count, -1, vocab))
-    before = guessing.stats()
+    before = speculating.stats()
     pairs = []
     for number in range(rounds):
         requests = _requests(load, count, number, vocab)
-        order = (plain, guessing) if number % 2 == 0 else (guessing, plain)
+        order = (plain, speculating) if number % 2 == 0 else (speculating, plain)
         answers = [_run(engine, requests) for engine in order]
         pairs.append(answers if number % 2 == 0 else answers[::-1])
-    after = guessing.stats()
+    after = speculating.stats()
     ratios = [one.seconds / other.seconds for one, other in pairs]
     return {
         "plain_s": statistics.median(one.seconds for one, _ in pairs),
-        "guessing_s": statistics.median(other.seconds for _, other in pairs),
+        "speculating_s": statistics.median(other.seconds for _, other in pairs),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
         "num_drafts": after.num_drafts - before.num_drafts,
         "num_drafted": after.num_draft_tokens - before.num_draft_tokens,
         "num_accepted": after.num_accepted_tokens - before.num_accepted_tokens,
-        "num_parted": sum(
+        "num_differing": sum(
             a != b for one, other in pairs for a, b in zip(one.tokens, other.tokens, strict=True)
         ),
     }

@@ -1,6 +1,6 @@
-"""SpeculativeConfig: how tokens are guessed ahead of the model. Keys are those of `vllm serve`.
+"""SpeculativeConfig: speculative decoding. Keys are those of `vllm serve`.
 
-What comes out is the same with and without it; only how many steps it takes is not.
+The answers are the same with and without it; only the number of steps differs.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ MAX_NGRAM = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """`ngram`: what followed the last tokens where they stood before, in the same request.
+    """`ngram`: the draft tokens are what followed an earlier occurrence of the last tokens in the
+    same request. The last `prompt_lookup_max` tokens are looked up first, then fewer, down to
+    `prompt_lookup_min`. The defaults are 4 and 2, or follow from the one that is given.
 
-    The last `prompt_lookup_max` tokens are looked up first, then fewer, down to
-    `prompt_lookup_min`. Where one of the two is not given it is 4 or 2, or what the other needs.
-
-    `draft_model`: what `model`, a smaller one of the same vocabulary, draws. `revision` and
-    `quantization` are its own, all other options those of the model that is served.
+    `draft_model`: they are what `model`, a smaller one of the same vocabulary, draws. `revision`
+    and `quantization` are the draft model's, all other options those of the model that is served.
     """
 
     method: Literal["ngram", "draft_model"] = "ngram"
-    num_speculative_tokens: int = 4  # guessed at most, per request and step
+    num_speculative_tokens: int = 4  # per request and step
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     model: str | None = None  # a directory or a hub id
@@ -62,7 +61,7 @@ class SpeculativeConfig:
         object.__setattr__(self, "prompt_lookup_max", longest)
 
     def _check_keys(self) -> None:
-        """A key of another method would be without effect."""
+        """A key of another method would have no effect."""
         if self.method == "draft_model" and not self.model:
             raise ConfigError(
                 "speculative_config: method draft_model needs a model: a directory or a hub id"
@@ -79,7 +78,7 @@ class SpeculativeConfig:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Of the looked-up token sequences, shortest and longest."""
+        """Of the n-grams that are looked up, shortest and longest."""
         assert self.prompt_lookup_min is not None and self.prompt_lookup_max is not None
         return self.prompt_lookup_min, self.prompt_lookup_max
 

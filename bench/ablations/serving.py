@@ -166,30 +166,30 @@ def _repeating(subject: Subject, length: int) -> list[int]:
 
 
 def _speculation(bench: Bench) -> Figures:
-    from llmc.engine.spec_decode.speculation import Speculation
+    from llmc.engine.spec_decode.ngram import NgramSpeculation
     from llmc.speculative_config import SpeculativeConfig
 
     subject = bench.large
     prompt, length = _repeating(subject, 96), bench.size(64, 32)
     # A random model copies nothing; a bias for the passage's tokens makes its answer a loop of
     # few tokens, which is what a model that copies gives.
-    told = {"sampling": {"logit_bias": dict.fromkeys(prompt[:3], 100.0)}}
+    options = {"sampling": {"logit_bias": dict.fromkeys(prompt[:3], 100.0)}}
     seen = {}
 
-    def run(guesses: bool) -> float:
-        speculation = Speculation(SpeculativeConfig()) if guesses else None
+    def run(drafts: bool) -> float:
+        speculation = NgramSpeculation(SpeculativeConfig()) if drafts else None
         engine = subject.engine(speculation=speculation)
         start = time.perf_counter()
-        add(engine, prompt, length, **told)
+        add(engine, prompt, length, **options)
         serve(engine)
         seconds = time.perf_counter() - start
         stats = engine.stats()
-        seen[guesses] = (stats.num_steps, stats.num_draft_tokens, stats.num_accepted_tokens)
+        seen[drafts] = (stats.num_steps, stats.num_draft_tokens, stats.num_accepted_tokens)
         return length / seconds
 
     figures = in_turn(lambda: run(True), lambda: run(False), bench.rounds)
     steps, drafted, accepted = seen[True]
-    note = f"{length} tokens in {steps} steps, {accepted} of {drafted} guesses right; one request"
+    note = f"{length} tokens in {steps} steps, {accepted} of {drafted} drafts accepted; one request"
     return Figures(on=figures.on, off=figures.off, note=note)
 
 

@@ -24,7 +24,7 @@ MAX_CACHE_SALT = 256  # characters
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What the model and the pool can hold. `vocab_size` is the width of the logits, `pool_tokens`
-    the length of the longest sequence that the pool holds, alone."""
+    the length of the longest sequence that fits into the pool alone."""
 
     vocab_size: int
     max_model_len: int
@@ -57,7 +57,7 @@ def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
     """The engine's record of a request that has passed `check_request`."""
     sampling = message.sampling
     num_prompt = len(message.prompt_token_ids)
-    eos = _end_tokens(sampling, limits)
+    eos = end_tokens(sampling, limits)
     return Request(
         request_id=message.request_id,
         token_ids=list(message.prompt_token_ids),
@@ -73,7 +73,7 @@ def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
 
 
 def derive_seed(engine_seed: int, count: int) -> int:
-    """The seed of the `count`-th request that brought none: 63 bits, the same in every run."""
+    """A seed for the `count`-th request, if it has none: 63 bits, the same in every run."""
     digest = hashlib.blake2b(f"{engine_seed}/{count}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -83,7 +83,7 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequestError(
             "the prompt is empty; it must have at least one token", param="prompt"
         )
-    # The fast way first: a long prompt is checked without a Python loop.
+    # Most prompts are valid: check them without a Python loop.
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
         return
     for index, token in enumerate(token_ids):
@@ -109,12 +109,12 @@ def check_cache_salt(salt: object) -> None:
 
 
 def _is_text(text: str) -> bool:
-    """Whether it has an encoding: lone surrogates, which JSON can write, have none."""
+    """Whether it can be encoded: lone surrogates, which JSON can contain, can't."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _end_tokens(sampling: SamplingParams, limits: Limits) -> frozenset[int]:
-    """The model's own end tokens, where they end this request."""
+def end_tokens(sampling: SamplingParams, limits: Limits) -> frozenset[int]:
+    """The model's end tokens, unless the request ignores them."""
     # A grammar allows an end token only where the output may end, and nothing may follow it.
     goes_on = sampling.ignore_eos and sampling.structured_outputs is None
     return frozenset() if goes_on else limits.eos_token_ids
@@ -123,7 +123,7 @@ def _end_tokens(sampling: SamplingParams, limits: Limits) -> frozenset[int]:
 def _check_something_allowed(sampling: SamplingParams, limits: Limits) -> None:
     """Before `min_tokens` the stop tokens are banned; something else must be allowed then."""
     allowed = sampling.allowed_token_ids
-    stop = _end_tokens(sampling, limits).union(sampling.stop_token_ids or ())
+    stop = end_tokens(sampling, limits).union(sampling.stop_token_ids or ())
     if sampling.min_tokens > 0 and allowed is not None and stop.issuperset(allowed):
         raise InvalidRequestError(
             f"allowed_token_ids has only tokens that end the text, but min_tokens="

@@ -1,17 +1,17 @@
-"""BeamSearch: several sequences of one prompt that go on from the likeliest of all continuations.
+"""BeamSearch: several sequences of one prompt that continue the likeliest of all candidates.
 
-    prompt, computed once (forks.py)
-      |- beam 0  ... a      each beam's step tells its likeliest next tokens (`told`)
-      |- beam 1  ... b      when all have told: advance() ranks the continuations of all beams
+    prompt, computed once (parallel_sampling.py)
+      |- beam 0  ... a      each beam's step reports its likeliest next tokens (`candidates`)
+      |- beam 1  ... b      once all have: the continuations of all beams are ranked
       '- beam 2  ... c
 
                 a x         stays in its row: its newest token is sent with its next step
-                a y         takes the place of beam 2: gives its blocks back, then forks from a
+                a y         takes the place of beam 2, which frees its blocks and forks from a
                 b z         stays
 
-A beam is a request like any other, which waits when it has told until the others have. It may be
-preempted meanwhile; what it told stands. A fork shares the full blocks of the beam that it goes
-on from and gets a copy of the last, partial one.
+A beam is a request like any other that, when its candidates are known, waits for those of the
+others. It may be preempted meanwhile; the candidates stand. A fork shares the full blocks of its
+parent and gets a copy of the last, partial one.
 
 The rules (scores, end tokens, when to stop) are those of `generate(num_beams=...)` in transformers.
 """
@@ -23,23 +23,62 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Protocol
 
-from llmc.engine.plan import TokenLogprobs
-from llmc.engine.request import Request
+from llmc.engine.plan import RowMask, RowWork, TokenLogprobs
+from llmc.engine.request import Extension, Request
 from llmc.outputs import FinishReason
 from llmc.sampling_params import BeamSearchParams
 
-_NO_BEAM = -1e9  # the score of all but one at first: they would only say the same
+_NO_BEAM = -1e9  # the score of all but one at first: the others would only repeat it
 
 
-@dataclass(slots=True)
-class Beam:
-    """What a request knows as a beam."""
+class Lifecycle(Protocol):
+    """What a search needs of the scheduler."""
 
-    search: BeamSearch
-    score: float  # sum of the log-probabilities of its tokens
-    told: TokenLogprobs | None = None  # what may follow them
-    parent: Request | None = None  # has all of its tokens but the last
+    def requeue(self, request: Request, /) -> None:
+        """Give up the row and blocks of a running request and queue it again."""
+
+    def finish(self, request: Request, /) -> None:
+        """End a request."""
+
+
+class Beam(Extension):
+    """One beam. `score` is the sum of the log-probabilities of its tokens."""
+
+    def __init__(self, search: BeamSearch, score: float) -> None:
+        self.score = score
+        self.candidates: TokenLogprobs | None = None  # the likeliest next tokens
+        self._search = search
+        self._must_send_token = False  # the newest token is not in the runner's row
+        self.num_candidates = search.num_candidates
+
+    def is_ready(self, request: Request) -> bool:
+        return self.candidates is None and request.num_tokens == len(request.token_ids)
+
+    def on_draw(self, request: Request, work: RowWork, masks: list[RowMask]) -> None:
+        if self._must_send_token:
+            work.entered_token_ids = request.token_ids[-1:]
+            self._must_send_token = False
+
+    def on_token(self, request: Request, token: int, logprob: TokenLogprobs | None) -> None:
+        self.candidates = logprob
+        self._search.on_candidates()
+
+    def on_finish(self, request: Request, error: str | None) -> None:
+        self._search.on_finish(error)
+
+    def stay(self, request: Request, token: int, score: float) -> None:
+        """Go on with one more token in the same row."""
+        request.token_ids.append(token)
+        self.parent, self.candidates, self.score = None, None, score
+        self._must_send_token = True
+
+    def fork(self, request: Request, parent: Request, token: int, score: float) -> None:
+        """Go on from another beam's tokens; what this one has computed is of no use any more."""
+        request.fork_from(parent, token)
+        self.parent, self.candidates, self.score = parent, None, score
+        self._must_send_token = False  # its row is filled anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,78 +91,93 @@ class Hypothesis:
     finish_reason: FinishReason
 
 
+_Candidate = tuple[float, Request, int]  # score, parent, token
+
+
 class BeamSearch:
     """`finished` are the best so far, best first, and the result once `is_over`."""
 
-    def __init__(self, params: BeamSearchParams, members: Sequence[Request]) -> None:
+    def __init__(
+        self, params: BeamSearchParams, members: Sequence[Request], lifecycle: Lifecycle
+    ) -> None:
         self.members = tuple(members)
         self.finished: list[Hypothesis] = []
         self.is_over = False
         self.error: str | None = None
         self._params = params
+        self._lifecycle = lifecycle
         first = self.members[0]
         self._eos = first.eos_token_ids
         self._max_tokens = first.max_total_tokens - first.num_prompt_tokens
+        self._beams: dict[str, Beam] = {}
         for member in self.members:
-            member.beam = Beam(self, 0.0 if member is first else _NO_BEAM)
-            member.needs_known_token = True
+            beam = Beam(self, 0.0 if member is first else _NO_BEAM)
+            member.extension = self._beams[member.request_id] = beam
 
     @property
     def request_id(self) -> str:
-        """By which it can be aborted."""
+        """The id by which `EngineCore.abort` ends the search."""
         return self.members[0].request_id
 
     @property
     def num_cached_tokens(self) -> int:
-        return self.members[0].num_cached_tokens
+        return self.members[0].num_cached_tokens or 0
 
     @property
     def num_candidates(self) -> int:
-        """How many continuations are ranked: so many that a full set of them has not ended."""
+        """How many continuations are ranked: enough that a full set of them has not ended."""
         return max(2, 1 + len(self._eos)) * len(self.members)
 
-    @property
-    def all_told(self) -> bool:
-        return all(beam_of(member).told is not None for member in self.members)
-
-    def advance(self) -> list[Request]:
-        """All beams have told: choose who goes on. -> those that do so from another one's tokens.
-
-        They have these tokens by then, and must give up what they computed. `is_over` is set when
-        nothing needs to go on.
-        """
-        width, params = len(self.members), self._params
+    def on_candidates(self) -> None:
+        """If the candidates of all beams are known, choose which continuations go on."""
+        if any(beam.candidates is None for beam in self._beams.values()):
+            return
+        going_on = self._rank()
         length = self.members[0].num_output_tokens + 1
-        candidates = [
-            (beam.score + logprob, member, token)
-            for member in self.members
-            for beam in [beam_of(member)]
-            if beam.told is not None
-            for token, logprob in zip(beam.told.top_token_ids, beam.told.top_logprobs, strict=True)
-        ]
-        best = heapq.nlargest(self.num_candidates, candidates, key=itemgetter(0))
+        if not going_on or self._is_decided(going_on[0][0], length):
+            self._lifecycle.finish(self.members[0])
+        else:
+            self._assign(going_on[: len(self.members)])
+
+    def on_finish(self, error: str | None) -> None:
+        """One member has ended: end the others."""
+        self.is_over = True
+        self.error = self.error or error
+        for member in self.members:
+            if not member.is_finished:
+                self._lifecycle.finish(member)
+
+    def _rank(self) -> list[_Candidate]:
+        """The best continuations that have not ended, best first; those that have are kept."""
+        width = len(self.members)
+        length = self.members[0].num_output_tokens + 1
+        candidates: list[_Candidate] = []
+        for member in self.members:
+            beam = self._beams[member.request_id]
+            assert beam.candidates is not None
+            top = beam.candidates
+            for token, logprob in zip(top.top_token_ids, top.top_logprobs, strict=True):
+                candidates.append((beam.score + logprob, member, token))
         going_on = []
+        best = heapq.nlargest(self.num_candidates, candidates, key=itemgetter(0))
         for place, (score, parent, token) in enumerate(best):
             if token not in self._eos and length < self._max_tokens:
                 going_on.append((score, parent, token))
-            elif place < width:  # those behind are there to go on, not to end
+            elif place < width:  # further candidates only replace those that ended
                 self.finished.append(
                     Hypothesis(
                         token_ids=(*parent.token_ids[parent.num_prompt_tokens :], token),
                         cum_logprob=score,
-                        score=score / math.pow(length, params.length_penalty),
+                        score=score / math.pow(length, self._params.length_penalty),
                         finish_reason="stop" if token in self._eos else "length",
                     )
                 )
         self.finished.sort(key=lambda one: -one.score)
         del self.finished[width:]
-        if not going_on or self._is_decided(going_on[0][0], length):
-            self.is_over = True
-            return []
-        return self._assign(going_on[:width])
+        return going_on
 
     def _is_decided(self, best_score: float, length: int) -> bool:
-        """No beam can become better than what is finished, or nobody waits to see it."""
+        """Whether no beam can beat the finished ones, or early stopping does not ask."""
         params = self._params
         if len(self.finished) < len(self.members):
             return False
@@ -133,26 +187,18 @@ class BeamSearch:
             length = self._max_tokens
         return best_score / math.pow(length, params.length_penalty) <= self.finished[-1].score
 
-    def _assign(self, chosen: Sequence[tuple[float, Request, int]]) -> list[Request]:
-        """The first that goes on from a beam stays in its row; others take those that are left."""
+    def _assign(self, chosen: Sequence[_Candidate]) -> None:
+        """The first continuation of a beam stays in its row; others take the rows that are left."""
         assert len(chosen) == len(self.members), "too few candidates"
-        staying: dict[str, tuple[float, Request, int]] = {}
+        staying: dict[str, _Candidate] = {}
         forking = []
         for one in chosen:
             if staying.setdefault(one[1].request_id, one) is not one:
                 forking.append(one)
         leaving = [member for member in self.members if member.request_id not in staying]
         for (score, parent, token), member in zip(forking, leaving, strict=True):
-            member.token_ids = [*parent.token_ids, token]
-            member.num_tokens = len(member.token_ids)
-            member.digests = parent.digests[:]
-            member.beam = Beam(self, score, parent=parent)
+            self._beams[member.request_id].fork(member, parent, token, score)
         for score, member, token in staying.values():
-            member.token_ids.append(token)
-            member.beam = Beam(self, score)
-        return leaving
-
-
-def beam_of(request: Request) -> Beam:
-    assert request.beam is not None, f"{request.request_id!r} is no beam"
-    return request.beam
+            self._beams[member.request_id].stay(member, token, score)
+        for member in leaving:
+            self._lifecycle.requeue(member)

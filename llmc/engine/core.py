@@ -1,15 +1,15 @@
-"""EngineCore: requests in, steps through the runner, news of each request out.
+"""EngineCore: requests in, steps through the runner, updates of each request out.
 
-    front --AddRequest--> EngineCore --StepPlan--> Runner
-          <-RequestUpdate-            <-StepResult-
+    frontend --AddRequest--> EngineCore --StepPlan--> Runner
+             <-RequestUpdate-            <-StepResult-
 
-It knows token ids only; text, HTTP and processes are the front's. One request can't take the
+It knows token ids only; text, HTTP and processes belong to the frontend. One request can't take the
 engine down: what can't be served is refused on arrival, and a step that fails ends the request
 that makes it fail (fault_bisection.py) and no other.
 
 Up to `max_in_flight` steps are under way at a time: the runner begins the next one without waiting
-for the host, and a request whose end only the host can see has then computed a token too many for
-each further step; these are dropped and counted.
+for the host. A request whose end only the host can see has then computed one token too many in each
+further step; these tokens are dropped and counted.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from concurrent.futures import Future
-from typing import Any
 
-from llmc.engine import parallel_sampling as forks
 from llmc.engine.admission import Limits, admit, derive_seed
 from llmc.engine.beam_search import BeamSearch
-from llmc.engine.grammar import Arrival, GrammarQueue, Matcher, start_matching
+from llmc.engine.grammar import Constraint, wait_for_any
 from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
-from llmc.engine.outcome import aborted, failed
+from llmc.engine.parallel_sampling import same_prompt
 from llmc.engine.plan import PendingStep, Runner, StepPlan
 from llmc.engine.request import Request
 from llmc.engine.scheduler import Scheduler
@@ -40,110 +37,96 @@ class EngineCore:
     """The engine's whole state; one thread drives it."""
 
     def __init__(self, runner: Runner, limits: EngineLimits, features: EngineFeatures) -> None:
-        self._runner = runner
+        self.runner = runner
         self._features = features
-        self._grammar_queue = GrammarQueue()
+        self._compiling: dict[str, Constraint] = {}  # by request
         self._max_in_flight = runner.max_in_flight if features.async_scheduling else 1
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
-        self._scheduler = Scheduler(limits, features)
-        vocab_size = limits.vocab_size
-        self._limits = Limits(
-            vocab_size=vocab_size,
+        self.scheduler = Scheduler(limits, features)
+        self._limits = limits
+        self._admission = Limits(
+            vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
-            pool_tokens=self._scheduler.layout.longest(limits.num_blocks),
-            # A checkpoint may name an end token beyond its logits; it can't be drawn, and must
-            # not become an index in the runner.
-            eos_token_ids=frozenset(t for t in features.eos_token_ids if 0 <= t < vocab_size),
+            pool_tokens=self.scheduler.layout.longest(limits.num_blocks),
+            eos_token_ids=frozenset(features.eos_token_ids),
         )
-        self._max_num_seqs = limits.max_num_seqs
         self._num_added = 0
-        self._max_num_queued = limits.max_num_queued
 
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises InvalidRequestError or QueueFullError, and then keeps nothing."""
-        num_waiting = self._num_waiting
-        if self._max_num_queued is not None and num_waiting >= self._max_num_queued:
+        num_waiting, limit = len(self.scheduler.waiting), self._limits.max_num_queued
+        if limit is not None and num_waiting >= limit:
             raise QueueFullError(
-                f"{num_waiting} requests wait and the limit is {self._max_num_queued}; "
-                "try again later"
+                f"{num_waiting} requests wait and the limit is {limit}; try again later"
             )
         request_id = message.request_id
-        if request_id in self._scheduler.requests or request_id in self._grammar_queue:
+        if request_id in self.scheduler.requests:
             raise InvalidRequestError(
                 f"a request with id {request_id!r} is being served; choose another id",
                 param="request_id",
             )
-        request = admit(message, self._limits, derive_seed(self._features.seed, self._num_added))
+        request = admit(message, self._admission, derive_seed(self._features.seed, self._num_added))
         args = request.sampling.extra_args
         if args is not None and self._features.row_states is not None:
             request.row_state = self._features.row_states.begin(args, message.prompt_token_ids)
-        matcher = self._begin_grammar(request)
-        if matcher is None:
-            self._enter(request, message.fork_of)
-        elif matcher.done() and not self._grammar_queue:  # in order, so that siblings share
-            self._enter_with(request, message.fork_of, matcher.result())
-        else:
-            self._grammar_queue.enter(Arrival(request, message.fork_of, matcher))
+        sibling = self._sibling(message.fork_of, request)
+        self._begin_grammar(request)
+        self.scheduler.add(request, sibling)
         self._num_added += 1
 
     def search(self, message: AddRequest, params: BeamSearchParams) -> BeamSearch:
-        """Queue a beam search, which itself shows how far it is; `abort` of its id ends it."""
-        if params.beam_width > self._max_num_seqs:
+        """Queue a beam search. The returned object follows it; `abort` of its id ends it."""
+        if params.beam_width > self._limits.max_num_seqs:
             raise InvalidRequestError(
                 f"beam_width {params.beam_width} takes a row for each beam, and the engine has "
-                f"{self._max_num_seqs}; raise max_num_seqs",
+                f"{self._limits.max_num_seqs}; raise max_num_seqs",
                 param="beam_width",
             )
         members = []
         for index in range(params.beam_width):
             one = dataclasses.replace(message, request_id=f"{message.request_id}/beam-{index}")
-            members.append(admit(one, self._limits, default_seed=0))
-        search = BeamSearch(params, members)
+            members.append(admit(one, self._admission, default_seed=0))
+        search = BeamSearch(params, members, self.scheduler)
         for member in members:
-            sibling = (
-                members[0] if self._features.share_prompts and member is not members[0] else None
-            )
-            self._scheduler.add(member, sibling)
+            can_share = self._features.share_prompts and member is not members[0]
+            self.scheduler.add(member, members[0] if can_share else None)
         return search
 
-    def _begin_grammar(self, request: Request) -> Future[Any] | None:
-        spec = request.sampling.structured_outputs
+    def _begin_grammar(self, request: Request) -> None:
+        spec, grammars = request.sampling.structured_outputs, self._features.grammars
         if spec is None:
-            return None
-        if self._features.grammars is None:
+            return
+        if grammars is None:
             raise InvalidRequestError(
                 "structured outputs are not available in this engine", param="structured_outputs"
             )
-        return self._features.grammars.begin(spec)
+        constraint = request.extension = Constraint(grammars.begin(spec))
+        if constraint.is_compiled:
+            constraint.start()
+        else:
+            self._compiling[request.request_id] = constraint
 
-    def _enter(self, request: Request, fork_of: str | None) -> None:
-        self._scheduler.add(request, self._sibling(fork_of, request))
-
-    def _enter_with(self, request: Request, fork_of: str | None, matcher: Matcher) -> None:
-        problem = start_matching(request, matcher)
-        if problem is not None:
-            raise InvalidRequestError(problem, param="structured_outputs")
-        self._enter(request, fork_of)
-
-    def _let_in(self) -> list[RequestUpdate]:
-        """Requests whose grammars have been compiled go on; those that can't be, end."""
-        refused = []
-        for arrival in self._grammar_queue.take_ready(may_wait=not self._scheduler.has_work):
-            try:
-                self._enter_with(arrival.request, arrival.fork_of, arrival.matcher.result())
-            except Exception as error:  # of a foreign library: one request ends
-                logger.warning("request %r: %s", arrival.request.request_id, error)
-                refused.append(failed(arrival.request, str(error)))
-        return refused
+    def _start_compiled(self) -> list[RequestUpdate]:
+        """Start the requests whose grammars have been compiled, and end those whose can't be."""
+        updates = []
+        for request_id, constraint in list(self._compiling.items()):
+            if constraint.is_compiled:
+                del self._compiling[request_id]
+                try:
+                    constraint.start()
+                except Exception as error:  # of a third-party library: one request ends
+                    logger.warning("request %r: %s", request_id, error)
+                    updates.append(self.scheduler.fail_request(request_id, str(error)))
+        return updates
 
     def _sibling(self, fork_of: str | None, request: Request) -> Request | None:
         """The request to share a prompt with, if it is still there and sharing is on."""
-        sibling = None if fork_of is None else self._scheduler.requests.get(fork_of)
+        sibling = None if fork_of is None else self.scheduler.requests.get(fork_of)
         if sibling is None or not self._features.share_prompts:
             return None
-        if not forks.same_prompt(request, sibling):
+        if not same_prompt(request, sibling):
             raise InvalidRequestError(
                 f"fork_of names {fork_of!r}, which has another prompt or cache salt; "
                 "only sequences of one prompt can share its blocks",
@@ -153,32 +136,28 @@ class EngineCore:
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request. None when it is unknown or over: no error, it may just have ended."""
-        arrival = self._grammar_queue.leave(request_id)
-        return self._scheduler.abort(request_id) if arrival is None else aborted(arrival)
+        self._compiling.pop(request_id, None)
+        return self.scheduler.abort(request_id)
 
     def step(self) -> list[RequestUpdate]:
-        """Keep the runner busy and take in the oldest result.
-
-        An empty list says only that nobody has news.
-        """
-        if self._grammar_queue:
-            return self._let_in() + self._step()
-        return self._step()
-
-    def _step(self) -> list[RequestUpdate]:
+        """Keep the runner busy and take in the oldest result. The list may be empty."""
+        updates = self._start_compiled() if self._compiling else []
         while len(self._in_flight) < self._max_in_flight:
-            plan = self._scheduler.schedule()
+            plan = self.scheduler.schedule()
             if plan is None:
                 break
-            self._in_flight.append((plan, self._runner.submit(plan)))
+            self._in_flight.append((plan, self.runner.submit(plan)))
         if not self._in_flight:
-            self._check_progress()
-            return []
+            if self._compiling:
+                wait_for_any(self._compiling.values())
+            else:
+                self._check_progress()
+            return updates
         plan, pending = self._in_flight.popleft()
         try:
-            return self._scheduler.update(plan, pending.result())
+            return updates + self.scheduler.update(plan, pending.result())
         except Exception as error:
-            return self._fail(plan, error)
+            return updates + self._fail(plan, error)
 
     def use_idle_time(self) -> bool:
         """Do a little of what would delay a step, such as capturing a CUDA graph. Meant for when
@@ -187,18 +166,14 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._grammar_queue)
-
-    @property
-    def _num_waiting(self) -> int:
-        return len(self._scheduler.waiting) + len(self._grammar_queue)
+        return self.scheduler.has_work
 
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         pool, speculation = scheduler.pool, scheduler.speculation
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=self._num_waiting,
+            num_waiting=len(scheduler.waiting),
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_preemptions=scheduler.num_preemptions,
@@ -209,7 +184,7 @@ class EngineCore:
             num_swaps=scheduler.rows.swap.num_swaps,
             num_failed_steps=scheduler.num_failed_steps,
             num_wasted_row_steps=scheduler.num_wasted_row_steps,
-            num_runtime_compiles=self._runner.num_runtime_compiles,
+            num_runtime_compiles=self.runner.num_runtime_compiles,
             prefix_cache_queries=pool.num_queries,
             prefix_cache_hits=pool.num_hits,
             num_drafts=speculation.num_drafts if speculation else 0,
@@ -219,35 +194,36 @@ class EngineCore:
 
     def check(self) -> None:
         """Raise AssertionError if a block or a row has been lost. Meant for when it is idle."""
-        self._scheduler.check()
+        self.scheduler.check()
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
-        """A step could not be run: let the steps after it end, and look for the culprit."""
+        """A step could not be run: let the steps after it end, and search for the culprit."""
         logger.error("step %d of %d requests failed", plan.step, len(plan.work), exc_info=error)
-        dead = error if isinstance(error, EngineDeadError) else self._drain()
-        updates = self._scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
-        if dead is not None:
+        fatal = error if isinstance(error, EngineDeadError) else self._drain()
+        updates = self.scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
+        if fatal is not None:
             self._in_flight.clear()
-            raise dead
+            raise fatal
         for update in updates:
             logger.error("request %r makes steps fail and was ended", update.request_id)
         return updates
 
     def _drain(self) -> EngineDeadError | None:
-        """Wait for the steps behind one that failed. What they say means nothing, unless death."""
+        """Wait for the steps behind one that failed. Their results are void, unless the engine is
+        dead."""
         while self._in_flight:
             _, pending = self._in_flight.popleft()
             try:
                 pending.result()
-            except EngineDeadError as dead:
-                return dead
+            except EngineDeadError as fatal:
+                return fatal
             except Exception as error:
                 logger.info("a step behind the failed one failed too: %s", error)
         return None
 
     def _check_progress(self) -> None:
-        """Requests that wait while nothing runs would wait for ever; better a loud end."""
-        if self._scheduler.has_work and not self._scheduler.num_in_flight:
+        """Requests that wait while nothing runs would wait for ever: raise instead."""
+        if self.scheduler.has_work and not self.scheduler.num_in_flight:
             stats = self.stats()
             raise EngineDeadError(
                 f"the scheduler is stuck: {stats.num_waiting} requests wait and none runs, with "

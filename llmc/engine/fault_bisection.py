@@ -1,17 +1,17 @@
 """FaultBisection: finds the request that makes a step fail, so that it alone ends.
 
-A step that raises does not say whose fault it is. Its requests become a group of suspects that is
-run alone: each is recomputed up to the work that it had in the failed step, then does that work.
+A step that raises does not say which request is the cause. Its requests become a group of suspects
+that is run alone: each is recomputed up to the work that it had in the failed step, then does it.
 
-    failed step --accuse--> [A B C D] --fails again--> [A B] [C D] --fails--> [A] [B] [C D] ...
+    failed step --> [A B C D] --fails again--> [A B] [C D] --fails--> [A] [B] [C D] ...
 
-Whoever gets past its work is cleared; a group that fails is split in two; a group of one that
-fails has found the culprit. Every failure makes a group smaller, so the search ends.
+A suspect that gets past its work is cleared. A group that fails is split in two; a group of one
+that fails is the culprit. Every failure makes a group smaller, so the search ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc.engine.plan import RowWork
@@ -30,13 +30,10 @@ class Suspect:
     def num_wanted(self) -> int:
         """How many tokens to compute next: up to the work, or the work itself.
 
-        The prefix cache may have brought the request past all of it; one token then shows that
-        it runs.
+        The prefix cache may have brought the request past all of it; one token is then enough.
         """
         done = self.request.num_computed
-        if done < self.start:
-            return self.start - done
-        return max(self.end - done, 1)
+        return self.start - done if done < self.start else max(self.end - done, 1)
 
 
 class FaultBisection:
@@ -50,45 +47,46 @@ class FaultBisection:
 
     @property
     def group(self) -> list[Suspect]:
-        """Whoever may be scheduled now."""
+        """The requests that may be scheduled now."""
         return list(self._groups[-1])
 
     @property
-    def members(self) -> Iterator[Request]:
-        return (suspect.request for group in self._groups for suspect in group)
+    def members(self) -> list[Request]:
+        return [suspect.request for group in self._groups for suspect in group]
 
-    def accuse(self, failed: Sequence[tuple[Request, RowWork]]) -> Request | None:
-        """These were in a step that failed. Returns the culprit when only one can be it.
+    def on_failure(self, failed: Sequence[tuple[Request, RowWork]]) -> Request | None:
+        """These were in a step that failed. Returns the culprit if only one can be it.
 
-        The work of the first failure stays what a suspect has to get past.
+        A suspect must get past the work of its first failure.
         """
         found_again = bool(self._groups)
         known = {s.request.request_id: s for s in (self._groups.pop() if found_again else ())}
-        accused = []
+        suspects = []
         for request, work in failed:
             if not request.is_finished:
-                num_known = work.num_tokens - len(work.draft_token_ids)
-                fresh = Suspect(request, work.start, work.start + num_known)
-                accused.append(known.pop(request.request_id, fresh))
-        self._push(list(known.values()))  # those whose turn in the group had not come
-        # One with guesses runs once more without: they may have been what was wrong.
-        if len(failed) == len(accused) == 1 and not failed[0][1].draft_token_ids:
-            return accused[0].request
-        # Where one of them has ended by now it may have been that one: the others run once more.
-        middle = len(accused) // 2 if found_again and len(accused) == len(failed) else 0
-        self._push(accused[middle:])
-        self._push(accused[:middle])
+                end = work.start + work.num_tokens - len(work.draft_token_ids)
+                new = Suspect(request, work.start, end)
+                suspects.append(known.pop(request.request_id, new))
+        self._push(list(known.values()))  # suspects for which the step had no room
+        # With draft tokens it runs once more without: they may have been the cause.
+        if len(failed) == len(suspects) == 1 and not failed[0][1].draft_token_ids:
+            return suspects[0].request
+        # If one of them has ended by now it may have been the cause: run the others once more.
+        middle = len(suspects) // 2 if found_again and len(suspects) == len(failed) else 0
+        self._push(suspects[middle:])
+        self._push(suspects[:middle])
         return None
 
-    def pass_by(self, request: Request, num_computed: int) -> None:
-        """A step that computed a request up to here went well; it may be cleared by that."""
-        group = self._groups[-1] if self._groups else ()
-        suspect = next((s for s in group if s.request is request), None)
-        if suspect is not None and num_computed >= suspect.end:
-            self.drop(request)
+    def on_success(self, done: Sequence[tuple[Request, RowWork]]) -> None:
+        """These were in a step that went well: clear those that are past their work."""
+        for request, work in done:
+            group = self._groups[-1] if self._groups else ()
+            suspect = next((s for s in group if s.request is request), None)
+            if suspect is not None and work.start + work.num_tokens >= suspect.end:
+                self.drop(request)
 
     def drop(self, request: Request) -> None:
-        """It is no suspect (any more)."""
+        """The request is no suspect, or no longer one."""
         groups = ([s for s in group if s.request is not request] for group in self._groups)
         self._groups = [group for group in groups if group]
 

@@ -1,23 +1,25 @@
 """Grammar: the engine's side of structured outputs. Masks before draws, tokens after them.
 
-    add --Grammars.begin--> compiled beside the engine's thread --GrammarQueue--> scheduler
-    StepPlan.row_masks <--Request.mask-- mask() <--accept(token)-- StepResult
+    add --Grammars.begin--> compiled in another thread --Constraint.start--> scheduled
+    StepPlan.row_masks <--Matcher.mask--   Matcher.accept <-- StepResult.token_ids
 
 What reads grammars is given to the engine from outside. A matcher belongs to its request, not to
-a row, and so outlives preemption. It has seen exactly the tokens that the host has; a row with a
-matcher is therefore planned only when no draw of it is in flight.
+a row, and so outlives preemption. It has seen exactly the tokens that the host knows; a request
+with a matcher is therefore planned only when none of its draws is in flight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from llmc.engine.request import Request
+from llmc.engine.messages import RequestUpdate
+from llmc.engine.plan import RowMask, RowWork, TokenLogprobs
+from llmc.engine.request import Extension, Request
 from llmc.structured_outputs import StructuredOutputs
 
-IDLE_WAIT_S = 0.05  # for a grammar, while nothing else is to be done
+IDLE_WAIT_S = 0.05  # for a grammar, while there is nothing else to do
 
 
 class Matcher(Protocol):
@@ -42,76 +44,60 @@ class Grammars(Protocol):
         a grammar that is wrong."""
 
 
-def start_matching(request: Request, matcher: Matcher) -> str | None:
-    """Give a request its matcher. -> what went wrong, if anything did."""
-    request.matcher, request.needs_known_token = matcher, True
-    return _next_mask(request, matcher)
+class Constraint(Extension):
+    """A request's matcher, once its grammar is compiled, and the mask of the next draw.
+
+    A request whose grammar is being compiled waits; those behind it go first.
+    """
+
+    no_token_error = (
+        "no token was left to draw: what structured_outputs allows next is banned by bad_words, "
+        "logit_bias, min_tokens or stop_token_ids, or the model's logits were not finite"
+    )
+
+    def __init__(self, compiling: Future[Any]) -> None:
+        self.compiling = compiling
+        self._matcher: Matcher | None = None
+        self._mask = b""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `start` can be called: the grammar is compiled, or can't be."""
+        return self.compiling.done()
+
+    def start(self) -> None:
+        """Raises InvalidRequestError for a wrong grammar, and anything that a matcher raises."""
+        self._matcher = self.compiling.result()
+        self._mask = self._matcher.mask()
+
+    def is_ready(self, request: Request) -> bool:
+        return self._matcher is not None and request.num_tokens == len(request.token_ids)
+
+    def on_draw(self, request: Request, work: RowWork, masks: list[RowMask]) -> None:
+        masks.append(RowMask(row=work.row, words=self._mask))
+
+    def on_token(
+        self, request: Request, token: int, logprob: TokenLogprobs | None
+    ) -> RequestUpdate:
+        assert self._matcher is not None
+        try:
+            self._matcher.accept(token)
+            is_complete = self._matcher.is_complete
+            if not is_complete:
+                self._mask = self._matcher.mask()
+        except Exception as error:  # of a third-party library: any of them ends one request
+            problem = f"structured_outputs can't go on: {error or type(error).__name__}"
+            return request.ended("error", problem)
+        update = request.append(token, logprob)
+        if is_complete and update.finish_reason != "stop":
+            update.finish_reason, update.is_whole = "stop", True
+        return update
+
+    def on_finish(self, request: Request, error: str | None) -> None:
+        self.compiling.cancel()
 
 
-def follow(request: Request, token: int) -> str | None:
-    """A token was drawn under the request's mask. -> why it can't go on, if it can't."""
-    matcher = request.matcher
-    assert matcher is not None
-    try:
-        matcher.accept(token)
-        is_complete = matcher.is_complete
-    except Exception as error:  # of a foreign library: whatever it is, one request ends
-        return _problem(error)
-    if is_complete:
-        request.mask = None  # nothing will be drawn
-        return None
-    return _next_mask(request, matcher)
-
-
-def _next_mask(request: Request, matcher: Matcher) -> str | None:
-    try:
-        request.mask = matcher.mask()
-    except Exception as error:
-        return _problem(error)
-    return None
-
-
-def _problem(error: Exception) -> str:
-    return f"structured_outputs can't go on: {error or type(error).__name__}"
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request that waits for its grammar."""
-
-    request: Request
-    fork_of: str | None
-    matcher: Future[Any]
-
-
-class GrammarQueue:
-    """Requests whose grammars are being compiled; they are let in in the order they came."""
-
-    def __init__(self) -> None:
-        self._arrivals: dict[str, Arrival] = {}
-
-    def __len__(self) -> int:
-        return len(self._arrivals)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._arrivals
-
-    def enter(self, arrival: Arrival) -> None:
-        self._arrivals[arrival.request.request_id] = arrival
-
-    def leave(self, request_id: str) -> Request | None:
-        arrival = self._arrivals.pop(request_id, None)
-        if arrival is None:
-            return None
-        arrival.matcher.cancel()
-        return arrival.request
-
-    def take_ready(self, *, may_wait: bool) -> list[Arrival]:
-        """Those whose grammars are there; with `may_wait` it waits a moment for the first one."""
-        if may_wait:
-            futures = [arrival.matcher for arrival in self._arrivals.values()]
-            wait(futures, IDLE_WAIT_S, return_when=FIRST_COMPLETED)
-        ready = [arrival for arrival in self._arrivals.values() if arrival.matcher.done()]
-        for arrival in ready:
-            del self._arrivals[arrival.request.request_id]
-        return ready
+def wait_for_any(constraints: Iterable[Constraint]) -> None:
+    """Wait a moment for one of them to be compiled, or not."""
+    futures = [constraint.compiling for constraint in constraints]
+    wait(futures, IDLE_WAIT_S, return_when=FIRST_COMPLETED)

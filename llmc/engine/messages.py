@@ -1,7 +1,7 @@
-"""What the front says to the engine and hears back. Plain data, so that a process border fits in.
+"""Messages between the frontend and the engine: plain data that can cross a process border.
 
-The front turns text into ids and ids into text; the engine sees ids only. Stop *strings* are
-therefore found by the front, which then sends AbortRequest; stop *tokens* by the engine.
+The frontend converts between text and token ids; the engine sees ids only. Stop *strings* are
+therefore found by the frontend, which then sends AbortRequest; stop *tokens* by the engine.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from llmc.sampling_params import SamplingParams
 class AddRequest:
     """One sequence to generate (a request with n > 1 is n of these).
 
-    `fork_of` names another request of the same prompt and salt, sent before: the two then compute
-    the prompt once and share its blocks. It may have ended by now; this one stands alone then.
+    `fork_of` names an earlier request of the same prompt and salt: the two compute the prompt once
+    and share its blocks, unless that request has ended by now.
     """
 
     request_id: str
@@ -37,13 +37,13 @@ class AbortRequest:
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made per row per step, and frozen costs 3x
 class RequestUpdate:
-    """News of one request after a step: tokens that were drawn, and the end if it came.
+    """What a step did for one request: the tokens drawn, and whether it has ended.
 
-    `stop_reason` is the stop token id when one of `stop_token_ids` ended the text, None for the
-    model's own end token. A stop token that ends the text is the last of `new_token_ids`; with
-    `is_whole` there was none: a structured output was complete with the token before it.
-    `prompt_logprobs`, of each token of the prompt but the first, come with the first token.
-    `error` comes with finish_reason "error"; `is_refused`: the request was wrong, and never began.
+    `stop_reason` is the id if one of `stop_token_ids` ended the text, None for an end token of the
+    model. A stop token that ends the text is the last of `new_token_ids`; with `is_whole` there is
+    none: a structured output was complete without it. `prompt_logprobs`, of each prompt token but
+    the first, come with the first token. `error` comes with finish_reason "error"; `is_refused`:
+    the request was invalid and never began.
     """
 
     request_id: str
@@ -81,11 +81,11 @@ class EngineStats:
     num_finished: int
     num_steps: int
     num_swaps: int  # preemptions that kept their blocks in host memory
-    num_failed_steps: int  # that raised; they are not the same number as requests that failed
-    num_wasted_row_steps: int  # of a request in a step, dropped because it had ended by then
+    num_failed_steps: int  # that raised, which differs from the number of requests that failed
+    num_wasted_row_steps: int  # a request's part in a step, dropped as the request had ended
     num_runtime_compiles: int  # that a step had to wait for
     prefix_cache_queries: int  # tokens looked up
     prefix_cache_hits: int  # tokens found
-    num_drafts: int = 0  # steps of a request in which tokens were guessed ahead
-    num_draft_tokens: int = 0  # guessed ahead of the model, and computed
-    num_accepted_tokens: int = 0  # of those: the model drew just so
+    num_drafts: int = 0  # steps of a request with draft tokens
+    num_draft_tokens: int = 0  # computed in those
+    num_accepted_tokens: int = 0  # of those: equal to what the model drew

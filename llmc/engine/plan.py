@@ -1,8 +1,8 @@
 """The contract between the engine and the runner: what one step does, and what came of it.
 
 Plain data, no torch: the scheduler can be simulated, and the plan can cross a process border.
-A request owns one *row* of the runner's tables for as long as it runs. The plan carries deltas:
-new rows with their tokens, the blocks that each row gained, and the rows that were given back.
+A request owns one *row* of the runner's tables while it runs. The plan carries changes: new rows
+with their tokens, the blocks that each row gained, and the rows that were released.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class NewRow:
     sampling: SamplingParams
     seed: int  # resolved: never None; random numbers depend on (seed, position) alone
     stop_token_ids: Sequence[int]  # banned while fewer than sampling.min_tokens are out
-    row_state: Mapping[str, bytes] = field(default_factory=dict)  # tables of users' processors
-    num_candidates: int = 0  # of a beam: so many alternatives of each draw, for sampling.logprobs
+    row_state: Mapping[str, bytes] = field(default_factory=dict)  # of users' logits processors
+    num_candidates: int = 0  # of a beam: likeliest tokens to report with each draw
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made per row per step, and frozen costs 3x
@@ -40,12 +40,12 @@ class RowWork:
     `sample` is true when the last of them is the newest token of the row, so that a next token
     is drawn; false inside a chunked prefill.
 
-    The last len(draft_token_ids) of the tokens are guesses that the runner has not seen: they
-    are entered after the row's own, and a token is drawn after each of them too. So the row
-    draws 1 + len(draft_token_ids) tokens; whoever guessed says how many of them stand.
+    The last len(draft_token_ids) of the tokens are draft tokens, new to the runner: they are
+    entered after the row's known ones, and a token is drawn after each of them too. So the row
+    draws 1 + len(draft_token_ids) tokens; the engine decides how many of them are accepted.
 
-    The last len(entered_token_ids) of the tokens are known, but not to the runner, which drew
-    others there or none: they take their places, and are computed as if they had been there.
+    The last len(entered_token_ids) of the tokens are known to the engine but not to the runner,
+    which drew others there or none: they are written into the row before it is computed.
 
     With `is_scored` (a prompt whose log-probabilities are wanted) each token whose next one is
     known is scored: all of them inside the prompt, all but the last at its end.
@@ -57,7 +57,7 @@ class RowWork:
     sample: bool
     new_blocks: Sequence[int] = ()  # physical block ids appended to the row's block table
     draft_token_ids: Sequence[int] = ()
-    entered_token_ids: Sequence[int] = ()  # never together with guesses
+    entered_token_ids: Sequence[int] = ()  # never together with draft tokens
     is_scored: bool = False
 
     @property
@@ -128,11 +128,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What the runner drew: the samples of the plan's `work` items, one after the other.
+    """What the runner drew: the samples of the plan's `work` items in order.
 
-    `token_ids[i]` is None where that row's logits were not finite (the request must fail, the
+    `token_ids[i]` is None where that row's logits were not finite (its request must fail, the
     others go on). `logprobs[i]` is None where the request asked for none. `scores` are those of
-    the scored prompt tokens, of one `work` item after the other.
+    the scored prompt tokens, in the order of `work`.
     """
 
     token_ids: Sequence[int | None]
@@ -145,9 +145,9 @@ class PendingStep(Protocol):
 
     def result(self) -> StepResult:
         """Wait for the step. Raises what went wrong in it; EngineDeadError if no later step can
-        succeed either. After any error the results of the steps submitted after it mean nothing,
-        and neither do the rows of all these steps: they are released and filled anew. All other
-        rows must be as they were, and so must the blocks that they hold.
+        succeed either. After an error the results of the steps submitted later are void, and so
+        are the rows of all these steps: the engine releases and fills them anew. All other rows
+        and the blocks that they hold must be unchanged.
         """
 
 
@@ -166,4 +166,4 @@ class Runner(Protocol):
         """Do a little of what would delay a step. -> whether there may be more to do."""
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Start a step and return at once. Never raises for what one request brought along."""
+        """Start a step and return at once. Never raises for the content of one request."""

@@ -1,49 +1,74 @@
-"""Queues: who runs, who waits, and every way from the one to the other.
+"""Queues: which requests run, which wait, and every way from one to the other.
 
-    waiting --enter--> running --preempt, start_over--> waiting
-                  any of them --finish--> gone
+    waiting --admit--> running --preempt, reset--> waiting
+               either of them --finish--> gone
 
-Whoever stops running may still be in a step in flight; row and blocks are given back when the last
-such step is done (`settle`).
+A request that stops running may still be in a step in flight. Its row and blocks are freed when
+the last such step is done (`release`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Collection
+from operator import attrgetter
 
 from llmc.engine.kv.row_table import RowTable
-from llmc.engine.ranked import RankedQueue
+from llmc.engine.parallel_sampling import PromptSharing
 from llmc.engine.request import Request, RequestState
 
 RUNNING = RequestState.RUNNING
 PREEMPTED = RequestState.PREEMPTED
 FINISHED = RequestState.FINISHED
 
+_rank = attrgetter("rank")
+
+
+class RankedQueue(list[Request]):
+    """A list sorted by rank, (priority, arrival), as long as it is changed by `insert_ranked` and
+    `discard` alone. With every priority 0 that is first come, first served."""
+
+    def insert_ranked(self, request: Request) -> None:
+        if not self or self[-1].rank < request.rank:  # nearly always
+            self.append(request)
+        else:
+            insort(self, request, key=_rank)
+
+    def discard(self, request: Request) -> None:
+        index = bisect_left(self, request.rank, key=_rank)
+        if index == len(self) or self[index] is not request:
+            raise ValueError(f"request {request.request_id!r} is not in this queue")
+        del self[index]
+
+    @property
+    def is_sorted(self) -> bool:
+        return all(a.rank < b.rank for a, b in zip(self, self[1:], strict=False))
+
 
 class Queues:
-    """The two queues over the rows of one RowTable. The scheduler says who moves."""
+    """The running and the waiting requests over the rows of one RowTable."""
 
-    def __init__(self, rows: RowTable) -> None:
+    def __init__(self, rows: RowTable, sharing: PromptSharing) -> None:
         self.rows = rows
         self.running = RankedQueue()
         self.waiting = RankedQueue()
         self.num_preemptions = 0
-        self._num_leaving = 0  # requests off the running list that still hold a row
+        self._sharing = sharing
+        self._num_leaving = 0  # requests that hold a row and do not run
 
-    def enter(self, request: Request) -> None:
+    def admit(self, request: Request) -> None:
         """A waiting request was given a row."""
-        self.waiting.leave(request)
-        self.running.enter(request)
+        self.waiting.discard(request)
+        self.running.insert_ranked(request)
         request.state = RUNNING
 
     def make_room(self, request: Request) -> bool:
-        """See that a block a group is free, preempting if need be. False: not in this step.
+        """Free a block for each group of layers, by preemption if need be. False: not in this step.
 
-        A victim goes back to the queue, and needs at least what it just gave up; this step lets
-        it in again only if others hold by now what it needs.
+        The request may preempt itself, but none of better rank.
         """
         while self.rows.pool.num_free < self.rows.num_groups:
-            if self._num_leaving:  # blocks come back with the step in flight; wait for them
+            if self._num_leaving:  # their blocks come back with the steps in flight
                 return False
             victim = self.running[-1]
             if victim is request and request.num_in_flight:  # its own may come back too
@@ -53,10 +78,10 @@ class Queues:
                 return False
         return True
 
-    def make_way(self, request: Request) -> None:
-        """The next in line found no row or block: one of worse priority gives up its own.
+    def preempt_for(self, request: Request) -> None:
+        """The first in the queue found no row or block: preempt one of worse priority, if any.
 
-        One at a time: the request tries again before another has to.
+        One a step: the request tries again before another has to go.
         """
         if self._num_leaving or not self.running:
             return
@@ -65,7 +90,7 @@ class Queues:
             self.preempt(victim)
 
     def allocate_by_preemption(self, request: Request, protected: Collection[str]) -> bool:
-        """Give a request a row, preempting all but the protected ids if need be."""
+        """Give a request a row, preempting any but the protected ids if need be."""
         while not (self.rows.num_free_rows and self.rows.allocate(request, 0)):
             others = (r for r in reversed(self.running) if r.request_id not in protected)
             victim = next(others, None)
@@ -76,22 +101,22 @@ class Queues:
 
     def preempt(self, request: Request) -> None:
         self.num_preemptions += 1
-        self.turn_back(request)
+        self.requeue(request)
 
-    def turn_back(self, request: Request) -> None:
-        """It goes on from other tokens: what it computed is of no use. No step uses it now."""
+    def requeue(self, request: Request) -> None:
+        """Back to the waiting requests, if it runs; row and blocks are given up."""
         if request.state is RUNNING:
-            self._requeue(request)
+            self._move_to_waiting(request)
             self._leave(request)
 
-    def start_over(self, request: Request) -> None:
-        """Back to what the host has seen: the tokens stay, whatever was computed goes."""
+    def reset(self, request: Request) -> None:
+        """A step of the request failed: it keeps its known tokens and recomputes everything."""
         if request.row is None:
-            return  # it was in an earlier one of the void steps too
-        request.num_in_flight = request.num_guessed = 0
+            return  # an earlier one of the failed steps has reset it
+        request.num_in_flight = 0
         request.num_tokens = len(request.token_ids)
         if request.state is RUNNING:
-            self._requeue(request)
+            self._move_to_waiting(request)
         else:
             self._num_leaving -= 1
         self.rows.free(request)
@@ -101,20 +126,20 @@ class Queues:
         request.state = FINISHED
         self.rows.swap.drop(request)
         if was_running:
-            self.running.leave(request)
+            self.running.discard(request)
             self._leave(request)
         else:
-            self.waiting.leave(request)
+            self.waiting.discard(request)
 
-    def settle(self, request: Request) -> None:
-        """The last step that used a request that left is done."""
+    def release(self, request: Request) -> None:
+        """The last step that used a request which does not run any more is done."""
         if request.row is not None:
             self._num_leaving -= 1
             self._free(request)
 
-    def _requeue(self, request: Request) -> None:
-        self.running.leave(request)
-        self.waiting.enter(request)
+    def _move_to_waiting(self, request: Request) -> None:
+        self.running.discard(request)
+        self.waiting.insert_ranked(request)
         request.state = PREEMPTED
 
     def _leave(self, request: Request) -> None:
@@ -124,19 +149,20 @@ class Queues:
             self._free(request)
 
     def _free(self, request: Request) -> None:
-        if request.state is PREEMPTED:
+        # The blocks of a shared prompt stay where they are: nothing to swap out.
+        if request.state is PREEMPTED and not self._sharing.is_shared(request):
             self.rows.swap.save(request)
         self.rows.free(request)
 
-    def broken_rules(self) -> list[str]:
-        """What does not hold of queues and rows. Raises AssertionError for the rows' own books."""
+    def violations(self) -> list[str]:
+        """Invariants that are broken. Raises AssertionError for those of rows and blocks."""
         self.rows.check()
         self.rows.swap.check(self.waiting)
         owners = [request for request in self.rows.owners if request is not None]
         leaving = [request for request in owners if request.state is not RUNNING]
         rules = {
             "running requests own rows": len(owners) - len(leaving) == len(self.running),
-            "who left and owns a row is in flight": all(r.num_in_flight for r in leaving),
+            "other owners of rows are in flight": all(r.num_in_flight for r in leaving),
             "leaving requests are counted": len(leaving) == self._num_leaving,
             "queues are sorted by rank": self.running.is_sorted and self.waiting.is_sorted,
         }

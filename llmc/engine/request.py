@@ -1,6 +1,6 @@
-"""Request: one sequence while the engine has it. The scheduler alone changes it.
+"""Request: one sequence while the engine serves it, and Extension: decoding beyond plain sampling.
 
-Three counts say how far it is. `token_ids` are the tokens that the host has seen. `num_tokens`
+Three counts say how far a request is. `token_ids` are the tokens that the host knows. `num_tokens`
 adds those that steps in flight will draw. `num_computed` is how many of them have been handed to
 the runner; a step is planned for what lies between the last two.
 """
@@ -8,33 +8,48 @@ the runner; a step is planned for what lies between the last two.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
+from llmc.engine.messages import RequestUpdate
+from llmc.engine.plan import RowMask, RowWork, TokenLogprobs
+from llmc.outputs import FinishReason
 from llmc.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from llmc.engine.beam_search import Beam
-    from llmc.engine.grammar import Matcher
-    from llmc.engine.parallel_sampling import SamplingGroup
-    from llmc.engine.plan import TokenLogprobs
-    from llmc.engine.spec_decode.speculation import Drafter
+NOT_FINITE = (
+    "the model's logits for this request were not finite (NaN or infinity), so no token could be "
+    "drawn; the weights, the number format or a logits processor may be at fault"
+)
 
 
 class RequestState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # waits again, at the front, with the tokens it has
+    PREEMPTED = "preempted"  # waiting again, ahead of later arrivals, with the tokens it has
     FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one request; kv/row_table.py alone changes it.
+
+    `blocks` is flat: the physical block of each group of layers for the first `block_size` tokens,
+    then for the next. NO_BLOCK stands where a windowed group has freed its block.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    num_freed: list[int] = field(default_factory=list)  # leading blocks that each group has freed
+    capacity: int = 0  # tokens that fit
+    digests: list[bytes] = field(default_factory=list)  # of full blocks, computed when needed
+    num_published: int = 0  # leading blocks that are in the prefix cache, or have a twin there
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A prompt, what has been generated, and the row and blocks that it holds.
 
-    A request holds a row exactly when it holds blocks, and may do so for a step or two after it
+    A request holds a row exactly when it holds blocks. It may keep both for a step or two after it
     finished or was preempted: until no step in flight (`num_in_flight`) uses them.
     """
 
@@ -43,45 +58,31 @@ class Request:
     num_prompt_tokens: int
     sampling: SamplingParams
     seed: int
-    max_total_tokens: int  # prompt and output; the end by length
+    max_total_tokens: int  # prompt and output
     eos_token_ids: frozenset[int] = frozenset()  # empty with ignore_eos
-    stop_token_ids: frozenset[int] = frozenset()  # these and the end tokens: all that end it
+    stop_token_ids: frozenset[int] = frozenset()  # the end tokens and the request's own
     cache_salt: bytes = b""
     priority: int = 0
-    arrival: int = -1  # set by the scheduler; lower came earlier
-    rank: tuple[int, int] = (0, -1)  # set by the scheduler; lower is served first
+    row_state: Mapping[str, bytes] = field(default_factory=dict)  # see plan.NewRow
+    extension: Extension | None = None  # None: plain sampling
 
+    # Set by the scheduler and its parts.
+    rank: tuple[int, int] = (0, -1)  # (priority, arrival); lower is served first
     state: RequestState = RequestState.WAITING
     row: int | None = None
-    blocks: list[int] = field(default_factory=list)  # see RowTable
-    num_dropped: list[int] = field(default_factory=list)  # first blocks of each group, given back
+    table: BlockTable = field(default_factory=BlockTable)
     num_tokens: int = field(init=False)
     num_computed: int = 0
-    num_in_flight: int = 0  # planned steps whose result has not come
-    num_guessed: int = 0  # tokens in flight that stand only if they are drawn; in no count above
-    capacity: int = 0  # tokens that `blocks` hold
-    digests: list[bytes] = field(default_factory=list)  # of full blocks, as far as needed
-    num_published: int = 0  # leading blocks that are in the prefix cache, or have a twin there
-    num_cached_tokens: int = 0  # of the prompt, when first scheduled
+    num_in_flight: int = 0  # steps that were planned and whose result has not come
+    num_cached_tokens: int | None = None  # of the prompt; None until it is first scheduled
     arrived_s: float = field(default_factory=time.monotonic)
     queue_s: float | None = None  # from then to its first step; None until that
-    host_slots: list[int] = field(default_factory=list)  # of its blocks, while it is swapped out
-    num_saved: int = 0  # tokens that these hold
-    group: SamplingGroup | None = None  # others of the same prompt, to share its blocks with
-    drafter: Drafter | None = None  # guesses its tokens; None: nobody does
-    needs_known_token: bool = (
-        False  # what may follow a token is known only when the token is: one of these
-    )
-    matcher: Matcher | None = None  # of its structured output; has seen the tokens of token_ids
-    row_state: Mapping[str, bytes] = field(default_factory=dict)  # see plan.NewRow
-    beam: Beam | None = None  # of a search, which chooses its tokens
-    mask: bytes | None = None  # of its next draw, where it has a matcher
-    scores: list[TokenLogprobs | None] = field(default_factory=list)  # of the prompt, see below
+    prompt_scores: list[TokenLogprobs | None] = field(default_factory=list)  # of tokens 1, 2, ...
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)
         if self.sampling.prompt_logprobs is not None:
-            self.scores = [None] * (self.num_prompt_tokens - 1)
+            self.prompt_scores = [None] * (self.num_prompt_tokens - 1)
 
     @property
     def num_output_tokens(self) -> int:
@@ -89,18 +90,79 @@ class Request:
 
     @property
     def needs_scores(self) -> bool:
-        """Log-probabilities of the prompt are asked for, and some are not known.
-
-        `scores[i]` is that of token i + 1, which comes when token i is computed. The prompt is
-        computed in order, so the last one is there when all are.
-        """
-        return bool(self.scores) and self.scores[-1] is None
-
-    @property
-    def awaits_token(self) -> bool:
-        """It is led by a token that is in flight or, in a beam search, has yet to be chosen."""
-        return self.needs_known_token and self.num_tokens > len(self.token_ids)
+        """Log-probabilities of the prompt are asked for and not complete. They come in order."""
+        return bool(self.prompt_scores) and self.prompt_scores[-1] is None
 
     @property
     def is_finished(self) -> bool:
         return self.state is RequestState.FINISHED
+
+    def append(self, token: int, logprob: TokenLogprobs | None) -> RequestUpdate:
+        """Take a drawn token. The update's `finish_reason` is set when it was the last one."""
+        self.token_ids.append(token)
+        update = RequestUpdate(
+            request_id=self.request_id,
+            new_token_ids=(token,),
+            logprobs=() if logprob is None else (logprob,),
+            num_cached_tokens=self.num_cached_tokens or 0,
+            queue_s=self.queue_s,
+        )
+        num_tokens = len(self.token_ids)
+        if self.prompt_scores and num_tokens == self.num_prompt_tokens + 1:
+            update.prompt_logprobs = [score for score in self.prompt_scores if score is not None]
+        if (
+            token in self.stop_token_ids
+            and num_tokens - self.num_prompt_tokens > self.sampling.min_tokens
+        ):
+            update.finish_reason = "stop"
+            update.stop_reason = None if token in self.eos_token_ids else token
+        elif num_tokens >= self.max_total_tokens:
+            update.finish_reason = "length"
+        return update
+
+    def fork_from(self, parent: Request, token: int) -> None:
+        """Go on from another request's tokens and one more. No draw may be in flight."""
+        self.token_ids = [*parent.token_ids, token]
+        self.num_tokens = len(self.token_ids)
+        self.table.digests = parent.table.digests[:]
+
+    def ended(self, reason: FinishReason, error: str | None = None) -> RequestUpdate:
+        """The update of a request that ends without a new token."""
+        return RequestUpdate(
+            request_id=self.request_id,
+            finish_reason=reason,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            error=error,
+        )
+
+
+class Extension:
+    """How one request decodes where that is not plain sampling. Holds all state that this takes.
+
+    Beam search, structured outputs and speculative decoding are one subclass each; these methods
+    are all that the scheduler knows of them. The defaults are plain sampling.
+    """
+
+    num_candidates = 0  # NewRow.num_candidates
+    parent: Request | None = None  # a request whose computed tokens this one continues
+    no_token_error = NOT_FINITE  # the error if the runner drew no token
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether the next token can be planned, given what the host knows now."""
+        return True
+
+    def draft_tokens(self, request: Request) -> Sequence[int]:
+        """Tokens to verify in the next step; as many of them as fit are planned."""
+        return ()
+
+    def on_draw(self, request: Request, work: RowWork, masks: list[RowMask]) -> None:
+        """A step that draws a token is being planned; `work` and `masks` may be added to."""
+
+    def on_token(
+        self, request: Request, token: int, logprob: TokenLogprobs | None
+    ) -> RequestUpdate | None:
+        """A token was drawn. Not called after the request has finished."""
+        return request.append(token, logprob)
+
+    def on_finish(self, request: Request, error: str | None) -> None:
+        """The request has ended, for whatever reason."""

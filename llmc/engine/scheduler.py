@@ -4,12 +4,12 @@
                  ^----- preempt (blocks ran out, or a step failed)
 
 Requests are served by rank: first come, first served, or by priority. When blocks run out, the
-running request of the last rank goes back to `waiting`. A step takes one token of each running
+running request of the worst rank goes back to `waiting`. A step takes one token of each running
 decode, then what is left of running prompts, then new prompts, until its token budget is spent.
 
 `schedule()` may be called again before `update()` of the step before: counts advance when a step
 is planned, and tokens in flight are known by number only. Results come in the order of the plans.
-A row and its blocks are given back only when no step in flight uses them.
+A row and its blocks are freed only when no step in flight uses them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice, repeat
 
-from llmc.engine import parallel_sampling as forks
-from llmc.engine.beam_search import Beam
 from llmc.engine.fault_bisection import FaultBisection
 from llmc.engine.kv.block_pool import BlockPool
 from llmc.engine.kv.layout import WHOLE, CacheLayout
 from llmc.engine.kv.prefix_cache import live
-from llmc.engine.kv.row_table import RowTable, new_row
+from llmc.engine.kv.row_table import NO_SOURCE, RowTable, Source, new_row
 from llmc.engine.messages import RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
-from llmc.engine.outcome import aborted, failed, not_drawn, take_token
+from llmc.engine.parallel_sampling import PromptSharing
 from llmc.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
 from llmc.engine.plan_builder import PlanBuilder
 from llmc.engine.queues import Queues
-from llmc.engine.request import Request, RequestState
+from llmc.engine.request import NOT_FINITE, Request, RequestState
 from llmc.engine.spec_decode.speculation import count_accepted
 
 Drawn = tuple[int | None, TokenLogprobs | None]
@@ -44,7 +42,7 @@ class Scheduler:
     """Continuous batching over `max_num_seqs` rows and one BlockPool.
 
     With the policy "priority" a request of lower `priority` goes before all of higher ones, and
-    takes the place of running ones if need be. Where layers see a window only, nothing is swapped.
+    takes the place of running ones if need be. Models with windowed layers swap nothing.
     """
 
     def __init__(self, limits: EngineLimits, features: EngineFeatures) -> None:
@@ -56,22 +54,23 @@ class Scheduler:
         )
         room = features.swap_room if self.layout.windows == (WHOLE,) else None
         self.rows = RowTable(limits.max_num_seqs, self.pool, self.layout, room)
-        self.max_num_batched_tokens = limits.max_num_batched_tokens
-        self.use_priority = features.scheduling_policy == "priority"
         self.requests: dict[str, Request] = {}  # all that are not finished
-        self._queues = Queues(self.rows)
-        self.running, self.waiting = self._queues.running, self._queues.waiting
-        self.fault_bisection = FaultBisection()
         self.speculation = features.speculation
+        self.bisection = FaultBisection()
+        self._sharing = PromptSharing()
+        self._queues = Queues(self.rows, self._sharing)
+        self.running, self.waiting = self._queues.running, self._queues.waiting
+        self._max_num_batched_tokens = limits.max_num_batched_tokens
+        self._use_priority = features.scheduling_policy == "priority"
+        self._in_flight: deque[PlanBuilder] = deque()
+        self._no_room_for: Request | None = None  # the first in the queue, in the last step
+        self._num_arrivals = 0
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_finished = 0
         self.num_failed_steps = 0
         self.num_wasted_row_steps = 0  # computed for a request that had ended by then
-        self._num_arrivals = 0
-        self._turned_away: Request | None = None  # the next in line, for want of room
-        self._in_flight: deque[PlanBuilder] = deque()
 
     # Requests come and go
 
@@ -84,23 +83,38 @@ class Scheduler:
                 f"request {request.request_id!r} can grow to {request.max_total_tokens} tokens; "
                 f"the pool holds {self.pool.num_blocks} blocks of {self.pool.block_size}"
             )
-        request.arrival = self._num_arrivals
-        request.rank = (request.priority if self.use_priority else 0, request.arrival)
+        request.rank = (request.priority if self._use_priority else 0, self._num_arrivals)
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        if self.speculation is not None and request.beam is None:
-            self.speculation.enter(request)
-        self.waiting.enter(request)
+        if self.speculation is not None and request.extension is None:
+            self.speculation.on_add(request)
+        self.waiting.insert_ranked(request)
         if sibling is not None:
-            forks.join(request, sibling)
+            self._sharing.join(request, sibling)
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request now; None if there is no such request, or it has just finished."""
         request = self.requests.get(request_id)
         if request is None:
             return None
-        self._finish(request)
-        return aborted(request)
+        self.finish(request)
+        return request.ended("abort")
+
+    def fail_request(self, request_id: str, error: str) -> RequestUpdate:
+        return self._fail(self.requests[request_id], error)
+
+    def finish(self, request: Request, error: str | None = None) -> None:
+        """End a request, and whatever its extension ends with it."""
+        del self.requests[request.request_id]
+        self.num_finished += 1
+        self._sharing.leave(request)
+        self.bisection.drop(request)
+        self._queues.finish(request)
+        if request.extension is not None:
+            request.extension.on_finish(request, error)
+
+    def requeue(self, request: Request) -> None:
+        self._queues.requeue(request)
 
     @property
     def has_work(self) -> bool:
@@ -119,315 +133,281 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run (before a result in flight has come)."""
-        draft = PlanBuilder(self.max_num_batched_tokens)
-        if self.fault_bisection:
-            self._plan_suspects(draft)
+        builder = PlanBuilder(self._max_num_batched_tokens)
+        if self.bisection:
+            self._schedule_suspects(builder)
         else:
             if self.speculation is not None:
-                self.speculation.begin(self.running, is_idle=not self._in_flight)
-            self._plan_all(draft)
-            while not draft.work and self._break_circle():
-                self._plan_all(draft)
-        if not draft.work:
+                self.speculation.begin_step(self.running)
+            self._schedule_all(builder)
+            # Beams that run may wait for beams that have no row or blocks: the last gives way.
+            while not builder.work and not self._in_flight and self.running and self.waiting:
+                self._queues.preempt(self.running[-1])
+                self._schedule_all(builder)
+        if not builder.work:
             return None
-        draft.saved, swap_out, swap_in = self.rows.swap.pop()
-        draft.plan = StepPlan(
+        builder.saved, swap_out, swap_in = self.rows.swap.pop()
+        builder.plan = StepPlan(
             step=self.num_steps,
-            work=draft.work,
-            new_rows=draft.new_rows,
+            work=builder.work,
+            new_rows=builder.new_rows,
             released_rows=self.rows.pop_released(),
             block_copies=self.rows.pop_copies(),
             swap_out=swap_out,
             swap_in=swap_in,
-            row_masks=draft.row_masks,
+            row_masks=builder.row_masks,
         )
         self.num_steps += 1
-        self._in_flight.append(draft)
-        return draft.plan
+        self._in_flight.append(builder)
+        return builder.plan
 
-    def _plan_all(self, draft: PlanBuilder) -> None:
-        turned_away, self._turned_away = self._turned_away, None
-        if turned_away is not None and self.waiting[:1] == [turned_away]:
-            self._queues.make_way(turned_away)
-        prefills = self._plan_decodes(draft)
-        self._plan_prefills(draft, prefills)
-        self._plan_waiting(draft)
+    def _schedule_all(self, builder: PlanBuilder) -> None:
+        first, self._no_room_for = self._no_room_for, None
+        if first is not None and self.waiting[:1] == [first]:
+            self._queues.preempt_for(first)
+        prefills = self._schedule_decodes(builder)
+        for request in prefills:
+            if builder.has_room(request) and request.state is RUNNING:  # not preempted by a decode
+                self._add_work(builder, request, request.num_tokens - request.num_computed)
+        self._schedule_waiting(builder)
 
-    def _break_circle(self) -> bool:
-        """Beams in rows wait for beams that wait for their rows or blocks: the last gives way.
-
-        What it told stands, so that those who have not told yet get their turn.
-        """
-        if self._in_flight or not (self.running and self.waiting):
-            return False
-        self._queues.preempt(self.running[-1])
-        return True
-
-    def _plan_decodes(self, draft: PlanBuilder) -> list[Request]:
+    def _schedule_decodes(self, builder: PlanBuilder) -> list[Request]:
         """One token of each running request that has one left; the others are returned.
 
         A request that needs a block may preempt those after it, and itself: never one before it,
-        so that whatever this step already holds stays.
+        so that the work that is already in this step stays.
         """
         prefills: list[Request] = []
         running = self.running
         index = 0
-        while index < len(running) and draft.budget:
+        while index < len(running) and builder.budget:
             request = running[index]
             index += 1
             num_tokens = request.num_tokens
+            extension = request.extension
             if num_tokens - request.num_computed != 1:
                 prefills.append(request)
             elif num_tokens >= request.max_total_tokens:
                 pass  # its last token is in flight
-            elif (request.needs_known_token and request.awaits_token) or (
-                request.drafter is not None
-                and self._plan_guessed(request, draft, len(running) - index)
-            ):
-                pass  # it waits for a token in flight, or its next one is planned with guesses
-            elif num_tokens <= request.capacity:
-                draft.put_next(request)
+            elif extension is not None and not extension.is_ready(request):
+                pass
+            elif extension is not None and (drafts := extension.draft_tokens(request)):
+                self._add_drafts(builder, request, drafts, len(running) - index)
+            elif num_tokens <= request.table.capacity:
+                builder.add_decode(request)
             elif self._queues.make_room(request):
-                draft.put_next(request, self.rows.grow(request))
+                builder.add_decode(request, self.rows.grow(request))
         return prefills
 
-    def _plan_guessed(self, request: Request, draft: PlanBuilder, num_after: int) -> bool:
-        """Plan a decode with guesses, or let it wait for a token that they would follow.
-
-        False: neither. Guesses take neither the budget nor the blocks of the `num_after` others.
-        """
-        if request.num_guessed:
-            return True  # nobody knows yet how far it is
-        speculation = self.speculation
-        if speculation is None or request.needs_scores:
-            return False
-        num_rows = len(self.running)
-        if request.num_in_flight:
-            return speculation.is_hopeful(request, num_rows)
+    def _add_drafts(
+        self, builder: PlanBuilder, request: Request, drafts: Sequence[int], num_after: int
+    ) -> None:
+        """A decode with as many draft tokens as leave the `num_after` others budget and blocks."""
         num_tokens, block_size = request.num_tokens, self.pool.block_size
         num_spare = max(self.pool.num_free // self.layout.num_groups - num_after, 0)
-        most = min(
+        num_drafts = min(
+            len(drafts),
             request.max_total_tokens - num_tokens - 1,
-            draft.budget - num_after - 1,
-            request.capacity + num_spare * block_size - num_tokens,
+            builder.budget - num_after - 1,
+            request.table.capacity + num_spare * block_size - num_tokens,
         )
-        guesses = speculation.guess(request, most, num_rows) if most > 0 else ()
-        if not guesses:
-            return False
+        num_drafts = max(num_drafts, 0)
         blocks: list[int] = []
-        while request.capacity < num_tokens + len(guesses):
-            blocks += self.rows.grow(request)
-        draft.put_guessed(request, guesses, blocks)
-        return True
-
-    def _plan_prefills(self, draft: PlanBuilder, prefills: list[Request]) -> None:
-        """What is left of the prompts of running requests."""
-        for request in prefills:
-            if draft.has_room(request) and request.state is RUNNING:  # not preempted by a decode
-                self._put_more(draft, request, request.num_tokens - request.num_computed)
-
-    def _put_more(self, draft: PlanBuilder, request: Request, num_wanted: int) -> None:
-        """Compute more of a running request, as far as its blocks reach. It has them all, unless
-        layers that see a window only take theirs as they go.
-        """
-        num_wanted = min(num_wanted, draft.budget)
-        blocks: list[int] = []
-        while request.capacity < request.num_computed + num_wanted:
+        while request.table.capacity < num_tokens + num_drafts:
             if not self._queues.make_room(request):
-                num_wanted = request.capacity - request.num_computed
+                return
+            blocks += self.rows.grow(request)
+        builder.add_decode(request, blocks, drafts[:num_drafts])
+
+    def _add_work(self, builder: PlanBuilder, request: Request, num_wanted: int) -> None:
+        """Compute more of a running request, as far as its blocks reach. It has them all, unless
+        windowed layers allocate theirs step by step.
+        """
+        num_wanted = min(num_wanted, builder.budget)
+        blocks: list[int] = []
+        while request.table.capacity < request.num_computed + num_wanted:
+            if not self._queues.make_room(request):
+                num_wanted = request.table.capacity - request.num_computed
                 break
             blocks += self.rows.grow(request)
         if request.state is RUNNING and num_wanted > 0:
-            draft.put(request, num_wanted, blocks)
+            builder.add(request, num_wanted, blocks)
 
-    def _plan_waiting(self, draft: PlanBuilder) -> None:
-        """Let in who comes next. Only those that wait for their prompt's blocks are passed by,
-        and a row is kept for each of them; and beams that have nothing to do.
+    def _schedule_waiting(self, builder: PlanBuilder) -> None:
+        """Admit waiting requests by rank. Only two kinds are passed over: those that are not ready
+        and those that wait for the blocks of their prompt, for each of which a row is kept.
         """
-        num_passed = num_told = 0
-        while num_passed + num_told < len(self.waiting) and draft.budget:
-            request = self.waiting[num_passed + num_told]
-            if request.beam is not None and request.beam.told is not None:
-                num_told += 1
+        index = num_kept_rows = 0
+        while index < len(self.waiting) and builder.budget:
+            request = self.waiting[index]
+            if request.num_in_flight:  # preempted: until the tokens in flight are known
+                return
+            if request.extension is not None and not request.extension.is_ready(request):
+                index += 1
                 continue
-            if self.rows.num_free_rows <= num_passed:
-                self._turned_away = request
+            if self.rows.num_free_rows <= num_kept_rows:
+                self._no_room_for = request
                 return
-            if not draft.has_room(request):
+            if not builder.has_room(request):
                 return
-            source = forks.find_source(request, draft)
+            source = self._sharing.find_source(request, builder)
             if source.wait:
-                num_passed += 1
+                index += 1
+                num_kept_rows += 1
                 continue
-            # A preempted request comes back when the tokens it had in flight are known.
-            # One block stays free for each running request: whoever is let in should not have to
-            # be preempted by the others' very next growth.
-            num_spare = len(self.running)
-            if request.num_in_flight:
+            # One block stays free for each running request, whose next growth should not have to
+            # preempt the one that is admitted now.
+            if not self.rows.allocate(request, len(self.running), source):
+                self._no_room_for = request
                 return
-            if not self.rows.allocate(request, num_spare, source):
-                self._turned_away = request
-                return
-            num_wanted = request.num_tokens - request.num_computed
-            self._enter(draft, request, num_wanted, source.request)
+            self._admit(builder, request, request.num_tokens - request.num_computed, source)
 
-    def _plan_suspects(self, draft: PlanBuilder) -> None:
+    def _schedule_suspects(self, builder: PlanBuilder) -> None:
         """One step at a time, of suspects only. They may take the blocks of all others."""
         if self._in_flight:
             return
-        group = self.fault_bisection.group  # who finds no room waits until others of it are cleared
+        group = self.bisection.group  # those without room wait until others of it are cleared
         protected = {suspect.request.request_id for suspect in group}
         for suspect in group:
             request = suspect.request
-            if not draft.has_room(request):
+            if not builder.has_room(request):
                 return
             if request.state is RUNNING:
-                self._put_more(draft, request, suspect.num_wanted)
+                self._add_work(builder, request, suspect.num_wanted)
             elif self._queues.allocate_by_preemption(request, protected):
-                self._enter(draft, request, suspect.num_wanted)
+                self._admit(builder, request, suspect.num_wanted)
 
-    def _enter(
-        self, draft: PlanBuilder, request: Request, num_wanted: int, source: Request | None = None
+    def _admit(
+        self, builder: PlanBuilder, request: Request, num_wanted: int, source: Source = NO_SOURCE
     ) -> None:
         """A request that was just given a row takes part in its first step."""
-        self._queues.enter(request)
-        if request.queue_s is None:
-            self._count_first(request, source)
-        draft.new_rows.append(new_row(request))
-        num_wanted = min(num_wanted, request.capacity - request.num_computed)
-        # nothing reads the entries of blocks that a window has left, so that any number does there
-        draft.put(request, num_wanted, [max(block, 0) for block in request.blocks])
-
-    def _count_first(self, request: Request, source: Request | None) -> None:
-        request.queue_s = time.monotonic() - request.arrived_s
-        self.num_prompt_tokens += request.num_prompt_tokens
-        if source is not None:  # what it shares was computed for this very call
-            request.num_cached_tokens = source.num_cached_tokens
-        else:
-            request.num_cached_tokens = request.num_computed
-            self.pool.count_lookup(request.num_prompt_tokens, request.num_computed)
+        self._queues.admit(request)
+        if request.num_cached_tokens is None:
+            request.queue_s = time.monotonic() - request.arrived_s
+            self.num_prompt_tokens += request.num_prompt_tokens
+            if source.request is not None:  # what it shares was computed for the same call
+                request.num_cached_tokens = source.request.num_cached_tokens
+            else:
+                request.num_cached_tokens = request.num_computed
+                self.pool.count_lookup(request.num_prompt_tokens, request.num_computed)
+        builder.new_rows.append(new_row(request))
+        num_wanted = min(num_wanted, request.table.capacity - request.num_computed)
+        # Blocks that a window has left are never read, so any number does for them.
+        builder.add(request, num_wanted, [max(block, 0) for block in request.table.blocks])
 
     # Take in a result
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Apply the result of the oldest plan in flight."""
-        draft = self._oldest(plan)
-        tokens, logprobs = result.token_ids, result.logprobs or repeat(None, draft.num_samples)
-        expected = draft.num_samples, draft.num_scored
-        if (len(tokens), len(result.scores)) != expected or (
-            len(result.logprobs) not in (0, len(tokens))
-        ):
-            raise ValueError(
-                f"step {plan.step} draws {draft.num_samples} tokens and scores "
-                f"{draft.num_scored}, but its result has {len(tokens)} tokens, "
-                f"{len(result.logprobs)} logprobs and {len(result.scores)} scores"
-            )
+        builder = self._oldest(plan)
+        _check_result(builder, result)
         self._in_flight.popleft()
-        block_size = self.pool.block_size
+        num_running, num_generated = len(self.running), self.num_generated_tokens
+        block_size, num_accepted = self.pool.block_size, 0
         updates: list[RequestUpdate] = []
-        fault_bisection = self.fault_bisection if self.fault_bisection else None
-        drawn, scores = zip(tokens, logprobs, strict=True), iter(result.scores)
-        for request, work in zip(draft.requests, draft.work, strict=True):
+        logprobs = result.logprobs or repeat(None, builder.num_samples)
+        drawn, scores = zip(result.token_ids, logprobs, strict=True), iter(result.scores)
+        for request, work in zip(builder.requests, builder.work, strict=True):
             request.num_in_flight -= 1
-            if work.draft_token_ids:
-                updates += self._take_guessed(request, work, list(islice(drawn, work.num_samples)))
-                if request.state is not RUNNING:
-                    self._queues.settle(request)
-                continue
             token, logprob = next(drawn) if work.sample else _NOTHING_DRAWN
             if work.is_scored:
                 end = work.start + work.num_scored
-                request.scores[work.start : end] = islice(scores, work.num_scored)
-            if request.state is FINISHED:
+                request.prompt_scores[work.start : end] = islice(scores, work.num_scored)
+            if work.draft_token_ids:
+                rest = islice(drawn, len(work.draft_token_ids))
+                num_accepted += self._take_drafted(
+                    request, work, [(token, logprob), *rest], updates
+                )
+            elif request.state is FINISHED:
                 self.num_wasted_row_steps += 1
             elif work.sample and token is None:
-                updates.append(self._fail_request(request, not_drawn(request)))
+                updates.append(self._fail(request))
             else:
                 num_computed = work.start + work.num_tokens
-                if num_computed // block_size > request.num_published:
-                    self._filled(request, num_computed)
-                if fault_bisection:
-                    fault_bisection.pass_by(request, num_computed)
-                if token is not None and request.beam is not None:
-                    self._take_candidates(request.beam, logprob)
-                elif token is not None:
-                    update = take_token(request, token, logprob)
-                    self.num_generated_tokens += len(update.new_token_ids)
-                    updates.append(update)
-                    if update.finish_reason is not None:
-                        self._finish(request)
+                if num_computed // block_size > request.table.num_published:
+                    self.rows.on_full_blocks(request, num_computed)
+                if token is not None:
+                    update = self._take_token(request, token, logprob)
+                    if update is not None:
+                        updates.append(update)
+                        if update.finish_reason is not None:
+                            self.finish(request)
             if request.state is not RUNNING and not request.num_in_flight:
-                self._queues.settle(request)
+                self._queues.release(request)
+        if self.bisection:
+            self.bisection.on_success(list(zip(builder.requests, builder.work, strict=True)))
         if self.speculation is not None:
-            self.speculation.saw_step(draft.work, is_last=not self.requests)
+            self.speculation.end_step(
+                plan.work,
+                num_running=num_running,
+                num_tokens=self.num_generated_tokens - num_generated,
+                num_accepted=num_accepted,
+                is_last=not self.requests,
+            )
         return updates
 
-    def _filled(self, request: Request, num_computed: int) -> None:
-        """Another block is computed to its end."""
-        self.rows.publish(request, num_computed)
-        if not self.layout.is_whole:
-            self.rows.drop_unseen(request, num_computed)
+    def _take_token(
+        self, request: Request, token: int, logprob: TokenLogprobs | None
+    ) -> RequestUpdate | None:
+        if request.extension is None:
+            update: RequestUpdate | None = request.append(token, logprob)
+        else:
+            update = request.extension.on_token(request, token, logprob)
+        self.num_generated_tokens += 1 if update is None else len(update.new_token_ids)
+        return update
 
-    def _take_candidates(self, beam: Beam, logprob: TokenLogprobs | None) -> None:
-        """A beam tells what may follow it; the last of them to do so lets all go on."""
-        search = beam.search
-        beam.told = logprob
-        self.num_generated_tokens += 1
-        if search.all_told:
-            for request in search.advance():
-                self._queues.turn_back(request)
-            if search.is_over:
-                self._finish(search.members[0])
-
-    def _take_guessed(
-        self, request: Request, work: RowWork, drawn: Sequence[Drawn]
-    ) -> list[RequestUpdate]:
-        """What was drawn after a token and its guesses: all that a plain decode would draw too.
-
-        An update for each token, as if each had come in a step of its own.
+    def _take_drafted(
+        self,
+        request: Request,
+        work: RowWork,
+        drawn: Sequence[Drawn],
+        updates: list[RequestUpdate],
+    ) -> int:
+        """Take what was drawn after a token and its draft tokens, up to the first draft token that
+        was not accepted. Returns the number of those that were.
         """
-        request.num_guessed = 0
         if request.state is FINISHED:
             self.num_wasted_row_steps += 1
-            return []
-        updates: list[RequestUpdate] = []
-        guesses = work.draft_token_ids
-        num_accepted = count_accepted(guesses, [token for token, _ in drawn])
+            return 0
+        num_accepted = count_accepted(work.draft_token_ids, [token for token, _ in drawn])
+        num_extra, is_over = -1, False
         for token, logprob in drawn[: num_accepted + 1]:
             if token is None:
-                return [*updates, self._fail_request(request, not_drawn(request))]
-            updates.append(take_token(request, token, logprob))
-            self.num_generated_tokens += 1
-            if updates[-1].finish_reason is not None:
+                updates.append(self._fail(request))
+                return num_accepted
+            update = self._take_token(request, token, logprob)
+            assert update is not None
+            updates.append(update)
+            num_extra += 1
+            is_over = update.finish_reason is not None
+            if is_over:
                 break
-        request.num_computed += len(updates) - 1
-        request.num_tokens += len(updates) - 1
-        if request.num_computed // self.pool.block_size > request.num_published:
-            self._filled(request, request.num_computed)
-        if self.speculation is not None:
-            self.speculation.saw(request, len(guesses), num_accepted)
-        if updates[-1].finish_reason is not None:
-            self._finish(request)
-        return updates
+        request.num_computed += num_extra
+        request.num_tokens += num_extra
+        if request.num_computed // self.pool.block_size > request.table.num_published:
+            self.rows.on_full_blocks(request, request.num_computed)
+        if is_over:
+            self.finish(request)
+        return num_accepted
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
-        """The oldest plan in flight could not be run, and those after it mean nothing.
+        """The oldest plan in flight could not be run, and the results of those after it are void.
 
-        Everybody who took part in them starts over, those of the failed plan in fault_bisection.
+        All requests of these plans recompute what they had; those of the failed one are bisected.
         """
-        draft = self._oldest(plan)
+        builder = self._oldest(plan)
         self.num_failed_steps += 1
-        drafts = list(self._in_flight)
+        builders = list(self._in_flight)
         self._in_flight.clear()
-        culprit = self.fault_bisection.accuse(list(zip(draft.requests, draft.work, strict=True)))
-        updates = [] if culprit is None else [self._fail_request(culprit, error)]
-        for void in drafts:
+        culprit = self.bisection.on_failure(list(zip(builder.requests, builder.work, strict=True)))
+        updates = [] if culprit is None else [self._fail(culprit, error)]
+        for void in builders:
             assert void.plan is not None
             for request in void.requests:
-                self._queues.start_over(request)
-            for request in void.saved:  # nobody knows whether the copies were made
+                self._queues.reset(request)
+            for request in void.saved:  # the copies may not have been made
                 self.rows.swap.drop(request)
-            # The runner may not have heard of the rows that were released; say it again.
+            # The runner may not have seen which rows were released.
             self.rows.release_again(void.plan.released_rows)
         return updates
 
@@ -436,37 +416,20 @@ class Scheduler:
             raise ValueError(f"step {plan.step} is not the oldest step in flight")
         return self._in_flight[0]
 
-    def _fail_request(self, request: Request, error: str) -> RequestUpdate:
-        self.pool.forget(live(request.blocks))  # nobody else should read what led to this
-        if request.beam is not None:
-            request.beam.search.error = error
-        self._finish(request)
-        return failed(request, error)
-
-    def _finish(self, request: Request) -> None:
-        """End a request; the beams of a search end together."""
-        if request.beam is None:
-            self._end(request)
-            return
-        request.beam.search.is_over = True
-        for member in request.beam.search.members:
-            self._end(member)
-
-    def _end(self, request: Request) -> None:
-        del self.requests[request.request_id]
-        self.num_finished += 1
-        forks.leave(request)
-        if self.speculation is not None:
-            self.speculation.leave(request)
-        if self.fault_bisection:
-            self.fault_bisection.drop(request)
-        self._queues.finish(request)
+    def _fail(self, request: Request, error: str | None = None) -> RequestUpdate:
+        """End a request that made a step fail or, without an `error`, drew no token."""
+        if error is None:
+            extension = request.extension
+            error = NOT_FINITE if extension is None else extension.no_token_error
+        self.pool.forget(live(request.table.blocks))  # no other request should read these blocks
+        self.finish(request, error)
+        return request.ended("error", error)
 
     # Invariants
 
     def check(self) -> None:
         """Raise AssertionError unless rows, blocks and queues agree. Costs O(num_blocks)."""
-        broken = self._queues.broken_rules()
+        broken = self._queues.violations()
         queued = [*self.running, *self.waiting]
         rules = {
             "every request is in one queue": len(queued) == len(self.requests)
@@ -474,7 +437,7 @@ class Scheduler:
             "an idle scheduler holds nothing": self.has_work or not any(self.rows.owners),
             "suspects are alive": all(
                 self.requests.get(request.request_id) is request
-                for request in self.fault_bisection.members
+                for request in self.bisection.members
             ),
         }
         broken += [rule for rule, holds in rules.items() if not holds]
@@ -485,3 +448,15 @@ class Scheduler:
 
 
 _NOTHING_DRAWN: tuple[None, None] = (None, None)
+
+
+def _check_result(builder: PlanBuilder, result: StepResult) -> None:
+    num_tokens, num_logprobs = len(result.token_ids), len(result.logprobs)
+    expected = builder.num_samples, builder.num_scored
+    if (num_tokens, len(result.scores)) != expected or num_logprobs not in (0, num_tokens):
+        assert builder.plan is not None
+        raise ValueError(
+            f"step {builder.plan.step} draws {builder.num_samples} tokens and scores "
+            f"{builder.num_scored}, but its result has {num_tokens} tokens, "
+            f"{num_logprobs} logprobs and {len(result.scores)} scores"
+        )

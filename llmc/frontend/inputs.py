@@ -75,7 +75,7 @@ class InputProcessor:
             num_blocks=model.num_blocks,
             block_size=model.block_size,
             pool_tokens=model.pool_tokens,
-            eos_token_ids=frozenset(i for i in model.eos_token_ids if 0 <= i < model.vocab_size),
+            eos_token_ids=frozenset(model.eos_token_ids),
         )
 
     def default_sampling(self) -> SamplingParams:

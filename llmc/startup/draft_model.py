@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from llmc.engine.spec_decode.draft_model import DraftModel
-from llmc.engine.spec_decode.model_speculation import ModelSpeculation
+from llmc.engine.options import EngineLimits
+from llmc.engine.spec_decode.draft_model import DraftModel, DraftModelSpeculation
 from llmc.errors import CheckpointError, ConfigError
 from llmc.speculative_config import SpeculativeConfig
 from llmc.startup.load import LoadedModel, ModelSource, compile_model, find_model, load_model
@@ -54,7 +54,7 @@ def load_draft(source: ModelSource) -> LoadedModel:
     if program.states:
         raise ConfigError(
             f"the draft model {source.files.name!r} has recurrent layers, which keep one state a "
-            "request and can't go back to before a wrong guess; take one that only attends"
+            "request and can't go back to before a rejected token; take one that only attends"
         )
     return load_model(source, program)
 
@@ -94,7 +94,7 @@ def _tokens(source: ModelSource) -> dict[int, str] | None:
 
 
 def draft_in_flight(drafting: SpeculativeConfig, device: torch.device) -> int:
-    """All steps of a guess can be queued on a GPU; on CPU each runs when it is submitted."""
+    """All steps of a draft can be queued on a GPU; on CPU each runs when it is submitted."""
     return 1 if device.type == "cpu" else drafting.num_speculative_tokens + 1
 
 
@@ -104,20 +104,21 @@ def speculate(
     runner: ModelRunner,
     target: LoadedModel,
     pool: PoolSize,
-) -> ModelSpeculation:
+) -> DraftModelSpeculation:
     """What the engine is given. `runner` is the draft model's, over a cache of the pool's size."""
     config = draft.source.config
-    model = DraftModel(
-        runner,
+    limits = EngineLimits(
         num_blocks=pool.num_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=min(pool.max_model_len, draft.source.model_len),
         vocab_size=draft.program.vocab_size,
+    )
+    model = DraftModel(
+        runner,
+        limits,
         target_vocab_size=target.program.vocab_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    # Decoding reads all weights in each step, so their sizes say how the two compare.
-    step_cost = draft.weight_bytes / target.weight_bytes
-    return ModelSpeculation(drafting, model, step_cost=step_cost)
+    return DraftModelSpeculation(drafting, model)

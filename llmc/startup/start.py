@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.options import EngineFeatures, EngineLimits
+from llmc.engine.spec_decode.ngram import NgramSpeculation
 from llmc.engine.spec_decode.speculation import Speculation
 from llmc.startup.draft_model import draft_in_flight, find_draft, load_draft, speculate
 from llmc.startup.load import LoadedModel, compile_model, find_model, load_model
@@ -138,7 +139,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         drafting = None
         log.info(
             "speculative decoding is off: this model's recurrent layers keep one state a "
-            "request, which can't go back to before a wrong guess"
+            "request, which can't go back to before a rejected token"
         )
     draft = None
     if drafting is not None and draft_source is not None:
@@ -168,12 +169,16 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
             )
         if not built:
             detail.append("C++ kernels are still being built: slow until then")
-    speculation = None
+    speculation: Speculation | None = None
     if drafting is not None:
-        speculation = Speculation(drafting)
-        if draft is not None:
-            speculation = speculate(drafting, draft, bound[1].runner, model, pool)
-    eos = source.eos_token_ids
+        speculation = (
+            NgramSpeculation(drafting)
+            if draft is None
+            else speculate(drafting, draft, bound[1].runner, model, pool)
+        )
+    # A checkpoint may name an end token beyond its logits; it can't be drawn, and must not become
+    # an index anywhere.
+    eos = tuple(token for token in source.eos_token_ids if 0 <= token < program.vocab_size)
     engine = EngineCore(
         bound[0].runner,
         EngineLimits(

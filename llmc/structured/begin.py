@@ -65,6 +65,4 @@ def load_grammars(path: Path | None, *, vocab_size: int, eos_token_ids: Sequence
             "server",
             param="structured_outputs",
         ) from error
-    # A checkpoint may name an end token beyond its logits; it can't be drawn.
-    ends = [token for token in eos_token_ids if 0 <= token < vocab_size]
-    return Grammars.load(path, vocab_size=vocab_size, eos_token_ids=ends)
+    return Grammars.load(path, vocab_size=vocab_size, eos_token_ids=eos_token_ids)

@@ -56,7 +56,7 @@ def engine(
             vocab_size=10,
             max_num_queued=max_num_queued,
         ),
-        EngineFeatures(eos_token_ids=[0, 12345], seed=seed, async_scheduling=async_scheduling),
+        EngineFeatures(eos_token_ids=[0], seed=seed, async_scheduling=async_scheduling),
     )
 
 
@@ -102,7 +102,7 @@ def test_stats_show_running_and_waiting() -> None:
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (2, 1, 30)
 
 
-def test_a_step_that_fails_once_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_fails_once_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
     runner = ScriptedRunner()
     core = engine(runner)
     for name in "abc":
@@ -249,7 +249,7 @@ def test_end_tokens_beyond_the_logits_are_not_handed_to_the_runner() -> None:
 def test_a_stuck_scheduler_is_loud() -> None:
     core = engine(ScriptedRunner())
     add(core, "a")
-    core._scheduler.rows._free.clear()  # as a lost row would
+    core.scheduler.rows._free.clear()  # as a lost row would
     with pytest.raises(EngineDeadError, match="1 requests wait and none runs"):
         core.step()
 

@@ -19,7 +19,8 @@ from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
 from llmc.engine.kv.swap import SwapCost, SwapRoom
 from llmc.engine.messages import AddRequest
 from llmc.engine.options import EngineFeatures, EngineLimits
-from llmc.engine.spec_decode.model_speculation import ModelSpeculation
+from llmc.engine.spec_decode.draft_model import DraftModelSpeculation
+from llmc.engine.spec_decode.speculation import Speculation
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
 from llmc.structured_outputs import StructuredOutputs
@@ -55,7 +56,7 @@ def random_grammar(rng: random.Random) -> StructuredOutputs:
     return StructuredOutputs(regex=f"{rng.randint(1, 12)}{ending}")
 
 
-def random_reaches(rng: random.Random) -> tuple[AttentionWindow, ...]:
+def random_windows(rng: random.Random) -> tuple[AttentionWindow, ...]:
     """Most engines have layers that see all; the others windows, chunks, or several groups."""
     if rng.random() < 0.7:
         return (WHOLE,)
@@ -76,21 +77,22 @@ class Trace:
     faults: str
     aborts: bool = True
     draft: UnsureRunner | None = None  # of a draft model
+    speculation: Speculation | None = None
     messages: dict[str, AddRequest] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def run(self) -> EngineCore:
         rng = self.rng = random.Random(self.seed)
         self.block_size, self.num_blocks = rng.choice([1, 2, 2, 3, 4, 8]), rng.randint(2, 14)
-        windows = random_reaches(rng)
+        windows = random_windows(rng)
         self.num_blocks *= len(windows)
         self.context = rng.randint(4, 24)
         budget = rng.choice([1, 2, 3, 5, 8, 32])
         rows = rng.randint(1, 6)
         self.crowd = rng.random() < 0.3
         self.caching = rng.random() < 0.7
-        self.family_rate = rng.choice([0.0, 0.0, 0.5])
-        self.is_shared = self.caching or self.family_rate > 0
+        self.sibling_rate = rng.choice([0.0, 0.0, 0.5])
+        self.is_shared = self.caching or self.sibling_rate > 0
         self.priorities = rng.random() < 0.3
         layout = CacheLayout(block_size=self.block_size, step_tokens=budget, windows=windows)
         self.room = min(self.context, layout.longest(self.num_blocks))
@@ -111,6 +113,11 @@ class Trace:
             rng=rng,
             layout=layout,
         )
+        self.runner.nan = rng.random() < 0.3
+        if self.seed % 5 < 2:
+            self.speculation = Oracle(random.Random(self.seed), nan=self.runner.nan)
+        elif self.seed % 5 == 2:
+            self.speculation = self.draft_model(rng, budget, rows)
         self.core = EngineCore(
             self.runner,
             EngineLimits(
@@ -128,22 +135,17 @@ class Trace:
                 swap_room=self.swap_room(rng) if rng.random() < 0.7 else None,
                 grammars=DigitGrammars(),
                 windows=windows,
+                speculation=self.speculation,
             ),
         )
-        self.runner.nan = rng.random() < 0.3
-        if self.seed % 5 < 2:
-            oracle = Oracle(random.Random(self.seed), nan=self.runner.nan)
-            self.core._scheduler.speculation = oracle
-        elif self.seed % 5 == 2:
-            self.speculate(rng, budget, rows)
         if self.faults == "poison":
             culprits = rng.sample(range(8), 2)
             self.runner.poison = {f"r{i}": rng.randrange(self.context) for i in culprits}
         self.play(rng)
         return self.core
 
-    def speculate(self, rng: random.Random, budget: int, rows: int) -> None:
-        """With a draft model, whose cache may be small and whose steps may fail."""
+    def draft_model(self, rng: random.Random, budget: int, rows: int) -> DraftModelSpeculation:
+        """One whose cache may be small and whose steps may fail."""
         speculation, self.draft = speculate(
             random.Random(self.seed),
             num_blocks=rng.choice([self.num_blocks, 4]),
@@ -156,7 +158,7 @@ class Trace:
         )
         self.draft.nan = self.runner.nan
         self.draft.fault_rate = 0.02 if self.faults == "random" else 0.0
-        self.core._scheduler.speculation = speculation
+        return speculation
 
     @staticmethod
     def swap_room(rng: random.Random) -> SwapRoom:
@@ -175,7 +177,7 @@ class Trace:
                 message = random_request(rng, next_index, self.context, self.crowd)
                 self.add(message)
                 next_index += 1
-                if rng.random() < self.family_rate:
+                if rng.random() < self.sibling_rate:
                     next_index = self.add_siblings(message, next_index)
                 if rng.random() < 0.3:
                     break
@@ -229,7 +231,7 @@ class Trace:
         for request_id in self.messages:
             self.verify_request(request_id)
         arrivals = [int(request_id[1:]) for request_id in self.runner.first_scheduled]
-        in_order = not self.priorities and not self.family_rate
+        in_order = not self.priorities and not self.sibling_rate
         assert not in_order or arrivals == sorted(arrivals), "not first come, first served"
         self.verify_books()
 
@@ -239,7 +241,9 @@ class Trace:
         if got.error is not None and not ("finite" in got.error or "it broke" in got.error):
             assert got.error == "the step failed: InjectedFault: midway" or self.faults == "random"
             assert got.tokens == alone.tokens[: len(got.tokens)]
-            if self.faults == "poison":  # it ends where its own poison is, and nobody else does
+            if (
+                self.faults == "poison"
+            ):  # it ends where its own poison is, and no other request does
                 num_known = self.runner.poison[request_id] + 1
                 num_tokens = max(0, num_known - len(message.prompt_token_ids))
                 # shared blocks may have spared it, until it was recomputed
@@ -260,12 +264,11 @@ class Trace:
         assert stats.num_finished == len(self.messages)
         assert stats.num_running == stats.num_waiting == 0
         if self.draft is not None:
-            speculation = self.core._scheduler.speculation
-            assert isinstance(speculation, ModelSpeculation)
-            speculation.check(())
-            assert speculation._num_failures == min(self.draft.faults, 3)
-        told = set(self.core._scheduler.rows.pop_released())
-        assert set(self.runner.rows) <= told, "a row leaked in the runner"
+            assert isinstance(self.speculation, DraftModelSpeculation)
+            self.speculation.check(())
+            assert self.speculation.num_failures == min(self.draft.faults, 3)
+        released = set(self.core.scheduler.rows.pop_released())
+        assert set(self.runner.rows) <= released, "a row leaked in the runner"
 
 
 @pytest.mark.parametrize("faults", ["none", "random", "poison"])
@@ -296,10 +299,10 @@ def test_every_request_ends_as_it_does_alone(
         totals["restarts"] += trace.runner.restarts
         totals["faults"] += trace.runner.faults
         totals["scored"] += trace.runner.num_scored
-        totals["guessed wrong"] += trace.runner.num_guessed - trace.runner.num_accepted
-        totals["guessed right"] += stats.num_accepted_tokens
+        totals["rejected"] += trace.runner.num_drafted - trace.runner.num_accepted
+        totals["accepted"] += stats.num_accepted_tokens
         if trace.draft is not None:
-            totals["right by a draft model"] += stats.num_accepted_tokens
+            totals["accepted of a draft model"] += stats.num_accepted_tokens
             totals["draft faults"] += trace.draft.faults
         assert stats.num_failed_steps == trace.runner.faults
         for outcome in trace.outcomes.values():
@@ -321,9 +324,9 @@ def test_every_request_ends_as_it_does_alone(
         "error",
         "scored",
         "whole",
-        "guessed right",
-        "guessed wrong",
-        "right by a draft model",
+        "accepted",
+        "rejected",
+        "accepted of a draft model",
     ):
         assert totals[event] > NUM_TRACES // 50, f"{event}: {totals}"
     assert (totals["faults"] > 0) == (faults != "none")

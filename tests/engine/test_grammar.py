@@ -105,7 +105,7 @@ def test_siblings_enter_in_order_and_share_the_prompt(grammars: SlowGrammars) ->
     outcomes = run(engine)
     assert {one.request_id: run_alone(one, 1, CONTEXT) for one in messages} == outcomes
     num_prompt = len(messages[0].prompt_token_ids)
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, FakeRunner)
     assert runner.num_computed == num_prompt + 2 + 2 * (1 + 2)  # the prompt once
 
@@ -180,7 +180,7 @@ def test_scored_prompts_go_in_small_chunks_beside_others(grammars: SlowGrammars)
     outcomes = run(engine)
     assert len(outcomes["scored"].scores) == 699
     assert outcomes["again"] == outcomes["scored"]
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, FakeRunner)
     assert runner.num_scored == 2 * 699  # cached blocks don't stand in for scores
     assert engine.stats().num_steps >= 2 * 699 / MAX_SCORED

@@ -1,4 +1,4 @@
-"""Who is served first, and that nobody waits for ever."""
+"""Which request is served first, and that none waits for ever."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_last_rank_is_preempted(policy: SchedulingPolicy, victim: str) -> No
     add(core, "b", prompt=[3, 4], output=8, priority=0)
     while not core.stats().num_preemptions:
         core.step()
-    assert [r.request_id for r in core._scheduler.waiting] == [victim]
+    assert [r.request_id for r in core.scheduler.waiting] == [victim]
     assert finish(core)[-1] == victim
 
 
@@ -106,7 +106,7 @@ def test_a_better_priority_takes_the_place_of_a_running_request(
 
 
 def test_a_request_that_needs_the_whole_pool_gets_it_however_many_short_ones_come() -> None:
-    """Under first come, first served nobody who came later is let in before it."""
+    """Under first come, first served no later request is admitted before it."""
     rng = random.Random(3)
     core, runner = engine(rows=4, num_blocks=16)
     names = iter(f"short{i}" for i in range(10**6))
@@ -114,9 +114,9 @@ def test_a_request_that_needs_the_whole_pool_gets_it_however_many_short_ones_com
         add(core, next(names), output=rng.randint(1, 12))
     core.step()
     add(core, "big", prompt=[3] * 28, output=4)
-    before = set(core._scheduler.requests)
+    before = set(core.scheduler.requests)
     num_steps = 0
-    while "big" in core._scheduler.requests:
+    while "big" in core.scheduler.requests:
         add(core, next(names), output=rng.randint(1, 12))  # more than it can ever serve
         core.step()
         num_steps += 1

@@ -45,7 +45,7 @@ def test_room_counts_idle_shared_blocks_and_spare_ones() -> None:
     table.free(first)
     second = request("b", [1, 2, 3, 4, 5, 6])
     assert not table.allocate(second, 1)  # two cached and one new are all there is
-    assert second.blocks == [] and pool.num_free == 3
+    assert second.table.blocks == [] and pool.num_free == 3
     assert table.allocate(second, 0)
     assert second.num_computed == 4 and pool.num_free == 0
     assert table.pop_released() == [0]
@@ -60,11 +60,11 @@ def test_who_comes_back_publishes_its_blocks_anew() -> None:
     table.publish(one, 5)
     table.free(one)
     pool.give_back([pool.take() for _ in range(4)])  # others come and evict what was cached
-    assert pool.find_prefix(one.digests) == []
+    assert pool.find_prefix(one.table.digests) == []
     assert table.allocate(one, 0)
     assert one.num_computed == 0
     table.publish(one, 5)
-    assert pool.find_prefix(one.digests) == one.blocks[:2]
+    assert pool.find_prefix(one.table.digests) == one.table.blocks[:2]
 
 
 def test_check_finds_a_wrong_row_and_a_wrong_capacity() -> None:
@@ -72,10 +72,10 @@ def test_check_finds_a_wrong_row_and_a_wrong_capacity() -> None:
     one = request("a", [1, 2, 3])
     assert table.allocate(one, 0)
     table.check()
-    one.capacity += 1
+    one.table.capacity += 1
     with pytest.raises(AssertionError, match="'a' miscounts its blocks"):
         table.check()
-    one.capacity -= 1
+    one.table.capacity -= 1
     one.row = 1
     with pytest.raises(AssertionError, match="'a' does not know its row 1"):
         table.check()

@@ -308,7 +308,7 @@ def test_a_failed_step_is_run_again_by_halves_and_repeats_its_news() -> None:
     assert (update.request_id, update.finish_reason, update.error) == ("b", "error", "boom")
     plan = planned(engine)
     assert [new.request_id for new in plan.new_rows] == ["c"]
-    assert engine.schedule() is None  # one step at a time, and nobody else
+    assert engine.schedule() is None  # one step at a time, and no other request
     finish_step(engine, plan)
     plan = planned(engine)  # c is cleared
     assert [new.request_id for new in plan.new_rows] == ["d"] and len(plan.work) == 2

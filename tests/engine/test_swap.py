@@ -11,7 +11,7 @@ from llmc.engine.core import EngineCore
 from llmc.engine.kv.swap import SwapCost, Swapper, SwapRoom
 from llmc.engine.messages import AddRequest
 from llmc.engine.options import EngineFeatures, EngineLimits
-from llmc.engine.request import Request, RequestState
+from llmc.engine.request import BlockTable, Request, RequestState
 from llmc.sampling_params import SamplingParams
 
 CHEAP = SwapCost(prefill_seconds_per_token=1.0, block_bytes=1, copy_bytes_per_second=1e9)
@@ -94,9 +94,9 @@ def test_an_aborted_request_gives_its_slots_back() -> None:
         core.add(message)
     while not core.stats().num_swaps:
         core.step()
-    [swapped] = [r for r in core._scheduler.waiting if r.host_slots]
-    core.abort(swapped.request_id)
-    assert not swapped.host_slots
+    swapped = [r for r in core.scheduler.waiting if core.scheduler.rows.swap.holds(r)]
+    core.abort(swapped[0].request_id)
+    core.check()  # of the slots too
     run(core)
 
 
@@ -110,7 +110,7 @@ def test_a_copy_in_a_failed_step_is_not_trusted(caplog: pytest.LogCaptureFixture
         runner.fail_at_swap = True
         for update in core.step():
             outcomes.setdefault(update.request_id, Outcome()).take(update)
-    assert not any(request.host_slots for request in core._scheduler.waiting)
+    assert not any(map(core.scheduler.rows.swap.holds, core.scheduler.waiting))
     for name, outcome in run(core).items():
         outcomes[name].tokens += outcome.tokens
     for seed, message in enumerate(crowd()):
@@ -127,7 +127,7 @@ def saved(name: str, num_computed: int, blocks: list[int]) -> Request:
         max_total_tokens=99,
         state=RequestState.PREEMPTED,
         num_computed=num_computed,
-        blocks=blocks,
+        table=BlockTable(blocks=blocks),
     )
 
 
@@ -138,14 +138,14 @@ def test_a_slot_emptied_by_a_plan_is_free_for_the_next_one_only() -> None:
     request, out, back = swapper.pop()
     assert request == [one] and [(c.source, c.target) for c in out] == [(5, 0), (6, 1)]
     assert back == []
-    one.blocks = [3, 2, 1]
+    one.table.blocks = [3, 2, 1]
     assert swapper.restore(one, num_shared=1, num_computed=2) == 3
     swapper.save(other)
-    assert not other.host_slots  # recomputed: its copy would come before the other's return
+    assert not swapper.holds(other)  # recomputed: its copy would come before the other's return
     _, out, back = swapper.pop()
     assert out == [] and [(c.source, c.target) for c in back] == [(1, 2)]
     swapper.save(other)
-    assert other.host_slots
+    assert swapper.holds(other)
     swapper.drop(other)
     assert swapper.pop() == ([], [], [])
     swapper.check([])
@@ -164,7 +164,7 @@ def test_check_finds_a_lost_slot() -> None:
     one = saved("a", 3, [5, 6])
     swapper.save(one)
     swapper.check([one])
-    with pytest.raises(AssertionError, match="lost or held twice"):
+    with pytest.raises(AssertionError, match="are kept for"):
         swapper.check([])
 
 

@@ -122,7 +122,7 @@ def test_an_evicted_window_shortens_what_is_found() -> None:
     core, _ = engine((WHOLE, WINDOW), num_blocks=20)
     core.add(ask("a", 40, 4))
     finish(core)
-    pool = core._scheduler.pool
+    pool = core.scheduler.pool
     pool.give_back([pool.take() for _ in range(pool.num_free - 8)])  # the oldest go
     message = ask("b", 40, 4)
     core.add(message)

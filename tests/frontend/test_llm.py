@@ -202,7 +202,7 @@ def test_ctrl_c_inside_a_step_waits_for_its_end(
 ) -> None:
     """Between a plan and its result the scheduler can't be left."""
     golden = llm.generate("count", LONG)[0].outputs[0].text
-    runner = scripted.engine._runner
+    runner = scripted.engine.runner
     submit, calls = runner.submit, iter(range(5))
 
     def interrupted(plan: Any) -> Any:

@@ -13,14 +13,14 @@ import safetensors.torch
 import tiny_engine
 import tiny_models
 import torch
-from fake_draft import KnownCosts
+from oracle import AlwaysOn
 from speculation_cases import LIMITS, NUM_TOKENS, PROMPTS, SAMPLING
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
-from llmc.engine.spec_decode.draft_model import DraftModel
-from llmc.engine.spec_decode.model_speculation import ModelSpeculation
+from llmc.engine.options import EngineLimits
+from llmc.engine.spec_decode.draft_model import DraftModel, DraftModelSpeculation
 from llmc.errors import ConfigError
 from llmc.sampling_params import SamplingParams
 from llmc.speculative_config import SpeculativeConfig
@@ -47,33 +47,30 @@ def near(path: Path, where: Path, noise: float = 0.25) -> Path:
     return where
 
 
-def eager(running: tiny_engine.Running) -> ModelSpeculation:
-    """A new one around the draft model's runner, which guesses from the first step on."""
-    old = running.started.engine._scheduler.speculation
-    assert isinstance(old, ModelSpeculation)
+def eager(running: tiny_engine.Running) -> DraftModelSpeculation:
+    """A new one around the draft model's runner, which drafts from the first step on."""
+    old = running.started.engine.scheduler.speculation
+    assert isinstance(old, DraftModelSpeculation)
     info = running.started.info
-    model = DraftModel(
-        old._model._runner,
+    limits = EngineLimits(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         max_num_seqs=tiny_engine.MAX_ROWS,
         max_num_batched_tokens=64,
         max_model_len=info.max_model_len,
-        vocab_size=old._model._vocab_size,
-        target_vocab_size=info.vocab_size,
+        vocab_size=info.vocab_size,
     )
+    model = DraftModel(old.model.runner, limits, target_vocab_size=info.vocab_size)
     config = SpeculativeConfig(method="draft_model", model="draft")
-    speculation = ModelSpeculation(config, model, clock=lambda: 0.0, step_cost=0.0)
-    speculation._costs = KnownCosts()
-    return speculation
+    return DraftModelSpeculation(config, model, AlwaysOn())
 
 
 def is_empty(engine: EngineCore) -> bool:
     """Nothing is held in either cache."""
-    speculation = engine._scheduler.speculation
-    assert isinstance(speculation, ModelSpeculation)
+    speculation = engine.scheduler.speculation
+    assert isinstance(speculation, DraftModelSpeculation)
     engine.check()
-    pools = (engine._scheduler.pool, speculation._model._pool)
+    pools = (engine.scheduler.pool, speculation.model.pool)
     return all(pool.num_free == pool.num_blocks for pool in pools)
 
 
@@ -95,7 +92,7 @@ def running(request: pytest.FixtureRequest, folder: Path, target: Path) -> tiny_
 
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-def test_answers_are_those_without_guesses(
+def test_answers_are_those_without_speculation(
     running: tiny_engine.Running,
     request: pytest.FixtureRequest,
     limits: dict[str, int],
@@ -143,7 +140,7 @@ def test_a_draft_model_that_fails_takes_no_request_down(
     speculation = eager(running)
     engine = running.engine(speculation=speculation)
     left = 6
-    runner: Any = speculation._model._runner
+    runner: Any = speculation.model.runner
     launch = runner.launch
 
     def failing(plan: Any) -> Any:
@@ -157,7 +154,7 @@ def test_a_draft_model_that_fails_takes_no_request_down(
     got = tiny_engine.generate(engine, PROMPTS, NUM_TOKENS)
     assert [one.tokens for one in got] == [one.tokens for one in want]
     assert engine.stats().num_draft_tokens > 0 and engine.stats().num_failed_steps == 0
-    assert "no memory left" in caplog.text and "it is left alone" in caplog.text
+    assert "no memory left" in caplog.text and "it is switched off" in caplog.text
     assert is_empty(engine)
 
 

@@ -48,7 +48,7 @@ def check(subject: Any, scenario: Scenario) -> Any:
 
 def keeps_growing(subject: Any) -> bool:
     """Where all layers see a window, whoever was let in needs no more blocks later."""
-    layout = subject.running.started.engine._scheduler.layout
+    layout = subject.running.started.engine.scheduler.layout
     return any(reach.is_whole for reach in layout.reaches)
 
 

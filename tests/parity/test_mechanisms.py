@@ -47,5 +47,5 @@ def test_whole_chunked_and_preempted_answers_are_those_of_transformers(
         assert not wrong, f"{limits}: {'; '.join(wrong)}"
         assert skipped <= len(expected) * NUM_TOKENS // 20
         # windows give back what others need; test_greedy_parity preempts such models
-        is_roomy = not limits or not engine._scheduler.layout.is_whole
+        is_roomy = not limits or not engine.scheduler.layout.is_whole
         assert engine.stats().num_preemptions > 0 or is_roomy

@@ -1,4 +1,4 @@
-"""Guesses change how many steps an answer takes, never what it says: on a real sampler too."""
+"""Draft tokens change how many steps an answer takes, never its text: on a real sampler too."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import tiny_engine
 import tiny_models
-from oracle import Replay
+from oracle import AlwaysOn, Replay
 from speculation_cases import LIMITS, NUM_TOKENS, PROMPTS, SAMPLING
 from tiny_configs import save_random, tiny_config
 
-from llmc.engine.spec_decode.speculation import Speculation
+from llmc.engine.spec_decode.ngram import NgramSpeculation
 from llmc.speculative_config import SpeculativeConfig
 
 NGRAM = {"method": "ngram"}
@@ -30,7 +30,7 @@ def running(
 
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-def test_answers_are_those_without_guesses(
+def test_answers_are_those_without_speculation(
     running: tiny_engine.Running, limits: dict[str, int], sampling: dict[str, Any]
 ) -> None:
     plain = running.engine()
@@ -47,13 +47,13 @@ def test_answers_are_those_without_guesses(
 
 
 def test_text_that_repeats_takes_fewer_steps(running: tiny_engine.Running) -> None:
-    speculation = Speculation(SpeculativeConfig(), clock=lambda: 0.0)  # guesses cost nothing
+    speculation = NgramSpeculation(SpeculativeConfig(), AlwaysOn())
     engine = running.engine(speculation=speculation)
     got = tiny_engine.generate(engine, PROMPTS[1:3], 30, allowed_token_ids=[7])
     assert [one.tokens for one in got] == [[7] * 30] * 2
     stats = engine.stats()
     assert stats.num_accepted_tokens > 20
-    # the first few steps are plain, to be measured; waiting for a token may cost a step
+    # waiting for a token may cost a step
     assert stats.num_steps < 18
 
 
@@ -61,9 +61,9 @@ def test_text_that_repeats_takes_fewer_steps(running: tiny_engine.Running) -> No
 def test_recurrent_layers_switch_it_off(
     running: tiny_engine.Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert running.started.engine._scheduler.speculation is not None
+    assert running.started.engine.scheduler.speculation is not None
     caplog.set_level(logging.INFO, "llmc.startup.start")
     path = save_random(tiny_config("lfm2"), tmp_path)
     started = tiny_engine.start(path, speculative_config=NGRAM).started
-    assert started.engine._scheduler.speculation is None
+    assert started.engine.scheduler.speculation is None
     assert "speculative decoding is off" in caplog.text

@@ -45,7 +45,7 @@ def test_swapped_requests_go_on_as_recomputed_ones(path: Path) -> None:
     running = tiny_engine.start(path, swap_space=2**20)
     swapper = running.started.runner.swap_space
     assert swapper is not None and swapper.num_slots >= NUM_BLOCKS
-    measured = running.started.engine._scheduler.rows.swap._room
+    measured = running.started.engine.scheduler.rows.swap.room
     assert measured is not None and measured.cost.prefill_seconds_per_token > 0
     cheap = dataclasses.replace(measured.cost, prefill_seconds_per_token=1e9)
     swapping = engine(running, SwapRoom(swapper.num_slots, cheap))

@@ -6,11 +6,12 @@ import random
 from collections.abc import Callable
 
 from fake_runner import VOCAB, FakeRunner, FakeStep, Row
+from oracle import AlwaysOn
 
+from llmc.engine.options import EngineLimits
 from llmc.engine.plan import RowWork, StepPlan
-from llmc.engine.spec_decode.draft_model import DraftModel
-from llmc.engine.spec_decode.draft_pace import DraftCosts
-from llmc.engine.spec_decode.model_speculation import ModelSpeculation
+from llmc.engine.spec_decode.draft_model import DraftModel, DraftModelSpeculation
+from llmc.engine.spec_decode.policy import SpeculationPolicy
 from llmc.speculative_config import SpeculativeConfig
 
 CONFIG = SpeculativeConfig(method="draft_model", model="draft")
@@ -35,21 +36,8 @@ class UnsureRunner(FakeRunner):
         row.seed = seed
 
 
-class KnownCosts(DraftCosts):
-    """Guesses are wanted from the first step on."""
-
-    def __init__(self) -> None:
-        super().__init__(frozen)
-        for num_rows in range(1, 9):
-            for _ in range(9):
-                self.plain.add(num_rows, 1.0)
-
-    def saw_step(self, num_rows: int, num_drafted: int, is_decode: bool) -> None:
-        """Nothing changes."""
-
-
 def frozen() -> float:
-    """Neither steps nor guesses take any time."""
+    """A clock by which neither steps nor drafts take any time."""
     return 0.0
 
 
@@ -64,9 +52,13 @@ def speculate(
     clock: Callable[[], float] = frozen,
     caching: bool = True,
     is_eager: bool = False,
-    step_cost: float = 0.1,
-) -> tuple[ModelSpeculation, UnsureRunner]:
-    """Its own rows and blocks, beside those of the engine that it is for."""
+    vocab_size: int = VOCAB,
+    target_vocab_size: int = VOCAB,
+) -> tuple[DraftModelSpeculation, UnsureRunner]:
+    """Its own rows and blocks, beside those of the engine that it is for.
+
+    `is_eager`: it drafts from the first step on.
+    """
     runner = UnsureRunner(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -75,18 +67,16 @@ def speculate(
         max_in_flight=rng.choice([1, 8]),
         rng=rng,
     )
-    model = DraftModel(
-        runner,
+    limits = EngineLimits(
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_seqs=max_rows,
         max_num_batched_tokens=max_tokens,
         max_model_len=max_model_len,
-        vocab_size=VOCAB,
-        target_vocab_size=VOCAB,
-        enable_prefix_caching=caching,
+        vocab_size=vocab_size,
     )
-    speculation = ModelSpeculation(CONFIG, model, clock, step_cost)
-    if is_eager:
-        speculation._costs = KnownCosts()
-    return speculation, runner
+    model = DraftModel(
+        runner, limits, target_vocab_size=target_vocab_size, enable_prefix_caching=caching
+    )
+    policy = AlwaysOn(clock) if is_eager else SpeculationPolicy(clock)
+    return DraftModelSpeculation(CONFIG, model, policy), runner

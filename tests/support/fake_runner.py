@@ -1,4 +1,4 @@
-"""A runner that believes nothing, and what each request must give when it runs alone.
+"""A runner that checks everything, and what each request must give when it runs alone.
 
 It keeps what a real runner keeps: rows, block tables and a memory of blocks. Each slot of that
 memory holds a fingerprint of all tokens up to it, so a block that is stale, shared by writers or
@@ -7,7 +7,7 @@ go to others as soon as the step that left it behind is done. The token it draws
 of the history and the seed: whatever was batched, preempted, cached or aborted around a request,
 it must end exactly as it does alone.
 
-Steps are computed when they are submitted, and what comes of them is told when it is asked for.
+Steps are computed when they are submitted, and their outcome is returned when it is asked for.
 After a step failed, those behind it run on rows that are broken, until all have been read.
 """
 
@@ -158,7 +158,7 @@ class FakeStep:
 class FakeRunner:
     """`poison` maps a request to the position whose computation raises, always."""
 
-    knows_all_tokens = True  # which it is told at the start, or has drawn
+    knows_all_tokens = True  # from its first plan, or drawn
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class FakeRunner:
         self.num_swapped_in = 0
         self.num_computed = 0  # tokens
         self.num_scored = 0
-        self.num_guessed = 0
+        self.num_drafted = 0
         self.num_accepted = 0
         self.fail_at_swap = False  # once
         self.most_blocks = 0  # that rows held at one time
@@ -230,10 +230,10 @@ class FakeRunner:
         busy = {work.row for step in self.in_flight for work in step.plan.work}
         assert not busy & set(plan.released_rows), "released a row that a step in flight uses"
         assert not busy & {new.row for new in plan.new_rows}, "reused a row too early"
-        guessed = {work.row for work in plan.work if work.draft_token_ids}
-        assert not busy & guessed, "guessed behind a token that is not known"
+        drafted = {work.row for work in plan.work if work.draft_token_ids}
+        assert not busy & drafted, "drafted behind a token that is not known"
         behind = [w.row for step in self.in_flight for w in step.plan.work if w.draft_token_ids]
-        assert not set(behind) & set(rows), "planned behind guesses"
+        assert not set(behind) & set(rows), "planned behind draft tokens"
 
     def _execute(self, plan: StepPlan) -> StepResult:
         if self.is_broken:
@@ -277,7 +277,7 @@ class FakeRunner:
             if row.sampling.structured_outputs is not None:
                 assert work.sample == (work.row in masked), "each draw has its mask, or none"
             if work.draft_token_ids:
-                self._compute_guessed(row, work, tokens)
+                self._compute_drafted(row, work, tokens)
             else:
                 self._compute(row, work, tokens)
             scores += self._scores(row, work)
@@ -295,7 +295,7 @@ class FakeRunner:
         return [score(row.prints[p], row.tokens[p + 1]) for p in positions]
 
     def _break_rows(self, plan: StepPlan) -> None:
-        """Nobody holds the blocks of rows that left or broke; what the rows hold is rubbish."""
+        """Rows that were released or broke hold no blocks any more."""
         for row in plan.released_rows:
             self._drop(row)
         for new in plan.new_rows:
@@ -334,26 +334,26 @@ class FakeRunner:
         assert self.holders[block] == 0, "copied into a block that somebody holds"
         self.memory[block * self.block_size : (block + 1) * self.block_size] = content
 
-    def _compute_guessed(self, row: Row, work: RowWork, tokens: list[int | None]) -> None:
-        """The row's own token, then each guess as if it had been drawn. What came after the
+    def _compute_drafted(self, row: Row, work: RowWork, tokens: list[int | None]) -> None:
+        """The row's own token, then each draft token as if it had been drawn. What came after the
         first wrong one stays in the memory and must not be read."""
         assert work.sample and work.num_tokens == 1 + len(work.draft_token_ids) == work.num_samples
         one = dataclasses.replace(work, num_tokens=1, draft_token_ids=())
         drawn: list[int | None] = []
-        self._compute(row, one, drawn, is_guessed=True)
+        self._compute(row, one, drawn, is_drafted=True)
         kept = row.num_computed, row.prints[:]
         is_right = True
-        for count, guess in enumerate(work.draft_token_ids, start=1):
-            is_right = is_right and drawn[-1] == guess
-            row.prints[-1] = fingerprint(row.prints[-2], guess)
+        for count, token in enumerate(work.draft_token_ids, start=1):
+            is_right = is_right and drawn[-1] == token
+            row.prints[-1] = fingerprint(row.prints[-2], token)
             next_one = dataclasses.replace(one, start=work.start + count, new_blocks=())
-            self._compute(row, next_one, drawn, is_guessed=True)
+            self._compute(row, next_one, drawn, is_drafted=True)
             if is_right:
                 kept = row.num_computed, row.prints[:]
                 self.num_accepted += 1
         row.num_computed, row.prints = kept
         self._leave_unseen(row)
-        self.num_guessed += len(work.draft_token_ids)
+        self.num_drafted += len(work.draft_token_ids)
         tokens += drawn
 
     def _hold(self, row: Row, work: RowWork) -> None:
@@ -375,7 +375,7 @@ class FakeRunner:
                 del row.held[place]
 
     def _compute(
-        self, row: Row, work: RowWork, tokens: list[int | None], *, is_guessed: bool = False
+        self, row: Row, work: RowWork, tokens: list[int | None], *, is_drafted: bool = False
     ) -> None:
         assert not row.broken, "used a row that was in a failed step"
         size, groups = self.block_size, self.layout.num_groups
@@ -403,7 +403,7 @@ class FakeRunner:
                 known = row.prints[index * size : min((index + 1) * size, end)]
                 assert self.memory[block * size : block * size + len(known)] == known
         row.num_computed = end
-        if not is_guessed:
+        if not is_drafted:
             self._leave_unseen(row)
         self.num_computed += work.num_tokens
         if work.sample:

@@ -8,37 +8,56 @@ from collections.abc import Mapping, Sequence
 from fake_runner import VOCAB, draw, history
 
 from llmc.engine.request import Request
-from llmc.engine.spec_decode.speculation import Speculation
+from llmc.engine.spec_decode.policy import SpeculationPolicy
+from llmc.engine.spec_decode.speculation import Drafter, Speculation
 from llmc.speculative_config import SpeculativeConfig
+
+CONFIG = SpeculativeConfig(num_speculative_tokens=6)
+
+
+class AlwaysOn(SpeculationPolicy):
+    """Drafts from the first step on, whatever it costs."""
+
+    def is_on(self, num_rows: int) -> bool:
+        return True
 
 
 class Oracle(Speculation):
-    """Guesses up to 6 tokens, each wrong with probability `error_rate`. Waits by chance."""
+    """Up to 6 draft tokens, each wrong with probability `error_rate`. Waits by chance."""
 
     def __init__(self, rng: random.Random, *, nan: bool = False, error_rate: float = 0.2) -> None:
-        super().__init__(SpeculativeConfig())
-        self._rng, self._nan, self._error_rate = rng, nan, error_rate
+        super().__init__(CONFIG, AlwaysOn())
+        self.rng, self.nan, self.error_rate = rng, nan, error_rate
 
-    def is_hopeful(self, request: Request, num_rows: int) -> bool:
-        return self._rng.random() < 0.5
+    def drafter(self, request: Request) -> Drafter:
+        return OracleDrafter(self)
 
-    def guess(self, request: Request, most: int, num_rows: int) -> Sequence[int]:
+
+class OracleDrafter(Drafter):
+    def __init__(self, oracle: Oracle) -> None:
+        super().__init__(oracle)
+        self._oracle = oracle
+
+    def expects_draft(self, request: Request) -> bool:
+        return self._oracle.rng.random() < 0.5
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
         assert request.num_in_flight == 0 and request.num_tokens == len(request.token_ids)
-        rng, tokens = self._rng, list(request.token_ids)
+        rng, tokens = self._oracle.rng, list(request.token_ids)
         if rng.random() < 0.2:
             return ()
         for _ in range(min(most, rng.randint(1, 6))):
             num_output = len(tokens) - request.num_prompt_tokens
             stop = sorted(request.stop_token_ids)
             last, min_tokens = history(tokens)[-1], request.sampling.min_tokens
-            token = draw(last, request.seed, num_output, min_tokens, stop, self._nan)
-            is_wrong = token is None or rng.random() < self._error_rate
+            token = draw(last, request.seed, num_output, min_tokens, stop, self._oracle.nan)
+            is_wrong = token is None or rng.random() < self._oracle.error_rate
             tokens.append(rng.randrange(VOCAB) if is_wrong or token is None else token)
         return tokens[len(request.token_ids) :]
 
 
 class Replay(Speculation):
-    """Guesses what `answers`, by request, say comes next; each with an error by chance."""
+    """Proposes what comes next in `answers`, by request; each token with an error by chance."""
 
     def __init__(
         self,
@@ -48,15 +67,24 @@ class Replay(Speculation):
         error_rate: float = 0.2,
         fewest: int = 0,
     ) -> None:
-        super().__init__(SpeculativeConfig())
-        self._answers, self._rng = answers, rng
-        self._error_rate, self._fewest = error_rate, fewest
+        super().__init__(CONFIG, AlwaysOn())
+        self.answers, self.rng = answers, rng
+        self.error_rate, self.fewest = error_rate, fewest
 
-    def is_hopeful(self, request: Request, num_rows: int) -> bool:
-        return self._rng.random() < 0.5
+    def drafter(self, request: Request) -> Drafter:
+        return ReplayDrafter(self)
 
-    def guess(self, request: Request, most: int, num_rows: int) -> Sequence[int]:
-        first, rng = request.num_output_tokens, self._rng
-        most = min(most, rng.randint(self._fewest, 6))
-        right = self._answers.get(request.request_id, ())[first : first + most]
-        return [t if rng.random() >= self._error_rate else (t + 1) % 90 for t in right]
+
+class ReplayDrafter(Drafter):
+    def __init__(self, replay: Replay) -> None:
+        super().__init__(replay)
+        self._replay = replay
+
+    def expects_draft(self, request: Request) -> bool:
+        return self._replay.rng.random() < 0.5
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        first, rng = request.num_output_tokens, self._replay.rng
+        most = min(most, rng.randint(self._replay.fewest, 6))
+        right = self._replay.answers.get(request.request_id, ())[first : first + most]
+        return [t if rng.random() >= self._replay.error_rate else (t + 1) % 90 for t in right]

@@ -74,11 +74,11 @@ ELSEWHERE: dict[int, tuple[str, ...]] = {
     ),
     49: (
         f"{_BAD}::test_request_that_fails_in_the_engine_is_a_500",
-        "engine/test_quarantine.py::test_one_of_eight_is_poisoned",
+        "engine/test_fault_bisection.py::test_one_of_eight_is_poisoned",
     ),
     50: (
-        "engine/test_engine_core.py::test_a_step_that_fails_once_ends_nobody",
-        "engine/test_quarantine.py::test_several_culprits_are_found_one_by_one",
+        "engine/test_engine_core.py::test_a_step_that_fails_once_ends_no_request",
+        "engine/test_fault_bisection.py::test_several_culprits_are_found_one_by_one",
         f"{_BAD}::test_dead_engine_is_503_everywhere",
     ),
     51: (

@@ -1,4 +1,4 @@
-"""Ways to sample and limits of an engine under which guesses must change nothing."""
+"""Ways to sample and limits of an engine under which draft tokens must change nothing."""
 
 from __future__ import annotations
 

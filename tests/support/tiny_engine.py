@@ -57,7 +57,7 @@ class Running:
         `num_blocks` is for each group of layers; with `tight_for` there are two more than one
         request of so many tokens needs.
         """
-        windows = self.started.engine._scheduler.layout.windows
+        windows = self.started.engine.scheduler.layout.windows
         if num_blocks is not None:
             num_blocks *= len(windows)
         if tight_for is not None:

@@ -1,10 +1,9 @@
-"""BlockPool: who owns which block of the key-value cache, and which full blocks can be shared.
+"""BlockPool: reference counts of the blocks of the key-value cache, and the prefix cache.
 
-The scheduler takes blocks here and gives them back; the pool never sees a tensor. A block is in
-one of three places: *referenced* by one or more requests, *cached* (no reference, its content is
-still good, evicted oldest first when blocks run out) or *blank*.
+The pool never sees a tensor. A block is in one of three states: *referenced* by one or more
+requests, *cached* (no reference, still in the prefix cache, evicted oldest first) or *blank*.
 
-Only full blocks are ever shared, and nobody writes to a full block, so no shared block is written.
+Only full blocks are shared, and a full block is never written, so no shared block is written.
 """
 
 from __future__ import annotations
@@ -47,16 +46,16 @@ class BlockPool:
     # Prefix cache
 
     def root_digest(self, salt: bytes = b"") -> bytes:
-        """Where a chain starts. Requests of different salts never share a block."""
+        """Start of a chain of digests. Requests of different salts never share a block."""
         return hashlib.blake2b(salt, digest_size=16, key=_KEY, person=b"root").digest()
 
     def chain_digest(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
-        """Name of a full block: its tokens and, through `parent`, all tokens before them."""
+        """Key of a full block: its tokens and, through `parent`, all tokens before them."""
         tokens = array("I", token_ids).tobytes()
         return hashlib.blake2b(parent + tokens, digest_size=16, key=_KEY, person=b"block").digest()
 
     def find_prefix(self, digests: Sequence[bytes]) -> list[int]:
-        """The longest cached run of blocks from the first digest on. Takes none of them."""
+        """The longest cached run of blocks from the first digest on. Allocates none of them."""
         blocks = []
         for digest in digests:
             block = self._block_of.get(digest)
@@ -70,14 +69,14 @@ class BlockPool:
         return self._block_of.get(digest, -1)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Let others find this full, computed block. A second copy of a content stays private."""
+        """Add a full, computed block to the prefix cache, unless it has such a block already."""
         if not self.enable_prefix_caching or self._digest_of[block] is not None:
             return
         if self._block_of.setdefault(digest, block) == block:
             self._digest_of[block] = digest
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Never share these blocks again: what they hold is not to be trusted."""
+        """Remove these blocks from the prefix cache: their contents may be wrong."""
         for block in blocks:
             self._drop_digest(block)
             if block in self._cached:
@@ -89,10 +88,10 @@ class BlockPool:
             self.num_queries += num_queried
             self.num_hits += num_hit
 
-    # Taking and giving back
+    # Allocate and free
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of these cached blocks nobody references, so that taking them costs room."""
+        """How many of these blocks have no reference, so that sharing them takes free ones."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -103,7 +102,7 @@ class BlockPool:
             self._references[block] += 1
 
     def take(self) -> int:
-        """A block of the caller's own, of unknown content. The pool must have one free."""
+        """Allocate a block of unknown content. The pool must have one free."""
         if self._blank:
             block = self._blank.pop()
         else:
@@ -113,7 +112,7 @@ class BlockPool:
         return block
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each. The last block ages first, so that prefixes live longest."""
+        """Drop one reference to each. Last blocks are evicted first: prefixes are used most."""
         for block in reversed(blocks):
             count = self._references[block] - 1
             if count < 0:
@@ -136,8 +135,7 @@ class BlockPool:
     def check(self, tables: Iterable[Sequence[int]] = ()) -> None:
         """Raise AssertionError unless all blocks are accounted for.
 
-        `tables` are the block tables of everyone who holds blocks; with none given, no block may
-        be referenced: that is the check of an idle engine.
+        `tables` are all block tables in use; without any, no block may be referenced.
         """
         expected = [0] * self.num_blocks
         for table in tables:

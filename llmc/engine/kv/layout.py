@@ -1,12 +1,12 @@
-"""CacheLayout: which physical blocks a sequence needs, group of layers by group of layers.
+"""CacheLayout: which physical blocks a sequence needs in each group of layers.
 
-Layers that see the same span of text form groups of equally many layers. Every block of tokens has
-one physical block in each group, all from one pool, and a group whose layers see only a window of
-the text gives its blocks back as the window moves on:
+Layers with the same attention window form groups of equally many layers. Every block of tokens has
+one physical block in each group, all from one pool. Windowed groups free the blocks that have left
+the window:
 
     tokens       0-15  16-31  32-47  48-63 ...
-    group 0        7      3      9      4      sees all
-    group 1        .      .      1      6      sees the last 20 tokens: two blocks were given back
+    group 0        7      3      9      4      full attention
+    group 1        .      .      1      6      a window of 20 tokens: two blocks were freed
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _MOST_TOKENS = 2**31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWindow:
-    """What a token sees: the last `window` tokens, in its aligned `chunk`; 0 is no limit."""
+    """What a token attends to: the last `window` tokens, in its aligned `chunk`; 0: no limit."""
 
     window: int = 0
     chunk: int = 0
 
     def first_visible(self, position: int) -> int:
-        """The first token that those from `position` on see."""
+        """The first token that those from `position` on attend to."""
         first = max(position - self.window + 1, 0) if self.window else 0
         return max(first, position // self.chunk * self.chunk) if self.chunk else first
 
     def within(self, max_tokens: int) -> AttentionWindow:
-        """The same in texts of at most so many tokens, where a limit as long as these is none."""
+        """The same for sequences of at most so many tokens, where a longer limit is none."""
         return AttentionWindow(
             window=self.window if self.window < max_tokens else 0,
             chunk=self.chunk if self.chunk < max_tokens else 0,
@@ -42,7 +42,7 @@ class AttentionWindow:
 
     @property
     def most(self) -> int:
-        """Tokens that one token sees at most, itself included."""
+        """The most tokens that one token attends to, itself included."""
         return min((limit for limit in (self.window, self.chunk) if limit), default=_MOST_TOKENS)
 
 
@@ -63,11 +63,11 @@ class CacheLayout:
 
     @property
     def is_whole(self) -> bool:
-        """Every layer sees all of the text: a block is needed as long as its sequence runs."""
+        """Full attention everywhere: a block is needed as long as its sequence runs."""
         return all(window.is_whole for window in self.windows)
 
     def first_needed(self, group: int, position: int) -> int:
-        """The first block of a sequence that its tokens from `position` on see in this group."""
+        """The first block that the tokens from `position` on attend to in this group."""
         return self.windows[group].first_visible(position) // self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:

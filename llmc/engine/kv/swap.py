@@ -1,11 +1,11 @@
 """Swap: the blocks of a preempted request wait in host memory, where that beats recomputing them.
 
-    preempted:   device blocks --StepPlan.swap_out--> host slots
-    seated again: host slots --StepPlan.swap_in--> other device blocks
+    preempted:       device blocks --StepPlan.swap_out--> host slots
+    admitted again:  host slots --StepPlan.swap_in--> other device blocks
 
-A device block may be given to somebody else as soon as its copy is planned: the runner makes a
-plan's copies before its tokens are computed, and plans run in order. Inside a plan what goes out
-is copied before what comes in, so a slot that this plan empties is free for the next one only.
+A device block may be reused as soon as its copy is planned: the runner makes a plan's copies before
+it computes tokens, and plans run in order. Within a plan blocks are swapped out before others are
+swapped in, so a slot that this plan empties is free from the next one on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmc.engine.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapCost:
-    """Measured at start: what a token costs to compute, and a block to copy one way."""
+    """Measured at start-up: the time to compute a token and to copy a block one way."""
 
     prefill_seconds_per_token: float
     block_bytes: int
@@ -39,60 +39,72 @@ class SwapRoom:
     cost: SwapCost
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The first `num_tokens` tokens of a request, in these slots."""
+
+    slots: list[int]
+    num_tokens: int
+
+
 class Swapper:
-    """Slots of host memory, and the copies that the next plan must make. None: no room at all."""
+    """Slots of host memory, what they hold, and the copies that the next plan must make.
+
+    Without a `room` nothing is ever saved.
+    """
 
     def __init__(self, room: SwapRoom | None, block_size: int) -> None:
-        self._room = room
+        self.room = room
         self._block_size = block_size
         self._free = list(range(room.num_slots - 1, -1, -1)) if room else []
+        self._saved: dict[str, Saved] = {}
         self._emptied: list[int] = []  # by copies of the next plan
         self._out: list[tuple[Request, BlockCopy]] = []
         self._in: list[BlockCopy] = []
         self.num_swaps = 0
 
-    def save(self, request: Request) -> None:
-        """A preempted request is about to lose its blocks: keep what they hold, if it is worth it.
+    def holds(self, request: Request) -> bool:
+        return request.request_id in self._saved
 
-        Not for one of a group: its prompt's blocks are shared, and stay where they are.
-        """
+    def save(self, request: Request) -> None:
+        """A preempted request is about to lose its blocks: swap them out if that is cheaper."""
         num_blocks = -(-request.num_computed // self._block_size)
-        if self._room is None or request.group is not None:
+        if self.room is None or not 0 < num_blocks <= len(self._free):
             return
-        if not 0 < num_blocks <= len(self._free):
+        if not self.room.cost.is_cheaper(request.num_computed, num_blocks):
             return
-        if not self._room.cost.is_cheaper(request.num_computed, num_blocks):
-            return
-        request.num_saved = request.num_computed
-        request.host_slots = [self._free.pop() for _ in range(num_blocks)]
-        for block, slot in zip(request.blocks, request.host_slots, strict=False):
+        slots = [self._free.pop() for _ in range(num_blocks)]
+        self._saved[request.request_id] = Saved(slots, request.num_computed)
+        for block, slot in zip(request.table.blocks, slots, strict=False):
             self._out.append((request, BlockCopy(source=block, target=slot)))
         self.num_swaps += 1
 
     def restore(self, request: Request, num_shared: int, num_computed: int) -> int:
         """Bring back what was saved into the blocks after the first `num_shared`.
 
-        Returns how many tokens are there then; nothing is copied where `num_computed` already are.
+        Returns how many tokens are there then; nothing is copied if it is no more than the
+        `num_computed` that are there already.
         """
-        if request.num_saved > num_computed:
-            slots = request.host_slots
-            blocks = request.blocks[: len(slots)]
-            for slot, block in zip(slots[num_shared:], blocks[num_shared:], strict=True):
+        saved = self._saved.pop(request.request_id, None)
+        if saved is None:
+            return num_computed
+        if saved.num_tokens > num_computed:
+            blocks = request.table.blocks[num_shared : len(saved.slots)]
+            for slot, block in zip(saved.slots[num_shared:], blocks, strict=True):
                 self._in.append(BlockCopy(source=slot, target=block))
-            num_computed = request.num_saved
-        self._emptied += request.host_slots
-        request.host_slots, request.num_saved = [], 0
+            num_computed = saved.num_tokens
+        self._emptied += saved.slots
         return num_computed
 
     def drop(self, request: Request) -> None:
-        """What was saved is not wanted any more, or can't be trusted."""
-        if request.host_slots:
+        """What was saved is not needed any more, or can't be trusted."""
+        saved = self._saved.pop(request.request_id, None)
+        if saved is not None:
             self._out = [(one, copy) for one, copy in self._out if one is not request]
-            self._free += request.host_slots
-            request.host_slots, request.num_saved = [], 0
+            self._free += saved.slots
 
     def pop(self) -> tuple[list[Request], list[BlockCopy], list[BlockCopy]]:
-        """For the plan that is made now: who is saved by it, copies out, copies in."""
+        """For the next plan: the requests that it saves, copies out, copies in."""
         if not (self._out or self._emptied):
             return [], [], []
         saved = list({id(request): request for request, _ in self._out}.values())
@@ -102,8 +114,11 @@ class Swapper:
         return saved, out, back
 
     def check(self, waiting: Iterable[Request]) -> None:
-        """Raise AssertionError unless every slot is free or one waiting request's."""
-        held = [slot for request in waiting for slot in request.host_slots]
+        """Raise AssertionError unless every slot is free or holds a block of a waiting request."""
+        gone = self._saved.keys() - {request.request_id for request in waiting}
+        if gone:
+            raise AssertionError(f"slots of host memory are kept for {sorted(gone)}")
+        held = [slot for saved in self._saved.values() for slot in saved.slots]
         slots = sorted([*self._free, *self._emptied, *held])
-        if slots != list(range(self._room.num_slots if self._room else 0)):
+        if slots != list(range(self.room.num_slots if self.room else 0)):
             raise AssertionError(f"slots of host memory are lost or held twice: {slots}")

@@ -1,84 +1,179 @@
-"""DraftModel: a smaller model reads along with the running requests and says how they go on.
+"""Draft-model speculation: a smaller model of the same vocabulary proposes the draft tokens.
 
     tokens known   ... a b c        the target's next step computes c
-    read           ... a b          what it has not seen yet, in chunks
-    steps                  c -> d   one token of all requests at once, and again
+    catch up       ... a b          what the draft model has not computed yet, in chunks
+    draft steps            c -> d   one token of all requests at once, and again
                            d -> e
-    known later    ... a b c d x    d was right and stays computed; x takes the place of e
+    known later    ... a b c d x    d was accepted and stays computed; x takes the place of e
 
-It has a runner, rows, blocks and a prefix cache of its own, so that nothing that happens to a
-request in the target's engine touches what has been read of it. It draws as the target does, with
-the request's parameters, seed and positions: with the same noise two models that nearly agree
-mostly draw the same token. What is drawn here is only ever a guess.
+The draft model has its own runner, rows, blocks and prefix cache: preemption in the target's engine
+does not touch what it has computed. It draws as the target does, with the request's parameters,
+seed and positions: with the same noise two models that nearly agree mostly draw the same token.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from llmc.engine.kv.block_pool import BlockPool
 from llmc.engine.kv.row_table import RowTable, new_row
-from llmc.engine.plan import PendingStep, Runner, StepPlan
-from llmc.engine.request import Request, RequestState
-from llmc.engine.spec_decode.draft_sequence import Follower
+from llmc.engine.options import EngineLimits
+from llmc.engine.plan import PendingStep, RowWork, Runner, StepPlan
+from llmc.engine.request import BlockTable, Request, RequestState
+from llmc.engine.spec_decode.policy import SpeculationPolicy
+from llmc.engine.spec_decode.speculation import Drafter, Speculation
 from llmc.sampling_params import SamplingParams
+from llmc.speculative_config import SpeculativeConfig
+
+logger = logging.getLogger(__name__)
+
+NEAR = 8  # tokens: a sequence that is behind by no more catches up in its first draft step
+_MAX_FAILURES = 3  # after that the draft model is switched off
+
+
+class DraftSequence(Drafter):
+    """How far the draft model is with one request, and the draft tokens that it proposed last.
+
+    tokens known   a b c            computed a b c, then d e without knowing; proposed d e f
+    known later    a b c d x        settled: computed a b c d, and x is to be entered in place of e
+
+    `target` is the request that is served. `request` is its twin here, with the row, the blocks and
+    the number of computed tokens; it shares the target's list of tokens.
+    """
+
+    def __init__(
+        self, speculation: Speculation, model: DraftModel, target: Request, request: Request
+    ) -> None:
+        super().__init__(speculation)
+        self.target = target
+        self.request = request
+        self.num_wanted = 0  # draft tokens in the step that is being planned
+        self.num_entered = 0  # tokens that its row in the runner holds correctly
+        self.num_sent_blocks = 0  # blocks that the runner knows of; 0: it knows no row either
+        self.num_known = 0  # tokens that the draft tokens follow
+        self.tokens: list[int] = []  # the draft tokens
+        self.is_at_end = False  # no draft token can follow these
+        self._model = model
+
+    def expects_draft(self, request: Request) -> bool:
+        return self.num_wanted > 0 and self.is_near
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        return self.tokens[:most] if self.num_known == len(self.target.token_ids) else ()
+
+    def on_finish(self, request: Request, error: str | None) -> None:
+        self._model.remove(self)
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens before the newest that have not been computed."""
+        return max(0, len(self.target.token_ids) - 1 - self.request.num_computed)
+
+    @property
+    def is_near(self) -> bool:
+        return self.num_behind <= NEAR
+
+    def settle(self) -> None:
+        """Accepted draft tokens stay computed; the others will be overwritten."""
+        tokens, place = self.target.token_ids, self.num_known
+        for token in self.tokens:
+            if place == len(tokens) or tokens[place] != token:
+                break
+            place += 1
+        if self.num_known:
+            self.request.num_computed = min(self.request.num_computed, place)
+            self.num_entered = min(self.num_entered, place)
+        self._drop_tokens()
+
+    def begin_draft(self, budget: int) -> int:
+        """Tokens to compute for the first draft token; 0 if they exceed the budget.
+
+        The newest token, if no other, is computed and entered again: another one may have been
+        drawn in its place.
+        """
+        num_known = len(self.target.token_ids)
+        start = min(self.request.num_computed, num_known - 1)
+        if num_known - start > budget:
+            return 0
+        self.request.num_computed, self.num_known = start, num_known
+        self.num_entered = min(self.num_entered, num_known - 1)
+        return num_known - start
+
+    def plan(self, num_tokens: int, *, sample: bool) -> RowWork:
+        """Work on the next tokens, with those tokens and blocks that the runner does not know."""
+        request = self.request
+        assert request.row is not None
+        start = request.num_computed
+        end = request.num_computed = start + num_tokens
+        work = RowWork(
+            row=request.row,
+            start=start,
+            num_tokens=num_tokens,
+            sample=sample,
+            new_blocks=request.table.blocks[self.num_sent_blocks :],
+            entered_token_ids=self.target.token_ids[self.num_entered : end],
+        )
+        self.num_sent_blocks = len(request.table.blocks)
+        self.num_entered = max(self.num_entered, end)
+        return work
+
+    def forget(self) -> None:
+        """The row is gone, and all that was computed in it."""
+        self._drop_tokens()
+        self.request.num_computed = self.num_entered = self.num_sent_blocks = 0
+
+    def _drop_tokens(self) -> None:
+        self.tokens, self.num_known, self.is_at_end = [], 0, False
 
 
 class DraftModel:
-    """Over a runner that has `max_num_seqs` rows of `max_model_len` tokens and `num_blocks` blocks.
+    """Rows and blocks of the draft model over a runner of these limits.
 
-    `vocab_size` is the width of its logits, `target_vocab_size` that of the target's: of the
-    tokens at their ends, which pad, one may have more than the other.
+    `target_vocab_size` is the width of the target's logits: of the padding tokens at the end of the
+    vocabulary one model may have more than the other.
     """
 
     def __init__(
         self,
         runner: Runner,
+        limits: EngineLimits,
         *,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        vocab_size: int,
         target_vocab_size: int,
         enable_prefix_caching: bool = True,
     ) -> None:
-        self._runner = runner
-        self._pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
-        self._rows = RowTable(max_num_seqs, self._pool)
-        self._max_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self.runner = runner
+        self.pool = BlockPool(limits.num_blocks, limits.block_size, enable_prefix_caching)
+        self._limits = limits
         self._target_vocab_size = target_vocab_size
-        self._seated: dict[int, Follower] = {}  # by row
-        self._in_flight: deque[tuple[list[Follower], PendingStep]] = deque()
+        self._rows = RowTable(limits.max_num_seqs, self.pool)
+        self._sequences: dict[int, DraftSequence] = {}  # by row
+        self._in_flight: deque[tuple[list[DraftSequence], PendingStep]] = deque()
         self._num_steps = 0
 
-    def follow(self, request: Request) -> Follower:
-        """A request that comes. It gets a row when it is first read."""
-        seat = Request(
-            request_id=request.request_id,
-            token_ids=request.token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling=self._sampling(request.sampling),
-            seed=request.seed,
-            max_total_tokens=request.max_total_tokens,
-            stop_token_ids=request.stop_token_ids,
-            cache_salt=request.cache_salt,
-            row_state=request.row_state if self._is_as_wide else {},
-            arrival=request.arrival,
-            digests=request.digests,  # of the same tokens: whoever needs one first computes it
+    def add(self, target: Request, speculation: Speculation) -> DraftSequence:
+        """A request arrives. It gets a row when it is first computed."""
+        request = Request(
+            request_id=target.request_id,
+            token_ids=target.token_ids,
+            num_prompt_tokens=target.num_prompt_tokens,
+            sampling=self._sampling(target.sampling),
+            seed=target.seed,
+            max_total_tokens=target.max_total_tokens,
+            stop_token_ids=target.stop_token_ids,
+            cache_salt=target.cache_salt,
+            row_state=target.row_state if self._has_all_tokens else {},
+            table=BlockTable(digests=target.table.digests),  # of the same tokens
         )
-        return Follower(request, seat)
+        return DraftSequence(speculation, self, target, request)
 
     def _sampling(self, sampling: SamplingParams) -> SamplingParams:
-        """What a guess depends on; without the ids that a narrower model may not have."""
+        """What a draft token depends on, without ids that a narrower model may not have."""
         sampling = dataclasses.replace(sampling, logprobs=None, prompt_logprobs=None)
-        if self._is_as_wide:
+        if self._has_all_tokens:
             return sampling
         return dataclasses.replace(
             sampling,
@@ -90,150 +185,211 @@ class DraftModel:
         )
 
     @property
-    def _is_as_wide(self) -> bool:
-        return self._vocab_size >= self._target_vocab_size
+    def _has_all_tokens(self) -> bool:
+        return self._limits.vocab_size >= self._target_vocab_size
 
-    def leave(self, follower: Follower) -> None:
+    def remove(self, sequence: DraftSequence) -> None:
         """The request is over."""
-        if follower.seat.row is not None:
-            self._free(follower)
+        if sequence.request.row is not None:
+            self._free(sequence)
 
-    def most(self, follower: Follower) -> int:
-        """How many tokens can be guessed for a request now, as far as the draft model goes."""
-        tokens = follower.request.token_ids
-        follower.settle()
-        if not self._is_as_wide and any(
-            token >= self._vocab_size for token in tokens[follower.num_entered :]
+    def max_draft_tokens(self, sequence: DraftSequence) -> int:
+        """How many draft tokens the draft model's context and vocabulary allow now."""
+        tokens = sequence.target.token_ids
+        sequence.settle()
+        if not self._has_all_tokens and any(
+            token >= self._limits.vocab_size for token in tokens[sequence.num_entered :]
         ):
             return 0
-        return self._max_model_len - len(tokens)
+        return self._limits.max_model_len - len(tokens)
 
-    def read(self, followers: Iterable[Follower]) -> int:
-        """A chunk of what these have not read yet, in their order, in one step -> its tokens.
+    def catch_up(self, sequences: Iterable[DraftSequence]) -> None:
+        """Compute a chunk of what these are behind, in their order, in one step.
 
-        Of the sequences of one prompt the first reads it, and the others find it afterwards.
+        Of the sequences of one prompt the first computes it, and the others find it in the cache.
         """
-        budget, families = self._max_tokens, set[int]()
-        chosen: list[tuple[Follower, int]] = []
-        for follower in followers:
-            group = follower.request.group
-            if budget == 0 or id(group) in families or not self._take_seat(follower):
+        budget = self._limits.max_num_batched_tokens
+        chosen: list[tuple[DraftSequence, int]] = []
+        prompts: set[tuple[int, ...]] = set()
+        for sequence in sequences:
+            target = sequence.target
+            prompt = tuple(target.token_ids[: target.num_prompt_tokens])
+            if budget == 0 or prompt in prompts or not self._allocate(sequence):
                 continue
-            if group is not None:
-                families.add(id(group))
-            num_tokens = min(budget, follower.num_behind)
+            prompts.add(prompt)
+            num_tokens = min(budget, sequence.num_behind)
             if num_tokens:
                 budget -= num_tokens
-                chosen.append((follower, num_tokens))
+                chosen.append((sequence, num_tokens))
         if chosen:
             self._submit(chosen, sample=False)
             self._collect()
-        for follower, _ in chosen:
-            self._rows.publish(follower.seat, follower.seat.num_computed)
-        return self._max_tokens - budget
+        for sequence, _ in chosen:
+            self._rows.publish(sequence.request, sequence.request.num_computed)
 
-    def guess(self, wanted: Iterable[tuple[Follower, int]]) -> int:
-        """Draw so many tokens for each, all requests side by side -> the steps that it took."""
-        budget = self._max_tokens
-        chosen: list[tuple[Follower, int]] = []  # and the guesses of each
-        drawing: list[tuple[Follower, int]] = []  # in the next step, and its tokens
-        for follower, length in wanted:
-            if not (self._take_seat(follower, length - 1) and follower.is_ready()):
+    def draft(self, sequences: Iterable[DraftSequence]) -> None:
+        """Draw `num_wanted` tokens for each, all requests side by side."""
+        budget = self._limits.max_num_batched_tokens
+        chosen: list[tuple[DraftSequence, int]] = []  # and how many tokens it gets
+        drawing: list[tuple[DraftSequence, int]] = []  # in the next step, and its tokens
+        for sequence in sequences:
+            if not (self._allocate(sequence, sequence.num_wanted - 1) and sequence.is_near):
                 continue
-            if num_first := follower.begin(budget):
+            if num_first := sequence.begin_draft(budget):
                 budget -= num_first
-                drawing.append((follower, num_first))
-                most = follower.seat.capacity - follower.num_known + 1
-                chosen.append((follower, min(length, most)))
-        turn = 0
+                drawing.append((sequence, num_first))
+                most = sequence.request.table.capacity - sequence.num_known + 1
+                chosen.append((sequence, min(sequence.num_wanted, most)))
+        num_drawn = 0
         while drawing:
-            turn += 1
             self._submit(drawing, sample=True)
-            drawing = [(follower, 1) for follower, length in chosen if length > turn]
+            num_drawn += 1
+            drawing = [(sequence, 1) for sequence, length in chosen if length > num_drawn]
         while self._in_flight:
             self._collect()
-        for follower, _ in chosen:
-            self._rows.publish(follower.seat, follower.num_known - 1)
-        return turn
+        for sequence, _ in chosen:
+            self._rows.publish(sequence.request, sequence.num_known - 1)
 
-    def start_over(self) -> None:
-        """A step failed: whatever runs ends, and everything is read again."""
+    def reset(self) -> None:
+        """A step failed: wait for the steps in flight and forget everything."""
         while self._in_flight:
-            with contextlib.suppress(Exception):  # it means nothing any more
+            with contextlib.suppress(Exception):  # the results are void
                 self._in_flight.popleft()[1].result()
-        for follower in list(self._seated.values()):
-            self._free(follower)
+        for sequence in list(self._sequences.values()):
+            self._free(sequence)
 
     # Steps
 
-    def _submit(self, chosen: Sequence[tuple[Follower, int]], *, sample: bool) -> None:
+    def _submit(self, chosen: Sequence[tuple[DraftSequence, int]], *, sample: bool) -> None:
         """Start a step over the next so many tokens of each."""
-        if len(self._in_flight) == self._runner.max_in_flight:
+        if len(self._in_flight) == self.runner.max_in_flight:
             self._collect()
         new_rows = []
-        for follower, _ in chosen:
-            if not follower.num_blocks_told:
-                new_rows.append(new_row(follower.seat))
-                follower.num_entered = len(follower.request.token_ids)
+        for sequence, _ in chosen:
+            if not sequence.num_sent_blocks:
+                new_rows.append(new_row(sequence.request))
+                sequence.num_entered = len(sequence.target.token_ids)
         plan = StepPlan(
             step=self._num_steps,
-            work=[follower.plan(num_tokens, sample=sample) for follower, num_tokens in chosen],
+            work=[sequence.plan(num_tokens, sample=sample) for sequence, num_tokens in chosen],
             new_rows=new_rows,
             released_rows=self._rows.pop_released(),
         )
         self._num_steps += 1
-        drawing = [follower for follower, _ in chosen] if sample else []
-        self._in_flight.append((drawing, self._runner.submit(plan)))
+        drawing = [sequence for sequence, _ in chosen] if sample else []
+        self._in_flight.append((drawing, self.runner.submit(plan)))
 
     def _collect(self) -> None:
-        """What the oldest step drew. Guesses end where nothing, or no token of the target's, was
-        drawn: nothing stands behind it."""
+        """Take in what the oldest step drew. A draft ends where no token, or none of the target's
+        vocabulary, was drawn."""
         drawing, step = self._in_flight.popleft()
-        for follower, token in zip(drawing, step.result().token_ids, strict=True):
+        for sequence, token in zip(drawing, step.result().token_ids, strict=True):
             if token is None or token >= self._target_vocab_size:
-                follower.is_at_end = True
-            elif not follower.is_at_end:
-                follower.guesses.append(token)
+                sequence.is_at_end = True
+            elif not sequence.is_at_end:
+                sequence.tokens.append(token)
 
-    # Queues
+    # Rows and blocks
 
-    def _take_seat(self, follower: Follower, num_more: int = 0) -> bool:
-        """See that a request has a row, and blocks for its tokens and if possible some more."""
-        follower.settle()
-        seat, num_known = follower.seat, len(follower.request.token_ids)
-        if seat.row is None:
-            seat.num_tokens = num_known
-            if not (self._seat(seat) or (self._make_room() and self._seat(seat))):
+    def _allocate(self, sequence: DraftSequence, num_more: int = 0) -> bool:
+        """Give a sequence a row, blocks for its tokens and, if there are any, for some more."""
+        sequence.settle()
+        request, num_known = sequence.request, len(sequence.target.token_ids)
+        if request.row is None:
+            request.num_tokens = num_known
+            if not (self._has_row(request) or (self._make_room() and self._has_row(request))):
                 return False
-            assert seat.row is not None
-            self._seated[seat.row] = follower
-        while seat.capacity < num_known + num_more and (self._pool.num_free or self._make_room()):
-            self._rows.grow(seat)
-        return seat.capacity >= num_known
+            assert request.row is not None
+            self._sequences[request.row] = sequence
+        while request.table.capacity < num_known + num_more and (
+            self.pool.num_free or self._make_room()
+        ):
+            self._rows.grow(request)
+        return request.table.capacity >= num_known
 
-    def _seat(self, seat: Request) -> bool:
-        return self._rows.num_free_rows > 0 and self._rows.allocate(seat, 0)
+    def _has_row(self, request: Request) -> bool:
+        return self._rows.num_free_rows > 0 and self._rows.allocate(request, 0)
 
     def _make_room(self) -> bool:
-        """Those who don't run keep what has been read of them until somebody needs their place."""
-        idle = [f for f in self._seated.values() if f.request.state is not RequestState.RUNNING]
-        for follower in idle:
-            self._free(follower)
+        """Requests that don't run keep their rows here until others need them."""
+        idle = [s for s in self._sequences.values() if s.target.state is not RequestState.RUNNING]
+        for sequence in idle:
+            self._free(sequence)
         return bool(idle)
 
-    def _free(self, follower: Follower) -> None:
-        row = follower.seat.row
+    def _free(self, sequence: DraftSequence) -> None:
+        row = sequence.request.row
         assert row is not None
-        del self._seated[row]
-        self._rows.free(follower.seat)
-        follower.forget()
+        del self._sequences[row]
+        self._rows.free(sequence.request)
+        sequence.forget()
 
-    def check(self, requests: Collection[str]) -> None:
+    def check(self, request_ids: Collection[str]) -> None:
         """Raise AssertionError where a row or block is lost, or kept for none of these requests."""
-        self._pool.check(follower.seat.blocks for follower in self._seated.values())
-        owners = {row: seat for row, seat in enumerate(self._rows.owners) if seat is not None}
-        if owners != {row: follower.seat for row, follower in self._seated.items()}:
-            raise AssertionError("the draft model's rows are not those of its requests")
-        gone = {f.request.request_id for f in self._seated.values()} - set(requests)
+        self.pool.check(s.request.table.blocks for s in self._sequences.values())
+        owners = {row: one for row, one in enumerate(self._rows.owners) if one is not None}
+        if owners != {row: sequence.request for row, sequence in self._sequences.items()}:
+            raise AssertionError("the draft model's rows are not those of its sequences")
+        gone = {one.request_id for one in owners.values()} - set(request_ids)
         if gone:
             raise AssertionError(f"the draft model keeps rows of requests that are gone: {gone}")
+
+
+class DraftModelSpeculation(Speculation):
+    """The draft model drafts for all requests that decode, side by side, before each step."""
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        model: DraftModel,
+        policy: SpeculationPolicy | None = None,
+    ) -> None:
+        super().__init__(config, policy)
+        self.model = model
+        self.num_failures = 0
+
+    def drafter(self, request: Request) -> Drafter:
+        return self.model.add(request, self)
+
+    def draft(self, running: Collection[Request]) -> None:
+        if self.num_failures == _MAX_FAILURES:
+            self.is_on = False
+            return
+        wanted = []
+        for request in running:
+            sequence = request.extension
+            if isinstance(sequence, DraftSequence):
+                sequence.num_wanted = self._num_wanted(sequence)
+                if sequence.num_wanted:
+                    wanted.append(sequence)
+        if not wanted:
+            return
+        start = self.policy.clock()
+        try:
+            behind = [sequence for sequence in wanted if not sequence.is_near]
+            if behind:
+                self.model.catch_up(behind)
+            self.model.draft(s for s in wanted if s.is_near and not s.target.num_in_flight)
+        except Exception:  # any failure costs draft tokens and no request
+            self.num_failures += 1
+            is_last = self.num_failures == _MAX_FAILURES
+            logger.exception(
+                "the draft model failed; %s", "it is switched off" if is_last else "it starts over"
+            )
+            self.is_on = False
+            self.model.reset()
+            self.policy.pause()
+        self.draft_seconds += self.policy.clock() - start
+
+    def _num_wanted(self, sequence: DraftSequence) -> int:
+        """Draft tokens for a request: none unless it decodes."""
+        request = sequence.target
+        is_decode = request.num_tokens - request.num_computed == 1
+        if not is_decode or sequence.is_verifying(request) or request.needs_scores:
+            return 0
+        num_left = request.max_total_tokens - request.num_tokens - 1
+        most = min(self.config.num_speculative_tokens, num_left)
+        return max(min(most, self.model.max_draft_tokens(sequence)), 0)
+
+    def check(self, request_ids: Collection[str]) -> None:
+        self.model.check(request_ids)

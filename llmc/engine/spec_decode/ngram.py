@@ -1,21 +1,43 @@
-r"""PromptLookup: guesses what comes next from where the last tokens stood before.
+r"""N-gram speculation: what followed the last tokens where they stood before in the same request.
 
     tokens   ... the cat sat on the mat . then the cat | sat on the
                  \_____/                       \_____/   \________/
-                 found                     looked up     guessed
+                 found                     looked up    draft tokens
 
-Text that repeats itself or its prompt (code edits, quotes, summaries) is guessed well.
+Works for text that repeats itself or its prompt: code edits, quotes, summaries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-MAX_INDEXED = 512  # tokens a call: a long prompt is taken in over several steps
+from llmc.engine.request import Request
+from llmc.engine.spec_decode.speculation import Drafter, Speculation
+
+MAX_INDEXED = 512  # tokens a call: a long prompt is indexed over several steps
 
 
-class PromptLookup:
-    """An index over a list of tokens that only grows, brought up to date when asked.
+class NgramSpeculation(Speculation):
+    """Each request has an index of its own text."""
+
+    def drafter(self, request: Request) -> Drafter:
+        return NgramDrafter(self, NgramIndex(request.token_ids, *self.config.lengths))
+
+
+class NgramDrafter(Drafter):
+    def __init__(self, speculation: Speculation, index: NgramIndex) -> None:
+        super().__init__(speculation)
+        self._index = index
+
+    def expects_draft(self, request: Request) -> bool:
+        return self._index.find() is not None
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        return self._index.propose(most)
+
+
+class NgramIndex:
+    """An index over a list of tokens that only grows, updated when asked.
 
     Each token costs one entry for each length from `shortest` to `longest`, about 100 bytes each.
     """
@@ -23,15 +45,15 @@ class PromptLookup:
     def __init__(self, tokens: Sequence[int], shortest: int, longest: int) -> None:
         self._tokens = tokens
         self._num_indexed = 0
-        # length -> those tokens -> what follows them the last time; longest first
+        # length -> n-gram -> the place after its last occurrence; longest first
         self._tables: list[tuple[int, dict[tuple[int, ...], int]]] = [
             (length, {}) for length in range(longest, shortest - 1, -1)
         ]
 
     def find(self) -> int | None:
-        """Where the text goes on that ended as it does now: the longest such end, its latest."""
+        """The place after the last occurrence of the longest n-gram that ends the text."""
         tokens = self._tokens
-        if not self._catch_up():
+        if not self._update():
             return None
         for length, table in self._tables:
             place = table.get(tuple(tokens[-length:]))
@@ -39,22 +61,19 @@ class PromptLookup:
                 return place
         return None
 
-    def is_ready(self) -> bool:
-        return self.find() is not None
-
-    def guess(self, most: int) -> list[int]:
-        """Up to `most` tokens that may come next. What runs into the end goes round."""
+    def propose(self, most: int) -> list[int]:
+        """Up to `most` tokens. At the end of the text they go on periodically."""
         place = self.find()
         if place is None:
             return []
-        guess = list(self._tokens[place : place + most])
+        draft = list(self._tokens[place : place + most])
         period = len(self._tokens) - place
-        while len(guess) < most:
-            guess.append(guess[-period])
-        return guess
+        while len(draft) < most:
+            draft.append(draft[-period])
+        return draft
 
-    def _catch_up(self) -> bool:
-        """Take in what can be looked up: all but the end itself, which nothing follows yet."""
+    def _update(self) -> bool:
+        """Index all but the end itself, which nothing follows yet. -> whether all is indexed."""
         tokens = self._tokens
         num_known = len(tokens) - 1
         last = min(num_known, self._num_indexed + MAX_INDEXED)

@@ -60,7 +60,7 @@ def begin(core: EngineCore, prompt: Sequence[int], params: BeamSearchParams) -> 
     sampling = SamplingParams(
         temperature=0.0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos
     )
-    name = f"search-{len(core._scheduler.requests)}"
+    name = f"search-{len(core.scheduler.requests)}"
     message = AddRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling)
     return core.search(message, params)
 
@@ -90,8 +90,8 @@ def expected(
     for length in range(1, params.max_tokens + 1):
         grown = []
         for total, tokens in beams:
-            told = likeliest(history([*prompt, *tokens])[-1], VOCAB)
-            for token, value in zip(told.top_token_ids, told.top_logprobs, strict=True):
+            top = likeliest(history([*prompt, *tokens])[-1], VOCAB)
+            for token, value in zip(top.top_token_ids, top.top_logprobs, strict=True):
                 grown.append((total + value, (*tokens, token)))
         grown.sort(reverse=True)
         over = [g for g in grown[:width] if g[1][-1] in ends or length == params.max_tokens]
@@ -156,7 +156,7 @@ def test_eight_beams_hold_the_prompt_once(num_prompt: int, caching: bool) -> Non
 def test_searches_that_compete_for_rows_and_blocks_all_end(
     num_blocks: int, rows: int, depth: int
 ) -> None:
-    """They wait for each other; who tells first gives way, and nothing stands still."""
+    """They wait for each other; the last one gives way, and nothing stands still."""
     core, runner = engine(num_blocks=num_blocks, rows=rows, budget=7, depth=depth)
     params = BeamSearchParams(beam_width=4, max_tokens=11, ignore_eos=True)
     prompts = [prompt_of(10 + k, first=k) for k in range(3)]

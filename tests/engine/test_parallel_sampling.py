@@ -92,7 +92,7 @@ def test_without_sharing_each_computes_its_own() -> None:
     assert outcomes[True] == outcomes[False]
 
 
-def test_the_prompt_counts_as_cached_for_nobody() -> None:
+def test_the_prompt_counts_as_cached_for_no_request() -> None:
     core, _ = engine(caching=True)
     for message in siblings(num_prompt=40, n=3):
         core.add(message)
@@ -109,15 +109,15 @@ def test_the_first_may_be_aborted_at_any_time(num_steps: int, caching: bool) -> 
     messages = siblings(num_prompt=39, n=4)
     for message in messages:
         core.add(message)
-    told: dict[str, Outcome] = {message.request_id: Outcome() for message in messages}
+    outcomes: dict[str, Outcome] = {message.request_id: Outcome() for message in messages}
     for _ in range(num_steps):
         for update in core.step():
-            told[update.request_id].take(update)
+            outcomes[update.request_id].take(update)
     core.abort("s0")
     for name, outcome in run(core).items():
-        told[name].tokens += outcome.tokens
+        outcomes[name].tokens += outcome.tokens
     for seed, message in enumerate(messages[1:], start=1):
-        assert told[message.request_id].tokens == run_alone(message, seed, ROOM).tokens
+        assert outcomes[message.request_id].tokens == run_alone(message, seed, ROOM).tokens
 
 
 def test_they_share_again_after_preemption() -> None:
@@ -132,7 +132,7 @@ def test_they_share_again_after_preemption() -> None:
         assert outcomes[message.request_id] == run_alone(message, seed, ROOM)
 
 
-def test_a_poisoned_source_takes_nobody_with_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_poisoned_source_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "llmc.engine.core")
     core, runner = engine()
     runner.poison = {"s0": 12}

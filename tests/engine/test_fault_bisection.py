@@ -98,7 +98,7 @@ def test_a_newcomer_waits_until_the_search_is_over(caplog: pytest.LogCaptureFixt
     while not runner.faults:
         core.step()
     core.add(message(9))
-    while core._scheduler.fault_bisection:
+    while core.scheduler.bisection:
         assert "r9" not in runner.first_scheduled
         core.step()
     assert run(core)["r9"] == run_alone(message(9), seed=9, room=32)
@@ -136,25 +136,25 @@ def test_groups_are_halved_and_emptied() -> None:
     def group() -> list[Request]:
         return [member.request for member in fault_bisection.group]
 
-    assert fault_bisection.accuse([(one, work) for one in requests]) is None
+    assert fault_bisection.on_failure([(one, work) for one in requests]) is None
     assert group() == requests
-    assert fault_bisection.accuse([(one, work) for one in (a, b, c)]) is None  # d had no room
+    assert fault_bisection.on_failure([(one, work) for one in (a, b, c)]) is None  # d had no room
     assert group() == [a]
-    fault_bisection.pass_by(a, 5)
+    fault_bisection.on_success([(a, RowWork(row=0, start=4, num_tokens=1, sample=True))])
     assert group() == [a]
-    fault_bisection.pass_by(a, 6)
+    fault_bisection.on_success([(a, work)])
     assert group() == [b, c]
     fault_bisection.drop(b)
-    assert fault_bisection.accuse([(c, work)]) is c
+    assert fault_bisection.on_failure([(c, work)]) is c
     assert group() == [d]
-    fault_bisection.pass_by(d, 9)
+    fault_bisection.on_success([(d, work)])
     assert not fault_bisection
 
 
 def test_a_suspect_first_gets_to_its_work_and_then_does_it() -> None:
     fault_bisection = FaultBisection()
     one = suspect("a")
-    fault_bisection.accuse(
+    fault_bisection.on_failure(
         [(one, RowWork(row=0, start=4, num_tokens=2, sample=True)), (suspect("b"), _WORK)]
     )
     [member, _] = fault_bisection.group
