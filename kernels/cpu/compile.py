@@ -1,14 +1,15 @@
 """Runs the C++ compiler: which one, with which flags, and the key that names the result.
 
-The kernels know no torch headers and are compiled once for each level of instructions; what is
-left, the bindings and the list of levels, runs on any processor and under any torch from 2.11 on
-(tensor.h). Linked to torch alone: its own OpenMP runtime serves the kernels too, since two in one
-process fight over the cores.
+The kernels are compiled once for each level of instructions; what is left, the bindings and the
+list of levels, runs on any processor. Nothing of torch is needed to build (torch_abi.h), and the
+library serves any torch from 2.11 on: it names libtorch_cpu as what it needs, and finds torch's own
+OpenMP runtime through it, since two in one process fight over the cores.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shlex
 import shutil
@@ -18,13 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from llmc.kernels.cpu.levels import Level
 
 SOURCES = Path(__file__).parent
 OnFile = Callable[[int, int], None]  # files that are compiled, and all of them
-_TORCH = Path(torch.__file__).parent
+_TORCH = "libtorch_cpu.so"
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++20", "-fPIC", "-fopenmp", "-w")
 
@@ -60,6 +59,20 @@ def sources_digest() -> str:
     for path in (*sources(), *sorted(SOURCES.glob("*.h"))):
         hasher.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return hasher.hexdigest()
+
+
+def write_manifest(library: Path, levels: Sequence[Level]) -> None:
+    """Write beside the library what it is and what it was made from."""
+    manifest = {
+        "library": digest(library),
+        "sources": sources_digest(),
+        "levels": [level.name for level in levels],
+    }
+    library.with_suffix(".json").write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _runs_anywhere(source: Path) -> bool:
@@ -102,7 +115,6 @@ def _binding_command(
         *toolchain.compiler,
         *_FLAGS,
         "-O1",  # glue: optimizing it would double the time of the whole build
-        f"-I{_TORCH / 'include'}",
         "-DLLMC_TABLES(K)=" + " ".join(f"K({level.symbol})" for level in levels),
         "-c",
         str(source),
@@ -111,16 +123,24 @@ def _binding_command(
     ]
 
 
-def _link_command(toolchain: Toolchain, objects: Sequence[Path], target: Path) -> list[str]:
+def _stub_command(toolchain: Toolchain, stub: Path) -> list[str]:
+    """Makes an empty library of the name of torch's: all that the linker has to know of torch."""
+    shared = [*toolchain.compiler, "-shared", "-nostdlib", f"-Wl,-soname,{_TORCH}"]
+    return [*shared, "-x", "c", os.devnull, "-o", str(stub)]
+
+
+def _link_command(
+    toolchain: Toolchain, objects: Sequence[Path], stub: Path, target: Path
+) -> list[str]:
     is_clang = "clang" in toolchain.version.lower()
     return [
         *toolchain.compiler,
         "-shared",
         *map(str, objects),
+        "-Wl,--no-as-needed",
+        str(stub),
         "-o",
         str(target),
-        f"-L{_TORCH / 'lib'}",
-        "-ltorch_cpu",  # and through it the OpenMP runtime that torch loads
         *(["-fopenmp"] if is_clang else []),  # clang's calls need its own runtime
     ]
 
@@ -205,8 +225,12 @@ def compile_library(
     # the slowest first, so that the others fit beside it
     compiles.sort(key=lambda sized: -sized[0])
     error = run_all([command for _, command in compiles], folder, on_file)
-    for command in [*finish, _link_command(toolchain, objects, library)]:
+    stub = folder / _TORCH
+    finish += [_stub_command(toolchain, stub), _link_command(toolchain, objects, stub, library)]
+    for command in finish:
         error = error or run_all([command], folder, None)
-    for path in folder.glob("*.o"):
+    for path in (*folder.glob("*.o"), *folder.glob(_TORCH)):
         path.unlink()
+    if error is None:
+        write_manifest(library, levels)
     return error
