@@ -40,7 +40,7 @@ compiling = load("llmc.kernels.cpu.compile", "kernels/cpu/compile.py")
 
 
 def target() -> tuple[str, list[Any]] | None:
-    """The machine that the compiler compiles for, and the levels; None: a wheel without a library."""
+    """The machine that the compiler compiles for, and the levels; None: no library."""
     toolchain = compiling.find_toolchain()
     wanted = os.environ.get("LLMC_WHEEL_LEVELS", "")
     if toolchain is None or wanted == "none":

@@ -92,35 +92,18 @@ def find_toolchain() -> Toolchain | None:
     return None
 
 
-def kernel_command(toolchain: Toolchain, source: Path, target: Path, level: Level) -> list[str]:
-    """Compiles one source for one level."""
-    return [
-        *toolchain.compiler,
-        *_FLAGS,
-        "-O3",
-        *level.flags,
-        f"-DLLMC_TABLE={level.symbol}",
-        f'-DLLMC_LEVEL="{level.name}"',
-        "-c",
-        str(source),
-        "-o",
-        str(target),
-    ]
-
-
-def _binding_command(
+def object_command(
     toolchain: Toolchain, source: Path, target: Path, levels: Sequence[Level]
 ) -> list[str]:
-    return [
-        *toolchain.compiler,
-        *_FLAGS,
-        "-O1",  # glue: optimizing it would double the time of the whole build
-        "-DLLMC_TABLES(K)=" + " ".join(f"K({level.symbol})" for level in levels),
-        "-c",
-        str(source),
-        "-o",
-        str(target),
-    ]
+    """Compiles one source: a kernel for the one level given, anything else for any processor."""
+    if source in kernel_sources():
+        (level,) = levels
+        flags = ["-O3", *level.flags, f"-DLLMC_TABLE={level.symbol}"]
+        flags.append(f'-DLLMC_LEVEL="{level.name}"')
+    else:  # glue: optimizing it further would only take time
+        tables = " ".join(f"K({level.symbol})" for level in levels)
+        flags = ["-O1", f"-DLLMC_TABLES(K)={tables}", f"-I{SOURCES}"]
+    return [*toolchain.compiler, *_FLAGS, *flags, "-c", str(source), "-o", str(target)]
 
 
 def _stub_command(toolchain: Toolchain, stub: Path) -> list[str]:
@@ -191,8 +174,8 @@ def run_all(commands: Sequence[list[str]], folder: Path, on_file: OnFile | None)
             if process.returncode != 0 and error is None:
                 error = first_error(output.read_text(errors="replace"))
             output.unlink()
-        if ended and on_file is not None:
-            on_file(len(commands) - len(waiting) - len(running), len(commands))
+            if on_file is not None:
+                on_file(len(commands) - len(waiting) - len(running), len(commands))
         if not ended:
             time.sleep(0.02)
     return error
@@ -209,7 +192,7 @@ def compile_library(
     for level in levels:
         made = [folder / f"{level.name}-{source.stem}.o" for source in kernel_sources()]
         compiles += [
-            (source.stat().st_size, kernel_command(toolchain, source, target, level))
+            (source.stat().st_size, object_command(toolchain, source, target, [level]))
             for source, target in zip(kernel_sources(), made, strict=True)
         ]
         if len(levels) > 1:
@@ -219,7 +202,7 @@ def compile_library(
         objects += made
     for source in filter(_runs_anywhere, sources()):
         target = folder / f"{source.stem}.o"
-        command = _binding_command(toolchain, source, target, levels)
+        command = object_command(toolchain, source, target, levels)
         compiles.append((source.stat().st_size, command))
         objects.append(target)
     # the slowest first, so that the others fit beside it
