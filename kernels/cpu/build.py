@@ -1,14 +1,16 @@
-"""Compiles the C++ ops once per machine, keeps the library, and loads it into torch.
+"""Finds or compiles the library of C++ ops, and loads it into torch.
 
-The library lives in `<cache>/cpu/<key>/ops.so`, beside a digest of it; the key covers everything
-that it depends on, the level of instructions too. A build is made aside and renamed into place, so
-any number of processes may build at once. `start_build()` returns at once; `load()` waits.
+A wheel brings one for every level of instructions. Else it is built once per machine, for this
+level, into `<cache>/cpu/<key>/ops.so`; the key covers everything that it depends on. Beside a
+library lies a manifest, which tells one that is torn or of other sources. A build is made aside and
+renamed into place, so any number of processes may build at once. `start_build()` returns at once;
+`load()` waits.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
+import json
 import logging
 import os
 import shutil
@@ -17,11 +19,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from llmc.errors import LlmcError
-from llmc.kernels.cpu.compile import Toolchain, compile_library, find_toolchain
+from llmc.kernels.cpu.compile import (
+    Toolchain,
+    compile_library,
+    digest,
+    find_toolchain,
+    sources_digest,
+)
 from llmc.kernels.cpu.levels import Level, pick_level
 
 _log = logging.getLogger("llmc.kernels.cpu")
@@ -30,6 +39,8 @@ _state: dict[str, bool] = {}  # "loaded": what load() returned
 _builds: list[Build] = []  # the newest one, if any
 _start_lock = threading.Lock()
 _STALE_SECONDS = 3600
+_PROGRESS_LINES = 5  # in the log
+PREBUILT = Path(__file__).parent / "prebuilt"  # in a wheel
 
 
 class BuildError(LlmcError):
@@ -59,14 +70,38 @@ def cache_root() -> Path:
     return folder
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """What is written of the library in `folder`; None unless it is the one that was written."""
+    library = folder / "ops.so"
+    try:
+        manifest: dict[str, Any] = json.loads((folder / "ops.json").read_text())
+        return manifest if manifest["library"] == digest(library) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether the library is there and is what its builder wrote (a torn one would crash us)."""
-    library, digest = folder / "ops.so", folder / "ops.sha256"
-    return library.is_file() and digest.is_file() and digest.read_text() == _digest(library)
+def _find_prebuilt(level: Level) -> Path | None:
+    """The folder of the library that came with this package, if it fits."""
+    if not (PREBUILT / "ops.so").exists():
+        return None
+    manifest = _manifest(PREBUILT)
+    if manifest is None:
+        fault = "is damaged"
+    elif manifest.get("sources") != sources_digest():
+        fault = "was made from another version of its sources"
+    elif level.name not in manifest.get("levels", ()):
+        fault = f"has no kernels for {level.name}"
+    else:
+        return PREBUILT
+    _log.warning("%s %s; building another", PREBUILT / "ops.so", fault)
+    return None
+
+
+def is_obtainable() -> bool:
+    """Whether the C++ ops came with this package, or there is a compiler to build them."""
+    if pick_level() is None:
+        return False
+    return (PREBUILT / "ops.so").exists() or find_toolchain() is not None
 
 
 def _remove_stale(cache: Path) -> None:
@@ -81,15 +116,17 @@ def _publish(made: Path, folder: Path) -> None:
     try:
         made.rename(folder)
     except OSError:
-        if not _is_whole(folder):
+        if _manifest(folder) is None:
             raise
 
 
 class Build:
-    """A build in progress, or one already in the cache. `level`: None where none fits."""
+    """A build in progress, or a library that was there. `level`: None where none fits."""
 
-    def __init__(self, level: Level | None) -> None:
+    def __init__(self, level: Level | None, *, may_be_prebuilt: bool) -> None:
         self.level = level
+        self._may_be_prebuilt = may_be_prebuilt
+        self._files = (0, 0)
         self._folder: Path | None = None
         self._error: BuildError | None = None
         self._thread = threading.Thread(target=self._run, name="llmc-cpu-build", daemon=True)
@@ -97,36 +134,52 @@ class Build:
 
     def _run(self) -> None:
         try:
-            self._folder = self._make(find_toolchain(), self.level)
+            self._folder = self._find()
         except BuildError as error:
             self._error = error
         except OSError as error:
-            self._error = BuildError(f"the C++ ops could not be built: {error}")
+            self._error = BuildError(f"they could not be built: {error}")
 
-    @staticmethod
-    def _make(toolchain: Toolchain | None, level: Level | None) -> Path:
-        if level is None:
-            raise BuildError("they need the instructions of x86-64-v3 (AVX2) or an aarch64 CPU")
+    def _find(self) -> Path:
+        if self.level is None:
+            raise BuildError("they need the instructions of x86-64-v3 (AVX2), or an aarch64 CPU")
+        folder = _find_prebuilt(self.level) if self._may_be_prebuilt else None
+        return folder or self._make(find_toolchain(), self.level)
+
+    def _make(self, toolchain: Toolchain | None, level: Level) -> Path:
         if toolchain is None:
-            raise BuildError("no C++ compiler found; install g++ or clang++, or name one in $CXX")
+            raise BuildError(
+                "no C++ compiler was found; install the package g++ (gcc-c++ on Fedora and RHEL), "
+                "or name a compiler in $CXX"
+            )
         cache = cache_root()
         folder = cache / toolchain.key([level])
         if folder.exists():
-            if _is_whole(folder):
+            if _manifest(folder) is not None:
                 return folder
             _log.warning("the library in %s is damaged; building it again", folder)
             shutil.rmtree(folder, ignore_errors=True)
         _remove_stale(cache)
         made = Path(tempfile.mkdtemp(prefix="tmp-", dir=cache))
         try:
-            error = compile_library(toolchain, [level], made / "ops.so")
+            error = compile_library(toolchain, [level], made / "ops.so", self._on_file)
             if error is not None:
                 raise BuildError(f"{toolchain.compiler[0]} failed: {error}")
-            (made / "ops.sha256").write_text(_digest(made / "ops.so"))
             _publish(made, folder)
         finally:
             shutil.rmtree(made, ignore_errors=True)
         return folder
+
+    def _on_file(self, done: int, count: int) -> None:
+        self._files = (done, count)
+        if done * _PROGRESS_LINES // count > (done - 1) * _PROGRESS_LINES // count:
+            _log.info("%s", self.progress)
+
+    @property
+    def progress(self) -> str:
+        """How far the build is, for people."""
+        done, count = self._files
+        return f"building the C++ ops, {done} of {count} files" if count else "building the C++ ops"
 
     @property
     def done(self) -> bool:
@@ -141,8 +194,8 @@ class Build:
         return self._folder / "ops.so"
 
 
-def start_build() -> Build:
-    """Begin to build, or to find the cached library; compilers run beside this process.
+def start_build(*, may_be_prebuilt: bool = True) -> Build:
+    """Begin to build, or to find the library; compilers run beside this process.
 
     While a build is under way it is the one that is returned. Raises ConfigError where
     $LLMC_CPU_TARGET is wrong.
@@ -150,7 +203,7 @@ def start_build() -> Build:
     level = pick_level()
     with _start_lock:
         if not _builds or _builds[-1].done:
-            _builds[:] = [Build(level)]
+            _builds[:] = [Build(level, may_be_prebuilt=may_be_prebuilt)]
         return _builds[-1]
 
 
@@ -169,8 +222,9 @@ def _load_library() -> None:
         load_library(str(path))
     except OSError as error:  # whole, yet unfit: such as for a libc that was replaced since
         _log.warning("can't load %s (%s); building it again", path, error)
-        shutil.rmtree(path.parent, ignore_errors=True)
-        build = start_build()
+        if path.parent != PREBUILT:
+            shutil.rmtree(path.parent, ignore_errors=True)
+        build = start_build(may_be_prebuilt=False)
         path = build.wait()
         load_library(str(path))
     assert build.level is not None, "what was built has a level"
@@ -192,6 +246,10 @@ def load() -> bool:
                 _load_library()
                 _state["loaded"] = True
             except (BuildError, OSError) as error:
-                _log.warning("CPU ops run from their slow references: %s", error)
+                _log.warning(
+                    "the C++ ops are missing, so each runs from its reference in Python, several "
+                    "times slower: %s",
+                    error,
+                )
                 _state["loaded"] = False
         return _state["loaded"]

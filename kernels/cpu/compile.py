@@ -1,14 +1,15 @@
 """Runs the C++ compiler: which one, with which flags, and the key that names the result.
 
-The kernels know no torch headers and are compiled once for each level of instructions; what is
-left, the bindings and the list of levels, runs on any processor and under any torch from 2.11 on
-(tensor.h). Linked to torch alone: its own OpenMP runtime serves the kernels too, since two in one
-process fight over the cores.
+The kernels are compiled once for each level of instructions; what is left, the bindings and the
+list of levels, runs on any processor. Nothing of torch is needed to build (torch_abi.h), and the
+library serves any torch from 2.11 on: it names libtorch_cpu as what it needs, and finds torch's own
+OpenMP runtime through it, since two in one process fight over the cores.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shlex
 import shutil
@@ -18,13 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from llmc.kernels.cpu.levels import Level
 
 SOURCES = Path(__file__).parent
 OnFile = Callable[[int, int], None]  # files that are compiled, and all of them
-_TORCH = Path(torch.__file__).parent
+_TORCH = "libtorch_cpu.so"
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++20", "-fPIC", "-fopenmp", "-w")
 
@@ -62,6 +61,20 @@ def sources_digest() -> str:
     return hasher.hexdigest()
 
 
+def write_manifest(library: Path, levels: Sequence[Level]) -> None:
+    """Write beside the library what it is and what it was made from."""
+    manifest = {
+        "library": digest(library),
+        "sources": sources_digest(),
+        "levels": [level.name for level in levels],
+    }
+    library.with_suffix(".json").write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _runs_anywhere(source: Path) -> bool:
     return source.name.endswith("bindings.cpp") or source.name == "levels.cpp"
 
@@ -79,48 +92,38 @@ def find_toolchain() -> Toolchain | None:
     return None
 
 
-def kernel_command(toolchain: Toolchain, source: Path, target: Path, level: Level) -> list[str]:
-    """Compiles one source for one level."""
-    return [
-        *toolchain.compiler,
-        *_FLAGS,
-        "-O3",
-        *level.flags,
-        f"-DLLMC_TABLE={level.symbol}",
-        f'-DLLMC_LEVEL="{level.name}"',
-        "-c",
-        str(source),
-        "-o",
-        str(target),
-    ]
-
-
-def _binding_command(
+def object_command(
     toolchain: Toolchain, source: Path, target: Path, levels: Sequence[Level]
 ) -> list[str]:
-    return [
-        *toolchain.compiler,
-        *_FLAGS,
-        "-O1",  # glue: optimizing it would double the time of the whole build
-        f"-I{_TORCH / 'include'}",
-        "-DLLMC_TABLES(K)=" + " ".join(f"K({level.symbol})" for level in levels),
-        "-c",
-        str(source),
-        "-o",
-        str(target),
-    ]
+    """Compiles one source: a kernel for the one level given, anything else for any processor."""
+    if source in kernel_sources():
+        (level,) = levels
+        flags = ["-O3", *level.flags, f"-DLLMC_TABLE={level.symbol}"]
+        flags.append(f'-DLLMC_LEVEL="{level.name}"')
+    else:  # glue: optimizing it further would only take time
+        tables = " ".join(f"K({level.symbol})" for level in levels)
+        flags = ["-O1", f"-DLLMC_TABLES(K)={tables}", f"-I{SOURCES}"]
+    return [*toolchain.compiler, *_FLAGS, *flags, "-c", str(source), "-o", str(target)]
 
 
-def _link_command(toolchain: Toolchain, objects: Sequence[Path], target: Path) -> list[str]:
+def _stub_command(toolchain: Toolchain, stub: Path) -> list[str]:
+    """Makes an empty library of the name of torch's: all that the linker has to know of torch."""
+    shared = [*toolchain.compiler, "-shared", "-nostdlib", f"-Wl,-soname,{_TORCH}"]
+    return [*shared, "-x", "c", os.devnull, "-o", str(stub)]
+
+
+def _link_command(
+    toolchain: Toolchain, objects: Sequence[Path], stub: Path, target: Path
+) -> list[str]:
     is_clang = "clang" in toolchain.version.lower()
     return [
         *toolchain.compiler,
         "-shared",
         *map(str, objects),
+        "-Wl,--no-as-needed",
+        str(stub),
         "-o",
         str(target),
-        f"-L{_TORCH / 'lib'}",
-        "-ltorch_cpu",  # and through it the OpenMP runtime that torch loads
         *(["-fopenmp"] if is_clang else []),  # clang's calls need its own runtime
     ]
 
@@ -171,8 +174,8 @@ def run_all(commands: Sequence[list[str]], folder: Path, on_file: OnFile | None)
             if process.returncode != 0 and error is None:
                 error = first_error(output.read_text(errors="replace"))
             output.unlink()
-        if ended and on_file is not None:
-            on_file(len(commands) - len(waiting) - len(running), len(commands))
+            if on_file is not None:
+                on_file(len(commands) - len(waiting) - len(running), len(commands))
         if not ended:
             time.sleep(0.02)
     return error
@@ -189,7 +192,7 @@ def compile_library(
     for level in levels:
         made = [folder / f"{level.name}-{source.stem}.o" for source in kernel_sources()]
         compiles += [
-            (source.stat().st_size, kernel_command(toolchain, source, target, level))
+            (source.stat().st_size, object_command(toolchain, source, target, [level]))
             for source, target in zip(kernel_sources(), made, strict=True)
         ]
         if len(levels) > 1:
@@ -199,14 +202,18 @@ def compile_library(
         objects += made
     for source in filter(_runs_anywhere, sources()):
         target = folder / f"{source.stem}.o"
-        command = _binding_command(toolchain, source, target, levels)
+        command = object_command(toolchain, source, target, levels)
         compiles.append((source.stat().st_size, command))
         objects.append(target)
     # the slowest first, so that the others fit beside it
     compiles.sort(key=lambda sized: -sized[0])
     error = run_all([command for _, command in compiles], folder, on_file)
-    for command in [*finish, _link_command(toolchain, objects, library)]:
+    stub = folder / _TORCH
+    finish += [_stub_command(toolchain, stub), _link_command(toolchain, objects, stub, library)]
+    for command in finish:
         error = error or run_all([command], folder, None)
-    for path in folder.glob("*.o"):
+    for path in (*folder.glob("*.o"), *folder.glob(_TORCH)):
         path.unlink()
+    if error is None:
+        write_manifest(library, levels)
     return error

@@ -60,9 +60,9 @@ AARCH64 = (
 _LADDERS = {"x86_64": X86_64, "amd64": X86_64, "aarch64": AARCH64, "arm64": AARCH64}
 
 
-def ladder() -> tuple[Level, ...]:
-    """The levels of this kind of processor, the lowest first; empty for kinds without kernels."""
-    return _LADDERS.get(platform.machine().lower(), ())
+def ladder(machine: str) -> tuple[Level, ...]:
+    """The levels of a kind of processor, the lowest first; empty for kinds without kernels."""
+    return _LADDERS.get(machine.lower(), ())
 
 
 @cache
@@ -87,7 +87,7 @@ def supported() -> tuple[Level, ...]:
     """The levels that this processor has; empty below the lowest."""
     facts = cpu_facts()
     features = frozenset(facts.get("flags", facts.get("Features", "")).split())
-    return tuple(level for level in ladder() if level.needs <= features)
+    return tuple(level for level in ladder(platform.machine()) if level.needs <= features)
 
 
 def pick_level() -> Level | None:

@@ -3,9 +3,7 @@
 // torch/csrc/stable has it in C++, at 1.5 us more a call (two allocations for each tensor).
 #pragma once
 
-#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/c/shim.h>
+#include "torch_abi.h"
 
 #include <cstring>
 #include <initializer_list>
@@ -20,6 +18,8 @@
 extern "C" int omp_in_parallel(void);
 
 namespace llmc::aten {
+
+constexpr uint64_t kTorchVersion = 2ULL << 56 | 11ULL << 48;  // the oldest that this is for
 
 enum class ScalarType { Byte, Char, Int, Long, Half, Float, BFloat16, Float8_e5m2, Float8_e4m3fn };
 constexpr auto kByte = ScalarType::Byte, kChar = ScalarType::Char, kInt = ScalarType::Int,
@@ -93,7 +93,7 @@ template <class... Parts>
   } while (false)
 
 inline void must(AOTITorchError error) {  // torch has printed its own message
-  TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "a call into torch failed; its message is above");
+  TORCH_CHECK(error == 0, "a call into torch failed; its message is above");
 }
 
 class Tensor {
@@ -239,7 +239,7 @@ StableIValue to_stack(const T& value) {
 inline Tensor linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
   StableIValue stack[3] = {to_stack(x.share()), to_stack(weight.share()), 0};
   if (bias) stack[2] = to_stack(new StableIValue(to_stack(bias->share())));  // torch deletes it
-  must(torch_call_dispatcher("aten::linear", "", stack, TORCH_TARGET_VERSION));
+  must(torch_call_dispatcher("aten::linear", "", stack, kTorchVersion));
   AtenTensorHandle out;
   std::memcpy(&out, stack, sizeof out);
   return Tensor(out).contiguous();
@@ -335,7 +335,7 @@ struct Ops {
     TorchLibraryHandle library;
     must(aoti_torch_library_init_impl("llmc_cpu", "CPU", "kernels/cpu", 0, &library));
     for (const Op& op : ops)
-      must(torch_library_impl(library, op.name, op.function, TORCH_TARGET_VERSION));
+      must(torch_library_impl(library, op.name, op.function, kTorchVersion));
   }
 };
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from llmc.inspect.stages import Stage
-from llmc.kernels.cpu.compile import find_toolchain
+from llmc.kernels.cpu.build import is_obtainable
 from llmc.kernels.registry import OPS
 from llmc.passes.base import op_name
 
@@ -65,7 +65,7 @@ def choose_kernels(
 def _present(device: torch.device) -> set[str]:
     if device.type == "cpu":
         importlib.import_module("llmc.kernels.cpu")
-        return {"cpu", "torch"} if find_toolchain() is not None else {"torch"}
+        return {"cpu", "torch"} if is_obtainable() else {"torch"}
     if importlib.util.find_spec("triton") is None:
         return {"torch"}
     importlib.import_module("llmc.kernels.triton")

@@ -167,8 +167,8 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
                 f"{swap_room.cost.copy_bytes_per_second / 1e9:.1f} GB/s against "
                 f"{1 / swap_room.cost.prefill_seconds_per_token:.0f} tokens/s"
             )
-        if not built:
-            detail.append("C++ kernels are still being built: slow until then")
+        if build is not None and not built:
+            detail.append(f"{build.progress}: slow until then")
     speculation: Speculation | None = None
     if drafting is not None:
         speculation = (

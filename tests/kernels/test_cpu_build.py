@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from llmc.kernels.cpu import build, compile
-from llmc.kernels.cpu.levels import X86_64
+from llmc.kernels.cpu.levels import X86_64, pick_level
 
 LEVELS = X86_64[:1]
 
@@ -41,7 +43,9 @@ def calls(folder: Path) -> int:
 def test_a_second_build_finds_the_first(fake_compiler: Path) -> None:
     library = build.start_build().wait()
     made = calls(fake_compiler)
-    assert library.read_text() == "built\n" and made == len(compile.sources()) + 1
+    assert (
+        library.read_text() == "built\n" and made == len(compile.sources()) + 2
+    )  # the stub, the library
     assert build.start_build().wait() == library and calls(fake_compiler) == made
     cache = fake_compiler / "cache" / "cpu"
     assert cache.stat().st_mode & 0o777 == 0o700
@@ -81,6 +85,87 @@ def test_the_key_covers_compiler_and_sources(
 
 
 @pytest.fixture
+def prebuilt(fake_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library that came with the package, for the level in use."""
+    level = pick_level()
+    if level is None:
+        pytest.skip("no level of instructions fits this processor")
+    folder = fake_compiler / "prebuilt"
+    folder.mkdir()
+    (folder / "ops.so").write_text("made elsewhere")
+    compile.write_manifest(folder / "ops.so", [level])
+    monkeypatch.setattr(build, "PREBUILT", folder)
+    return folder
+
+
+def test_the_library_of_a_wheel_needs_no_compiler(
+    prebuilt: Path, fake_compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert build.is_obtainable()
+    assert build.start_build().wait() == prebuilt / "ops.so"
+    assert not (fake_compiler / "cache" / "cpu").exists()
+
+
+@pytest.mark.parametrize(
+    "fault,reason",
+    [
+        ("truncated", "is damaged; building another"),
+        ("no manifest", "is damaged; building another"),
+        ("other sources", "was made from another version of its sources; building another"),
+        ("other levels", "has no kernels for"),
+    ],
+)
+def test_a_library_that_does_not_fit_is_not_used(
+    prebuilt: Path, fake_compiler: Path, caplog: pytest.LogCaptureFixture, fault: str, reason: str
+) -> None:
+    manifest = json.loads((prebuilt / "ops.json").read_text())
+    if fault == "truncated":
+        (prebuilt / "ops.so").write_text("made")
+    elif fault == "no manifest":
+        (prebuilt / "ops.json").write_text("{")
+    else:
+        manifest.update({"sources": "0"} if fault == "other sources" else {"levels": []})
+        (prebuilt / "ops.json").write_text(json.dumps(manifest))
+    with caplog.at_level(logging.WARNING):
+        assert build.start_build().wait().read_text() == "built\n"
+    assert len(caplog.records) == 1 and reason in caplog.text
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_library_that_cannot_be_loaded_is_replaced(
+    prebuilt: Path, fake_compiler: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is whole, but no shared library; nor is what the fake compiler makes instead."""
+    with caplog.at_level(logging.WARNING):
+        assert build.load() is False
+    assert "can't load" in caplog.text and "several times slower" in caplog.text
+    assert (prebuilt / "ops.so").exists() and calls(fake_compiler) > 0
+
+
+def test_the_log_says_how_far_a_build_is(
+    fake_compiler: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    count = len(compile.sources())
+    with caplog.at_level(logging.INFO):
+        build.start_build().wait()
+    lines = [r.getMessage() for r in caplog.records if "building the C++ ops" in r.getMessage()]
+    assert len(lines) == 5 and lines[-1] == f"building the C++ ops, {count} of {count} files"
+
+
+def test_torchs_own_headers_declare_the_same_functions(tmp_path: Path) -> None:
+    toolchain = compile.find_toolchain()
+    if toolchain is None:
+        pytest.skip("no C++ compiler here")
+    headers = ("torch/csrc/inductor/aoti_torch/c/shim.h", "torch/csrc/stable/c/shim.h")
+    source = tmp_path / "both.cpp"
+    source.write_text("".join(f"#include <{name}>\n" for name in (*headers, "torch_abi.h")))
+    include = Path(torch.__file__).parent / "include"
+    flags = ["-std=c++20", "-fsyntax-only", f"-I{include}", f"-I{compile.SOURCES}"]
+    assert compile.run_all([[*toolchain.compiler, *flags, str(source)]], tmp_path, None) is None
+
+
+@pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_state", {})
 
@@ -103,7 +188,7 @@ def test_no_compiler_means_references(
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with caplog.at_level(logging.WARNING):
         assert build.load() is False
-    assert "install g++ or clang++" in caplog.text
+    assert "install the package g++" in caplog.text and "several times slower" in caplog.text
 
 
 def test_a_cache_of_someone_else_is_refused(

@@ -108,8 +108,8 @@ def test_every_level_compiles(
         [
             # not optimized: a quarter of the time, and every instruction is still checked
             "-O0" if argument == "-O3" else argument
-            for argument in compile.kernel_command(
-                toolchain, source, tmp_path / f"{source.stem}.o", level
+            for argument in compile.object_command(
+                toolchain, source, tmp_path / f"{source.stem}.o", [level]
             )
         ]
         for source in compile.kernel_sources()

@@ -47,6 +47,7 @@ def test_nobody_waits_for_a_build(checkpoint: Path, monkeypatch: pytest.MonkeyPa
 
     class Unfinished:
         done = False
+        progress = "building the C++ ops, 3 of 27 files"
 
     def slow_load() -> bool:
         assert finished.wait(60)
@@ -56,7 +57,9 @@ def test_nobody_waits_for_a_build(checkpoint: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bring_up, "load", slow_load)
     monkeypatch.setattr(cpu_build, "is_loaded", lambda: finished.is_set())
     started = start_engine(config(checkpoint))
-    assert "still being built" in next(p.detail for p in started.phases if p.name == "size cache")
+    assert "3 of 27 files: slow until then" in next(
+        p.detail for p in started.phases if p.name == "size cache"
+    )
     finished.set()
     assert started.upgrade is not None and started.upgrade.wait(60)
     assert "llmc_cpu" in started.runner.step.source

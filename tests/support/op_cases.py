@@ -83,13 +83,18 @@ def outputs(result: Any) -> list[Tensor]:
     return list(result) if isinstance(result, tuple) else [result]
 
 
+def effect(function: Any, case: Case) -> list[Tensor]:
+    """What a call returns, then what it leaves in its arguments, which are copies."""
+    given = copy_case(case)
+    return [*outputs(function(*given)), *(x for x in given if isinstance(x, Tensor))]
+
+
 def assert_same_effect(reference: Any, implementation: Any, case: Case, dtype: torch.dtype) -> None:
     """Both give the same outputs, and leave the same in every argument."""
-    expected_case, actual_case = copy_case(case), copy_case(case)
-    expected = outputs(reference(*expected_case))
-    actual = outputs(implementation(*actual_case))
-    expected += [x for x in expected_case if isinstance(x, Tensor)]
-    actual += [x for x in actual_case if isinstance(x, Tensor)]
+    assert_same(effect(implementation, case), effect(reference, case), dtype)
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> None:
     for want, got in zip(expected, actual, strict=True):
         if want.dtype in FP8:
             assert_same_codes(got, want)

@@ -1,0 +1,65 @@
+"""The C++ ops compiled for aarch64, emulated: every case of every op against its reference.
+
+Needs Debian's packages g++-aarch64-linux-gnu and qemu-user. The emulator holds no torch: see
+harness.cpp.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import op_cases
+import op_harness
+import pytest
+
+from llmc.kernels.cpu import compile
+from llmc.kernels.cpu.levels import AARCH64, Level
+from llmc.kernels.registry import OPS
+
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+NAMES = sorted(name for name in OPS if OPS[name].impls and name != "attention")
+pytestmark = [pytest.mark.slow, pytest.mark.beside]
+
+
+@pytest.fixture(scope="module", params=AARCH64, ids=lambda level: level.name)
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command that runs the ops of a level, linked to a stand-in for torch."""
+    for needed in (COMPILER, EMULATOR):
+        if shutil.which(needed) is None:
+            pytest.skip(f"{needed} is not installed (g++-aarch64-linux-gnu, qemu-user)")
+    level: Level = request.param
+    folder = tmp_path_factory.mktemp(level.name)
+    toolchain = compile.Toolchain(compiler=(COMPILER,), version="")
+    sources = {*compile.sources(), Path(__file__).parent / "harness.cpp"}
+    objects = {source: folder / f"{source.stem}.o" for source in sources}
+    commands = [compile.object_command(toolchain, s, o, [level]) for s, o in objects.items()]
+    assert compile.run_all(commands, folder, None) is None
+    binary = folder / "harness"
+    link = [COMPILER, "-static", "-fopenmp", *map(str, objects.values()), "-o", str(binary)]
+    assert compile.run_all([link], folder, None) is None
+    return [EMULATOR, "-cpu", "max", str(binary), level.name]
+
+
+def test_equals_the_references(program: list[str], tmp_path: Path) -> None:
+    calls = [
+        (name, dtype, case)
+        for name in NAMES
+        for dtype in op_cases.DTYPES
+        for case in op_cases.cases(name, dtype)
+    ]
+    packed = [(OPS[name].overload, case) for name, _, case in calls]
+    asked, answered = tmp_path / "calls", tmp_path / "answers"
+    asked.write_bytes(op_harness.pack_calls(packed))
+    run = subprocess.run(
+        [*program, str(asked), str(answered)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    answers = op_harness.unpack_answers(answered.read_bytes(), packed)
+    assert len(answers) > 100
+    for (name, dtype, case), actual in zip(calls, answers, strict=True):
+        try:
+            op_cases.assert_same(actual, op_cases.effect(OPS[name].reference, case), dtype)
+        except AssertionError as error:
+            raise AssertionError(f"{name} of {dtype}: {error}") from None
