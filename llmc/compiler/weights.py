@@ -337,10 +337,7 @@ def make_weight(
     """
     sizes = [shapes[p][::-1] if role.transposed else shapes[p] for p in role.parts]
     shape = _shape(role, shapes)
-    if passing:
-        out = staging(shape, dtype)
-    else:
-        out = empty_in_huge_pages(shape, dtype, device)
+    out = staging(shape, dtype) if passing else empty_in_huge_pages(shape, dtype, device)
     start = 0
     for part, size in zip(role.parts, sizes, strict=True):
         if role.transposed:
