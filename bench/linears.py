@@ -1,21 +1,24 @@
-"""Linears of other kinds beside the bfloat16 one: low-bit weights, and routed experts at decode.
+"""Linears of every form of weight and number of rows, as shares of what the machine allows.
 
-    python -m bench.linears [--threads 2] [--seconds 1.0] [--rows 1,8,64] [--shapes KxN,...]
-                            [--output-json FILE]
+    python -m bench.linears [--threads 2] [--seconds 1.0] [--rows 1,2,...] [--shapes KxN,...]
+                            [--formats float32,...] [--output-json FILE]
 
-Weights of one shape rotate through more memory than the caches hold, and the contestants alternate.
-Given are the least time of a call, the bytes of weight that it reads a second, and their share of
-the read bandwidth measured in the same run. `--threads 1` counts the thread's own CPU time, which
-other processes disturb less. Experts: 8 of 128 picked by each row, as in a routed layer of 2048
-inputs and 768 channels; only the picked ones are counted, and read.
+A call can't take less than its weight takes to be read at the read bandwidth, nor than its
+operations take at the rate of the library's largest product in the same dtype (in float32, where
+the CPU has no products of the dtype and that is slower); both are measured in the same run. Weights
+of one shape rotate through more memory than the caches hold, and the contestants alternate; the
+least time of a call counts. `--threads 1` counts the thread's own CPU time, which other processes
+disturb less. x is bfloat16 for the low-bit forms. Experts: 8 of 128 picked by each row, as in a
+routed layer of 2048 inputs and 768 channels; only the picked ones are counted, and read.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +27,7 @@ from torch import Tensor
 import llmc.kernels.cpu  # noqa: F401
 from llmc.kernels.cpu.build import load
 from llmc.kernels.cpu.pages import empty_in_huge_pages
-from llmc.kernels.quantized_linear import FORMATS, quantization_of, quantize
+from llmc.kernels.quantized_linear import FORMATS, Format, quantization_of, quantize
 from llmc.load_test.machine import (
     describe_machine,
     measure_read_bandwidth,
@@ -33,6 +36,9 @@ from llmc.load_test.machine import (
 from llmc.load_test.report import context, write_json
 
 SHAPES = "1024x6144,4096x4096"
+ROWS = "1,2,4,8,16,32,64,256,1024"
+PLAIN = ("float32", "bfloat16", "float16")
+LIMIT_SIZE = 2048  # of the square product that gives the rate of operations
 COLD_BYTES = 300e6
 EXPERTS, TOP_K, DEPTH, CHANNELS = 128, 8, 2048, 768
 
@@ -41,6 +47,8 @@ EXPERTS, TOP_K, DEPTH, CHANNELS = 128, 8, 2048, 768
 class Contestant:
     name: str
     weight_bytes: int  # that a call reads
+    row_operations: int  # of one row
+    dtype: torch.dtype  # of x
     copies: int
     run: Callable[[Tensor, int], Tensor]  # with the i-th copy of the weight
 
@@ -51,31 +59,77 @@ class Result:
     rows: int
     min_ms: float
     gb_per_s: float
-    share_of_bandwidth: float
+    gflop_per_s: float
+    share_of_limit: float
 
 
-def linears(depth: int, channels: int) -> Iterator[Contestant]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bytes, and operations by dtype, a second."""
+
+    read: float
+    products: dict[torch.dtype, float]
+
+    def seconds(self, contestant: Contestant, rows: int) -> float:
+        """What a call takes at least."""
+        operations = contestant.row_operations * rows
+        return max(
+            contestant.weight_bytes / self.read, operations / self.products[contestant.dtype]
+        )
+
+
+def measure_limits() -> Limits:
+    clock = _clock()
+    rates = {}
+    for name in PLAIN:
+        a = torch.randn(LIMIT_SIZE, LIMIT_SIZE).to(getattr(torch, name))
+        took = min(_took(lambda a=a: a @ a, clock) for _ in range(3))
+        rates[a.dtype] = 2 * LIMIT_SIZE**3 / took
+    rates = {dtype: max(rate, rates[torch.float32]) for dtype, rate in rates.items()}
+    return Limits(read=measure_read_bandwidth("cpu"), products=rates)
+
+
+def _clock() -> Callable[[], float]:
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _took(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
+    run()
+    return clock() - start
+
+
+def linears(depth: int, channels: int, formats: Iterable[str]) -> Iterator[Contestant]:
     weight = torch.randn(channels, depth) * depth**-0.5
-    size = 2 * weight.numel()
-    plain = [_in_huge_pages(weight.bfloat16()) for _ in range(_copies(size))]
-    ops = torch.ops.llmc_cpu
-    yield Contestant(
-        name="bfloat16", weight_bytes=size, copies=len(plain),
-        run=lambda x, i: ops.linear(x, plain[i], None),
+    for name in formats:
+        if name in PLAIN:
+            yield _plain(weight, getattr(torch, name))
+        else:
+            yield _low_bit(weight, FORMATS[FORMATS.index(name)])  # type: ignore[arg-type]
+
+
+def _plain(weight: Tensor, dtype: torch.dtype) -> Contestant:
+    size = weight.numel() * dtype.itemsize
+    copies = [_in_huge_pages(weight.to(dtype)) for _ in range(_copies(size))]
+    return Contestant(
+        name=str(dtype).removeprefix("torch."), weight_bytes=size, copies=len(copies), dtype=dtype,
+        row_operations=2 * weight.numel(),
+        run=lambda x, i: torch.ops.llmc_cpu.linear(x, copies[i], None),
     )  # fmt: skip
-    for format in FORMATS:
-        to = quantization_of(format, channels, depth)
-        if to is None:
-            raise SystemExit(f"error: {depth}x{channels} can't be held in {format}")
-        low, scale = quantize(weight, to)
-        size = low.numel() + scale.numel() * scale.element_size()
-        held = [_in_huge_pages(low) for _ in range(_copies(size))]
 
-        def run(x: Tensor, i: int, held: list[Tensor] = held, scale: Tensor = scale) -> Tensor:
-            out: Tensor = ops.quantized_linear(x, held[i], scale, None, None)
-            return out
 
-        yield Contestant(name=format, weight_bytes=size, copies=len(held), run=run)
+def _low_bit(weight: Tensor, format: Format) -> Contestant:
+    to = quantization_of(format, *weight.shape)
+    if to is None:
+        raise SystemExit(f"error: {tuple(weight.shape)} can't be held in {format}")
+    low, scale = quantize(weight, to)
+    size = low.numel() + scale.numel() * scale.element_size()
+    copies = [_in_huge_pages(low) for _ in range(_copies(size))]
+    return Contestant(
+        name=format, weight_bytes=size, copies=len(copies), dtype=torch.bfloat16,
+        row_operations=2 * weight.numel(),
+        run=lambda x, i: torch.ops.llmc_cpu.quantized_linear(x, copies[i], scale, None, None),
+    )  # fmt: skip
 
 
 def experts(rows: int, *, transposed: bool) -> Contestant:
@@ -89,6 +143,7 @@ def experts(rows: int, *, transposed: bool) -> Contestant:
     read = sum(len(p.unique()) for p in picks) * CHANNELS * DEPTH * 2 // len(picks)
     return Contestant(
         name="experts, transposed" if transposed else "experts", weight_bytes=read, copies=16,
+        row_operations=2 * TOP_K * DEPTH * CHANNELS, dtype=torch.bfloat16,
         run=lambda x, i: torch.ops.llmc_cpu.expert_linear(
             x.repeat_interleave(TOP_K, 0), weight, None, picks[i], transposed
         ),
@@ -105,34 +160,34 @@ def _copies(size: int) -> int:
 
 
 def measure(
-    contestants: list[Contestant], x: Tensor, label: str, seconds: float, bandwidth: float
+    contestants: list[Contestant], rows: int, depth: int, label: str, seconds: float, limits: Limits
 ) -> list[Result]:
     """Each in turn for a few calls, until the time is over."""
     best = [float("inf")] * len(contestants)
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    start, turn = time.perf_counter(), 0
+    inputs = {c.dtype: torch.randn(rows, depth).to(c.dtype) for c in contestants}
+    start, turn, clock = time.perf_counter(), 0, _clock()
     while turn < 3 or time.perf_counter() - start < seconds:
         for c, contestant in enumerate(contestants):
             for call in range(4):
-                begin = clock()
-                contestant.run(x, (turn * 4 + call) % contestant.copies)
-                best[c] = min(best[c], clock() - begin)
+                i = (turn * 4 + call) % contestant.copies
+                run = partial(contestant.run, inputs[contestant.dtype], i)
+                best[c] = min(best[c], _took(run, clock))
         turn += 1
     results = []
     for contestant, took in zip(contestants, best, strict=True):
-        rate = contestant.weight_bytes / took
         results.append(
             Result(
                 case=f"{contestant.name} {label}",
-                rows=len(x),
+                rows=rows,
                 min_ms=took * 1e3,
-                gb_per_s=rate / 1e9,
-                share_of_bandwidth=rate / bandwidth,
+                gb_per_s=contestant.weight_bytes / took / 1e9,
+                gflop_per_s=contestant.row_operations * rows / took / 1e9,
+                share_of_limit=limits.seconds(contestant, rows) / took,
             )  # fmt: skip
         )
         print(
-            f"{results[-1].case:32} {len(x):>5} {took * 1e3:9.3f} ms {rate / 1e9:7.1f} GB/s"
-            f" {rate / bandwidth:6.0%}",
+            "{case:32} {rows:>5} {min_ms:9.3f} ms {gb_per_s:7.1f} GB/s {gflop_per_s:7.1f} GFLOP/s"
+            " {share_of_limit:6.0%}".format(**asdict(results[-1])),
             flush=True,
         )
     return results
@@ -142,29 +197,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.0, help="per shape and row count")
-    parser.add_argument("--rows", default="1,8,64")
+    parser.add_argument("--rows", default=ROWS)
+    parser.add_argument("--formats", default=",".join((*PLAIN, *FORMATS)))
     parser.add_argument("--shapes", default=SHAPES, help="KxN, comma-separated")
     parser.add_argument("--output-json", type=Path)
     args = parser.parse_args()
     if not load():
         raise SystemExit("error: the C++ ops can't be built here")
     torch.set_num_threads(args.threads)
-    bandwidth = measure_read_bandwidth("cpu")
-    print(f"{args.threads} threads, read bandwidth {bandwidth / 1e9:.1f} GB/s")
+    limits = measure_limits()
+    rates = {str(d).removeprefix("torch."): rate for d, rate in limits.products.items()}
+    print(
+        f"{args.threads} threads, read bandwidth {limits.read / 1e9:.1f} GB/s; products, GFLOP/s:"
+    )
+    print(", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in rates.items()))
     results: list[Result] = []
     for shape in args.shapes.split(","):
         depth, channels = (int(n) for n in shape.split("x"))
-        found = list(linears(depth, channels))
+        found = list(linears(depth, channels, args.formats.split(",")))
         for rows in (int(n) for n in args.rows.split(",")):
-            x = torch.randn(rows, depth).bfloat16()
-            results += measure(found, x, shape, args.seconds, bandwidth)
+            results += measure(found, rows, depth, shape, args.seconds, limits)
     for transposed in (False, True):
-        x = torch.randn(1, DEPTH).bfloat16()
         routed = [experts(1, transposed=transposed)]
-        results += measure(routed, x, f"{DEPTH}x{CHANNELS}", args.seconds, bandwidth)
+        results += measure(routed, 1, DEPTH, f"{DEPTH}x{CHANNELS}", args.seconds, limits)
     if args.output_json:
         facts = {**context(), "versions": package_versions(), "machine": describe_machine()}
-        fields = {"threads": args.threads, "read_bandwidth": bandwidth}
+        fields = {"threads": args.threads, "read_bandwidth": limits.read, "products": rates}
         write_json(args.output_json, {**facts, **fields, "results": [*map(asdict, results)]})
 
 

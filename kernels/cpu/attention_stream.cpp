@@ -130,7 +130,7 @@ struct Transform {  // from a raw dot product to a score in units of log2
 };
 
 LLMC_INLINE void finish_scores(float* scores, int64_t first, int64_t n, const Transform& t) {
-  const v16f lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const v16f lane = lane_numbers();
   for (int64_t i = 0; i < kTile; i += kLanes) {
     v16f x = load(scores + i) * t.scale;
     if (t.softcap > 0) x = t.softcap * tanh_lanes(x / t.softcap);

@@ -9,8 +9,6 @@
 
 namespace llmc {
 
-typedef uint8_t v16b __attribute__((vector_size(16)));
-
 struct Fp8Format {
   int mantissa, bias;
   uint8_t nan;
@@ -26,7 +24,7 @@ inline bool is_fp8(Dtype dtype) {
 }
 
 // The codes of sixteen floats.
-LLMC_INLINE v16b encode(v16f x, const Fp8Format& f) {
+LLMC_INLINE v16u encode(v16f x, const Fp8Format& f) {
   const v16u sign = ((v16u)x >> 24) & 0x80u;
   v16f a = (v16f)((v16u)x & 0x7fffffffu);
   const v16u nan = (v16u)(a != a);
@@ -43,7 +41,7 @@ LLMC_INLINE v16b encode(v16f x, const Fp8Format& f) {
   const v16u normal = (v16u)(bits >= (v16u)splat_int((128 - f.bias) << 23));
   v16u code = (high & normal) | (low & ~normal);
   code = (code & ~nan) | (nan & uint32_t(f.nan));
-  return __builtin_convertvector(code | sign, v16b);
+  return code | sign;
 }
 
 // The codes of n floats, each divided by `scale`.
@@ -51,12 +49,12 @@ template <class T>
 inline void encode_row(const T* from, int64_t n, float scale, const Fp8Format& f, uint8_t* to) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    const v16b codes = encode(load(from + i) / scale, f);
-    std::memcpy(to + i, &codes, sizeof codes);
+    narrow_to<uint8_t>(to + i, encode(load(from + i) / scale, f));
   }
   if (i < n) {
-    const v16b codes = encode(load_n(from + i, n - i) / scale, f);
-    std::memcpy(to + i, &codes, n - i);
+    uint8_t codes[kLanes];
+    narrow_to<uint8_t>(codes, encode(load_n(from + i, n - i) / scale, f));
+    std::memcpy(to + i, codes, n - i);
   }
 }
 

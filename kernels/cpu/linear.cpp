@@ -29,16 +29,16 @@ struct Stored {  // a weight as it is, [channels, depth]
   int64_t stride;
 
   void widen(int64_t n, int64_t count, int64_t k, int64_t depth, float* to) const {
-    constexpr int64_t kLine = 64 / sizeof(T);
     const T* w = weight + n * stride + k;
-    for (int64_t m = 0; m < count; ++m, w += stride, to += matmul::kDepth) {
+    for (int64_t m = 0; m < count; ++m, w += stride, to += matmul::kStride) {
       int64_t i = 0;
-      for (; i + kLanes <= depth; i += kLanes) {
-        if (i % kLine == 0) __builtin_prefetch(w + matmul::kDepth + i, 0, 2);
-        store(to + i, load(w + i));
-      }
+      for (; i + kLanes <= depth; i += kLanes) store(to + i, load(w + i));
       if (i < depth) store_n(to + i, load_n(w + i, depth - i), depth - i);
     }
+  }
+  LLMC_METHOD void fetch(int64_t n, int64_t k, int64_t m, int several) const {
+    if (k % (64 / sizeof(T))) return;  // in a line that was asked for
+    for (int j = 0; j < several; ++j) __builtin_prefetch(weight + (n + m + j) * stride + k, 0, 2);
   }
 };
 
@@ -53,6 +53,13 @@ struct Columns {  // a weight stored [depth, channels]
     for (int64_t i = 0; i < depth; ++i, w += stride, to += matmul::kBlock)
       for (int64_t c = 0; c < count; c += kLanes)
         store(to + c, count - c < kLanes ? load_n(w + c, count - c) : load(w + c));
+  }
+  LLMC_METHOD void fetch(int64_t n, int64_t k, int64_t m, int several) const {
+    const int64_t first = m * matmul::kFetchStep / matmul::kBlock;
+    const int64_t last = (m + several) * matmul::kFetchStep / matmul::kBlock;
+    for (int64_t i = first; i < last; ++i)
+      for (int64_t c = 0; c < matmul::kBlock; c += 64 / sizeof(T))
+        __builtin_prefetch(weight + (k + i) * stride + n + c, 0, 2);
   }
 };
 

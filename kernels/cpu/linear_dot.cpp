@@ -23,18 +23,10 @@ struct Words {  // float
   using V = vf;
   using Sum = vf;
   static constexpr int64_t kStep = kNative;
-  LLMC_INLINE V get(const float* p) {
-    V v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-  }
+  LLMC_INLINE V get(const float* p) { return load_as<vf>(p); }
   LLMC_INLINE Sum add(Sum acc, V w, const float* x) { return acc + w * get(x); }
   static void pack(const T* x, int64_t n, X* to) { std::memcpy(to, x, n * sizeof(T)); }
 };
-
-LLMC_INLINE vf native(const float* p) {
-  return Words<float>::get(p);
-}
 
 template <>
 struct Words<f16> {
@@ -43,19 +35,8 @@ struct Words<f16> {
   using V = vf;
   using Sum = vf;
   static constexpr int64_t kStep = kNative;
-  LLMC_INLINE V get(const f16* p) {
-#if defined(LLMC_AVX512)
-    return (V)load(p);
-#elif defined(__F16C__)
-    return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-#else
-    typedef _Float16 Halves __attribute__((vector_size(2 * kNative)));
-    Halves h;
-    std::memcpy(&h, p, sizeof h);
-    return __builtin_convertvector(h, vf);
-#endif
-  }
-  LLMC_INLINE Sum add(Sum acc, V w, const float* x) { return acc + w * native(x); }
+  LLMC_INLINE V get(const f16* p) { return load_lanes<vf>(p); }
+  LLMC_INLINE Sum add(Sum acc, V w, const float* x) { return acc + w * load_as<vf>(x); }
   static void pack(const T* x, int64_t n, X* to) {
     for (int64_t i = 0; i < n; ++i) to[i] = to_float(x[i]);
   }
@@ -83,14 +64,10 @@ struct Words<bf16> {  // a register of them is two of floats: the even ones, and
   using V = vu;
   using Sum = vf;
   static constexpr int64_t kStep = 2 * kNative;
-  LLMC_INLINE V get(const bf16* p) {
-    V v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-  }
+  LLMC_INLINE V get(const bf16* p) { return load_as<vu>(p); }
   LLMC_INLINE Sum add(Sum acc, V w, const float* x) {
-    acc += (vf)(w << 16) * native(x);
-    return acc + (vf)(w & 0xffff0000u) * native(x + kNative);
+    acc += (vf)(w << 16) * load_as<vf>(x);
+    return acc + (vf)(w & 0xffff0000u) * load_as<vf>(x + kNative);
   }
   static void pack(const T* x, int64_t n, X* to) {
     for (int64_t i = 0; i < n; ++i) {
@@ -100,22 +77,6 @@ struct Words<bf16> {  // a register of them is two of floats: the even ones, and
   }
 };
 #endif
-
-template <class Sum>
-LLMC_INLINE float sum_of(Sum x) {
-#ifdef LLMC_AVX512
-  return sum_lanes(x);
-#elif defined(__AVX2__)
-  const __m256 all = (__m256)x;
-  __m128 part = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
-  part = _mm_add_ps(part, _mm_movehl_ps(part, part));
-  return _mm_cvtss_f32(_mm_add_ss(part, _mm_movehdup_ps(part)));
-#else
-  float sum = 0;
-  for (int i = 0; i < kNative; ++i) sum += x[i];
-  return sum;
-#endif
-}
 
 #ifdef LLMC_AVX512
 constexpr int kSums = 16;  // of 32 registers
@@ -145,7 +106,7 @@ constexpr int kSums = 12;  // of 16 registers
 
 LLMC_INLINE void sum_each(const vf* acc, float* sums) {
 #pragma GCC unroll 12
-  for (int i = 0; i < kSums; ++i) sums[i] = sum_of(acc[i]);
+  for (int i = 0; i < kSums; ++i) sums[i] = sum_lanes(acc[i]);
 }
 #endif
 
@@ -208,7 +169,7 @@ LLMC_INLINE void stream(const Product<Words>& p, int64_t n, int64_t m) {
     for (int j = 0; j < M; ++j) {
       auto sum = acc[j][0];
       for (int s = 1; s < kSteps; ++s) sum += acc[j][s];
-      p.put(m + j, n + i, sum_of(sum));
+      p.put(m + j, n + i, sum_lanes(sum));
     }
   }
 }
@@ -258,7 +219,7 @@ void single(const Product<Words>& p, int64_t n, int64_t m) {
   for (; k + Words::kStep <= p.a.depth; k += Words::kStep)
     acc = Words::add(acc, Words::get(w + k), p.row(m) + k);
   if (k < p.a.depth) acc = Words::add(acc, get_rest<Words>(w + k, p.a.depth - k), p.row(m) + k);
-  p.put(m, n, sum_of(acc));
+  p.put(m, n, sum_lanes(acc));
 }
 
 template <class Words>

@@ -51,8 +51,7 @@ void multiply(const LowBitArgs& a, const Input<Reader>& x, int64_t row, int64_t 
 #pragma GCC unroll 4
       for (int i = 0; i < kUnrolled; ++i) {
         __builtin_prefetch(line + kAhead + i * kLineBytes, 0, 3);
-        v16u bytes;
-        std::memcpy(&bytes, line + i * kLineBytes, sizeof bytes);
+        const v16u bytes = load_as<v16u>(line + i * kLineBytes);
 #pragma GCC unroll 8
         for (int step = 0; step < Reader::kSteps; ++step) {
           const int word = i * Reader::kSteps + step;

@@ -105,9 +105,9 @@ struct FloatReader {  // any CPU
   }
   LLMC_INLINE V get(v16u line, int step) {
     if (kFormat == Format::int4)
-      return __builtin_convertvector((v16i)(line >> (4 * step) & 15u), v16f);
+      return convert<v16f>((v16i)(line >> (4 * step) & 15u));
     if (kFormat == Format::int8)
-      return __builtin_convertvector((v16i)(line << (24 - 8 * step)) >> 24, v16f);
+      return convert<v16f>((v16i)(line << (24 - 8 * step)) >> 24);
     const v16u bits = line >> (8 * step), small = bits & 0x78u;
     const v16f normal = (v16f)(((bits & 0x7fu) << 20) + (120u << 23));
     v16f value = select((v16i)(small == 0), 2 * normal - 0.015625f, normal);
@@ -162,8 +162,8 @@ struct ByteReader {
     sum.lower = _mm512_dpbusd_epi32(sum.lower, w, _mm512_set1_epi32(bytes[1]));
   }
   LLMC_INLINE v16f total(const Sum& sum) {
-    return 256.0f * __builtin_convertvector((v16i)sum.upper, v16f) +
-           __builtin_convertvector((v16i)sum.lower, v16f);
+    return 256.0f * convert<v16f>((v16i)sum.upper) +
+           convert<v16f>((v16i)sum.lower);
   }
   static constexpr float kOffset = kFormat == Format::int8 ? 128 : 0;
 };
@@ -256,8 +256,8 @@ struct PairReader {
 #else
     if (kFormat == Format::int8) {
       const v16u even = words << (step ? 16 : 24), odd = words << (step ? 0 : 8);
-      const v16f low = __builtin_convertvector((v16i)even >> 24, v16f);
-      const v16f high = __builtin_convertvector((v16i)odd >> 24, v16f);
+      const v16f low = convert<v16f>((v16i)even >> 24);
+      const v16f high = convert<v16f>((v16i)odd >> 24);
       return (V)((v16u)low >> 16 | (v16u)high);
     }
     const __m512i sign = step ? line : _mm512_slli_epi16(line, 8);

@@ -16,6 +16,14 @@ struct LowBit {
     for (int64_t c = 0; c < count; c += kChannels) widen_block((n + c) / kChannels, k, depth, to + c);
   }
 
+  LLMC_METHOD void fetch(int64_t n, int64_t k, int64_t m, int several) const {
+    constexpr int64_t kBlocks = matmul::kBlock / kChannels;
+    constexpr int64_t kLines = kBlocks * matmul::kFetchStep / Reader::kInputs;
+    const uint8_t* line = a.weight + (n / kChannels * a.lines() + k / Reader::kInputs) * kLineBytes;
+    for (int64_t i = kLines * m / matmul::kBlock; i < kLines * (m + several) / matmul::kBlock; ++i)
+      __builtin_prefetch(line + (i % kBlocks * a.lines() + i / kBlocks) * kLineBytes, 0, 2);
+  }
+
   void widen_block(int64_t block, int64_t k, int64_t depth, float* to) const {
     const uint8_t* line =
         a.weight + (block * a.lines() + k / Reader::kInputs) * kLineBytes;
@@ -26,9 +34,7 @@ struct LowBit {
         if (kFormat == Format::int4) offset = zero_of(a, block, (k + i) / a.group);
         minimum = minimum_of(a, block, (k + i) / a.group);
       }
-      __builtin_prefetch(line + 2048, 0, 2);
-      v16u bytes;
-      std::memcpy(&bytes, line, sizeof bytes);
+      const v16u bytes = load_as<v16u>(line);
 #pragma GCC unroll 8
       for (int step = 0; step < Reader::kSteps; ++step, to += matmul::kBlock) {
         v16f value = Reader::get(bytes, step);

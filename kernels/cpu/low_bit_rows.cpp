@@ -31,7 +31,7 @@ struct Widen<Format::int4> {
   static constexpr int kSteps = PairReader<Format::int4>::kSteps;
   v16u offset;  // of a nibble in the table: it has -16 to 15
   explicit Widen(v16f zero)
-      : offset((v16u)__builtin_convertvector(16 - zero, v16i) * 0x10001u) {}
+      : offset((v16u)convert<v16i>(16 - zero) * 0x10001u) {}
   __attribute__((always_inline)) __m512i get(v16u line, int step) const {
     const v16u nibbles = (v16u)_mm512_srli_epi16((__m512i)line, 4 * step) & 0x000f000fu;
     return _mm512_permutexvar_epi16((__m512i)(nibbles + offset), kSigned.load());
@@ -75,8 +75,7 @@ void widen(const uint8_t* line, const uint32_t* x, int64_t pairs, v16f zero, v16
   __m512 acc[M] = {};
   for (int64_t k = 0; k < pairs; k += values.kSteps, line += kLineBytes) {
     __builtin_prefetch(line + 2048, 0, 3);
-    v16u bytes;
-    std::memcpy(&bytes, line, sizeof bytes);
+    const v16u bytes = load_as<v16u>(line);
 #pragma GCC unroll 4
     for (int step = 0; step < values.kSteps; ++step) {
       const __m512i word = values.get(bytes, step);

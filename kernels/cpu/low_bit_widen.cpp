@@ -35,8 +35,7 @@ void widen_block(const LowBitArgs& a, int64_t block, bf16* to) {
     __m512i tile[16];
 #pragma GCC unroll 8
     for (int i = 0; i < kLines; ++i) {
-      v16u bytes;
-      std::memcpy(&bytes, line + i * kLineBytes, sizeof bytes);
+      const v16u bytes = load_as<v16u>(line + i * kLineBytes);
 #pragma GCC unroll 4
       for (int step = 0; step < Reader::kSteps; ++step) {
         const v16u pairs = (v16u)Reader::get(bytes, step);

@@ -5,8 +5,10 @@
 // channels by one panel has all its sums in registers.
 //
 // A Source of weights has: kByInput (whether it widens to [input][kBlock], else to
-// [channel][kDepth]), and widen(n, count, k, depth, to) for channels [n, n + count) and inputs
-// [k, k + depth); what `to` holds of the channels past `count` is of no matter.
+// [channel][kStride]); widen(n, count, k, depth, to) for channels [n, n + count) and inputs
+// [k, k + depth); what `to` holds of the channels past `count` is of no matter; and
+// fetch(n, k, m, several), which asks memory for the inputs [k, k + kFetchStep) of `several` of the
+// kBlock channels from n on: the first panel's products do so for the stretch that comes next.
 #pragma once
 
 #include "arena.h"
@@ -18,6 +20,9 @@ namespace llmc::matmul {
 
 constexpr int64_t kBlock = 48;   // channels that one item of work is
 constexpr int64_t kDepth = 256;  // inputs at a time: a panel of them fits the first cache
+constexpr int64_t kShort = 64;   // of few panels, so that a block fits the first cache too
+constexpr int64_t kStride = kDepth + 16;  // not a power of two: rows would share lines of a cache
+constexpr int64_t kFetchStep = 16;
 constexpr int64_t kPackedBytes = 8 << 20;  // of x at a time
 constexpr int64_t kMaxRows = 512;          // whose sums stay in the second cache
 
@@ -40,38 +45,41 @@ inline Arena& block_arena() {
   return arena;
 }
 
-LLMC_INLINE vf load_native(const float* p) {
-  vf x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-}
+struct Next {  // the stretch of the weight to ask for, and the channel of it that a tile begins with
+  int64_t n, k, m;
+};
 
 // c[M][kLanes] (+)= w[M] by the first kRows lanes of a panel.
-template <bool kByInput, int M, int kRows>
-void tile(const float* w, const float* x, int64_t depth, float* c, bool add) {
+template <class Source, int M, int kRows>
+void tile(const Source& source, const float* w, const float* x, int64_t depth, float* c, bool add,
+          const Next* next) {
   constexpr int V = kRows / kNative;
   vf acc[M][V];
 #pragma GCC unroll 24
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v)
-      acc[m][v] = add ? load_native(c + m * kLanes + v * kNative) : vf{};
-  for (int64_t k = 0; k < depth; ++k, x += kRows) {
-    vf lane[V];
+      acc[m][v] = add ? load_as<vf>(c + m * kLanes + v * kNative) : vf{};
+  for (int64_t first = 0; first < depth; first += kFetchStep) {
+    if (next) source.fetch(next->n, next->k + first, next->m, M);
+    const int64_t end = std::min(first + kFetchStep, depth);
+    for (int64_t k = first; k < end; ++k, x += kRows) {
+      vf lane[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) lane[v] = load_native(x + v * kNative);
+      for (int v = 0; v < V; ++v) lane[v] = load_as<vf>(x + v * kNative);
 #pragma GCC unroll 24
-    for (int m = 0; m < M; ++m) {
-      const float value = kByInput ? w[k * kBlock + m] : w[m * kDepth + k];
+      for (int m = 0; m < M; ++m) {
+        const float value = Source::kByInput ? w[k * kBlock + m] : w[m * kStride + k];
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) acc[m][v] += value * lane[v];
+        for (int v = 0; v < V; ++v) acc[m][v] += value * lane[v];
+      }
     }
   }
 #pragma GCC unroll 24
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v)
-      std::memcpy(c + m * kLanes + v * kNative, &acc[m][v], sizeof(vf));
+      store_as(c + m * kLanes + v * kNative, acc[m][v]);
 }
 
 struct Panels {  // rows [row, row + rows) of x; the last panel may be a half one
@@ -121,22 +129,26 @@ void write(const LinearArgs& a, const float* sums, int64_t n, int64_t count, int
 template <class T, class Source>
 void block(const LinearArgs& a, const Source& source, const Panels& x, int64_t n) {
   Arena& arena = block_arena();
-  arena.reset((kBlock * kDepth + x.count * kBlock * kLanes) * sizeof(float));
-  float* weight = arena.take<float>(kBlock * kDepth);
+  arena.reset((kBlock * kStride + x.count * kBlock * kLanes) * sizeof(float));
+  float* weight = arena.take<float>(kBlock * kStride);
   float* sums = arena.take<float>(x.count * kBlock * kLanes);
   const int64_t count = std::min(kBlock, a.channels - n);
-  for (int64_t k = 0; k < a.depth; k += kDepth) {
-    const int64_t depth = std::min(kDepth, a.depth - k);
+  const int64_t step = x.count > 2 ? kDepth : kShort;
+  for (int64_t k = 0; k < a.depth; k += step) {
+    const int64_t depth = std::min(step, a.depth - k);
     source.widen(n, count, k, depth, weight);
+    const bool ends = k + step >= a.depth;
+    Next next{ends ? n + kBlock : n, ends ? 0 : k + step, 0};
     for (int64_t p = 0; p < x.count; ++p) {
       const bool half = x.half && p + 1 == x.count;
       const int group = half ? kHalfGroup : kGroup;
       const float* panel = x.data + p * x.floats + k * (half ? kHalf : kLanes);
-      auto run = half ? &tile<Source::kByInput, kHalfGroup, kHalf>
-                      : &tile<Source::kByInput, kGroup, kLanes>;
-      for (int64_t m = 0; m < count; m += group)
-        run(weight + m * (Source::kByInput ? 1 : kDepth), panel, depth,
-            sums + (p * kBlock + m) * kLanes, k > 0);
+      auto run = half ? &tile<Source, kHalfGroup, kHalf> : &tile<Source, kGroup, kLanes>;
+      for (int64_t m = 0; m < count; m += group) {
+        next.m = m;
+        run(source, weight + m * (Source::kByInput ? 1 : kStride), panel, depth,
+            sums + (p * kBlock + m) * kLanes, k > 0, p == 0 ? &next : nullptr);
+      }
     }
   }
   for (int64_t p = 0; p < x.count; ++p)
@@ -157,6 +169,7 @@ void multiply(const LinearArgs& a, const Source& source) {
   arena.reset(chunk * a.depth * sizeof(float));
   float* const data = arena.take<float>(chunk * a.depth);
   const int threads = worth_threads(blocks * a.depth * (8 + a.rows) * 2, blocks, a.threads);
+  const int64_t several = std::max<int64_t>(1, blocks / (threads * kPiecesPerThread));
 #pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t row = 0; row < a.rows; row += chunk) {
     const int64_t rows = std::min(chunk, a.rows - row), rest = rows % kLanes;
@@ -169,7 +182,7 @@ void multiply(const LinearArgs& a, const Source& source) {
       pack<T>(a, row + p * kLanes, std::min<int64_t>(kLanes, rows - p * kLanes), k,
               std::min(kPiece, a.depth - k), width, data + p * x.floats + k * width);
     }
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, several)
     for (int64_t i = 0; i < blocks; ++i) block<T>(a, source, x, i * kBlock);
   }
 }

@@ -54,7 +54,7 @@ LLMC_INLINE v16f log_lanes(v16f x) {
   v16i small = m < splat(0.707106781186547524f);
   exponent += small;
   m = m + (v16f)((v16i)m & small) - 1.0f;
-  const v16f e = __builtin_convertvector(exponent, v16f), z = m * m;
+  const v16f e = convert<v16f>(exponent), z = m * m;
   v16f p = splat(7.0376836292e-2f);
   p = p * m - 1.1514610310e-1f;
   p = p * m + 1.1676998740e-1f;
@@ -72,7 +72,7 @@ LLMC_INLINE v16f log_lanes(v16f x) {
 constexpr float kMaxGumbel = 16.7f;
 
 LLMC_INLINE v16f gumbel(v16u word) {
-  const v16f u = (__builtin_convertvector((v16i)(word >> 9), v16f) + 0.5f) * 0x1p-23f;
+  const v16f u = (convert<v16f>((v16i)(word >> 9)) + 0.5f) * 0x1p-23f;
   return -log_lanes(-log_lanes(u));
 }
 

@@ -182,7 +182,7 @@ int64_t draw_candidates(const Scratch& s, const Philox& philox) {
 // Noise is bounded, so a block far enough below the best draw so far can't win.
 int64_t draw_all(const Scratch& s, float floor, int64_t start, const Philox& philox) {
   Best best;
-  const v16u lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const v16u lane = (v16u)convert<v16i>(lane_numbers());
   auto visit = [&](int64_t b) {
     v16u words[4];
     Philox::words(philox, lane + uint32_t(b * kBlock / 4), words);

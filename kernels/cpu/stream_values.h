@@ -31,8 +31,7 @@ template <int N>
 LLMC_INLINE void load_values(const bf16* p, v16f out[N]) {
   static_assert(N % 2 == 0, "a line of bf16 fills two vectors");
   for (int i = 0; i < N / 2; ++i) {
-    v16u line;
-    std::memcpy(&line, p + 2 * i * kLanes, sizeof line);
+    const v16u line = load_as<v16u>(p + 2 * i * kLanes);
     out[2 * i] = (v16f)(line << 16);
     out[2 * i + 1] = (v16f)(line & 0xffff0000u);
   }

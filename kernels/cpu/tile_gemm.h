@@ -32,7 +32,7 @@ struct PairWords {
 #ifdef LLMC_AVX512
 constexpr int kRowBlock = 6, kMaxPanels = 4;  // 24 of 32 registers accumulate
 #else
-constexpr int kRowBlock = 2, kMaxPanels = 2;  // 8 of 16 (a vector is two registers)
+constexpr int kRowBlock = 6, kMaxPanels = 1;  // 12 of 16 (sixteen lanes are two registers)
 #endif
 
 // M rows of A by P panels of B. A's element (m, k) is a[m * a_row + k * a_col].

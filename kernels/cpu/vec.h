@@ -1,44 +1,13 @@
-// Sixteen-lane vectors in the compiler's own vector types: AVX-512, AVX2 and NEON from one text.
+// Sixteen floats at a time, on any CPU; what memory holds may be bf16 or f16.
 // Intrinsics appear only where they buy something, each beside its plain form.
 #pragma once
 
+#include "lanes.h"
+
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
-#define LLMC_AVX512 1
-#if defined(__AVX512BF16__)
-#define LLMC_AVX512_BF16 1
-#endif
-#endif
-
-#define LLMC_INLINE static inline __attribute__((always_inline))
-
 namespace llmc {
-
-typedef float v16f __attribute__((vector_size(64)));
-typedef int32_t v16i __attribute__((vector_size(64)));
-typedef uint32_t v16u __attribute__((vector_size(64)));
-typedef uint16_t v16h __attribute__((vector_size(32)));
-typedef _Float16 v16half __attribute__((vector_size(32)));
-
-constexpr int kLanes = 16;
-
-// As many lanes as one register has: what inner loops of products hold their sums in.
-#if defined(LLMC_AVX512)
-constexpr int kNative = 16;
-#elif defined(__AVX__)
-constexpr int kNative = 8;
-#else
-constexpr int kNative = 4;
-#endif
-typedef float vf __attribute__((vector_size(4 * kNative)));
-typedef uint32_t vu __attribute__((vector_size(4 * kNative)));
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.44269504088896340736f;
@@ -59,78 +28,100 @@ LLMC_INLINE v16i splat_int(int32_t x) {
   return x - v16i{};
 }
 
+LLMC_INLINE v16f lane_numbers() {
+  alignas(64) static constexpr float kNumbers[kLanes] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                                         8, 9, 10, 11, 12, 13, 14, 15};
+  return load_as<v16f>(kNumbers);
+}
+
 LLMC_INLINE v16f select(v16i mask, v16f a, v16f b) {  // mask lanes are 0 or -1
   return (v16f)(((v16i)a & mask) | ((v16i)b & ~mask));
 }
 
-LLMC_INLINE v16f vmax(v16f a, v16f b) {
-#ifdef LLMC_AVX512
-  return (v16f)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-  return select(a > b, a, b);
-#endif
-}
-
-LLMC_INLINE v16f load(const float* p) {
-  v16f x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-}
-
-LLMC_INLINE v16f load(const bf16* p) {
-  v16h x;
-  std::memcpy(&x, p, sizeof x);
-  return (v16f)(__builtin_convertvector(x, v16u) << 16);
-}
-
-LLMC_INLINE v16f load(const f16* p) {
+template <class V>
+LLMC_INLINE V vmax(V a, V b) {
+  if constexpr (kIsPair<V>) {
+    return {vmax(a.lo, b.lo), vmax(a.hi, b.hi)};
+  } else {
 #if defined(LLMC_AVX512)
-  return (v16f)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__F16C__)
-  const __m256 halves[2] = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
-                            _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
-  v16f x;
-  std::memcpy(&x, halves, sizeof x);
-  return x;
+    return (V)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (V)_mm256_max_ps((__m256)a, (__m256)b);
 #else
-  v16half x;
-  std::memcpy(&x, p, sizeof x);
-  return __builtin_convertvector(x, v16f);
+    return a > b ? a : b;
 #endif
+  }
 }
 
-LLMC_INLINE void store(float* p, v16f x) {
-  std::memcpy(p, &x, sizeof x);
+template <class V>  // vf or v16f
+LLMC_INLINE V load_lanes(const float* p) {
+  return load_as<V>(p);
 }
 
-LLMC_INLINE v16h round_bf16(v16f x) {  // to nearest, ties to even
+template <class V>
+LLMC_INLINE V load_lanes(const bf16* p) {
+  if constexpr (kIsPair<V>) {
+    return {load_lanes<decltype(V::lo)>(p), load_lanes<decltype(V::lo)>(p + sizeof(V) / 8)};
+  } else {
+    return (V)(widen_from<vu, uint16_t>(p) << 16);
+  }
+}
+
+template <class V>
+LLMC_INLINE V load_lanes(const f16* p) {
+  if constexpr (kIsPair<V>) {
+    return {load_lanes<decltype(V::lo)>(p), load_lanes<decltype(V::lo)>(p + sizeof(V) / 8)};
+  } else {
+#if defined(LLMC_AVX512)
+    return (V)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+    return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    return widen_from<V, _Float16>(p);
+#endif
+  }
+}
+
+template <class T>
+LLMC_INLINE v16f load(const T* p) {
+  return load_lanes<v16f>(p);
+}
+
+template <class V>
+LLMC_INLINE void store(float* p, V x) {
+  store_as(p, x);
+}
+
+template <class V>
+LLMC_INLINE void store(bf16* p, V x) {  // to nearest, ties to even
+  if constexpr (kIsPair<V>) {
+    store(p, x.lo);
+    store(p + sizeof(V) / 8, x.hi);
+  } else {
 #ifdef LLMC_AVX512_BF16
-  return (v16h)_mm512_cvtneps_pbh((__m512)x);
+    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
-  v16u bits = (v16u)x;
-  v16u rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  v16u nan = (v16u)(x != x);
-  return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), v16h);
+    const vu bits = (vu)x, nan = (vu)(x != x);
+    const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    narrow_to<uint16_t>(p, (rounded & ~nan) | (nan & 0x7fc0u));
 #endif
+  }
 }
 
-LLMC_INLINE void store(bf16* p, v16f x) {
-  v16h h = round_bf16(x);
-  std::memcpy(p, &h, sizeof h);
-}
-
-LLMC_INLINE void store(f16* p, v16f x) {  // to nearest, ties to even
+template <class V>
+LLMC_INLINE void store(f16* p, V x) {  // to nearest, ties to even
+  if constexpr (kIsPair<V>) {
+    store(p, x.lo);
+    store(p + sizeof(V) / 8, x.hi);
+  } else {
 #if defined(LLMC_AVX512)
-  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, 0));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, 0));
 #elif defined(__F16C__)
-  __m256 halves[2];
-  std::memcpy(halves, &x, sizeof x);
-  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(halves[0], 0));
-  _mm_storeu_si128((__m128i*)p + 1, _mm256_cvtps_ph(halves[1], 0));
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, 0));
 #else
-  const v16half h = __builtin_convertvector(x, v16half);
-  std::memcpy(p, &h, sizeof h);
+    narrow_to<_Float16>(p, x);
 #endif
+  }
 }
 
 template <class T>
@@ -192,26 +183,42 @@ LLMC_INLINE void assign(f16& y, float x) {
 #endif
 }
 
-LLMC_INLINE float sum_lanes(v16f x) {
-#ifdef LLMC_AVX512
-  return _mm512_reduce_add_ps((__m512)x);
+template <class V>
+LLMC_INLINE float sum_lanes(V x) {
+  if constexpr (kIsPair<V>) {
+    return sum_lanes(x.lo + x.hi);
+  } else {
+#if defined(LLMC_AVX512)
+    return _mm512_reduce_add_ps((__m512)x);
+#elif defined(__AVX__)
+    const __m256 all = (__m256)x;
+    __m128 part = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    part = _mm_add_ps(part, _mm_movehl_ps(part, part));
+    return _mm_cvtss_f32(_mm_add_ss(part, _mm_movehdup_ps(part)));
 #else
-  float part[kLanes];  // in a tree: one after the other, each sum would wait for the one before
-  store(part, x);
-  for (int n = kLanes / 2; n > 0; n /= 2)
-    for (int i = 0; i < n; ++i) part[i] += part[i + n];
-  return part[0];
+    return (x[0] + x[2]) + (x[1] + x[3]);
 #endif
+  }
 }
 
-LLMC_INLINE float max_lanes(v16f x) {
-#ifdef LLMC_AVX512
-  return _mm512_reduce_max_ps((__m512)x);
+template <class V>
+LLMC_INLINE float max_lanes(V x) {
+  if constexpr (kIsPair<V>) {
+    return max_lanes(vmax(x.lo, x.hi));
+  } else {
+#if defined(LLMC_AVX512)
+    return _mm512_reduce_max_ps((__m512)x);
+#elif defined(__AVX__)
+    const __m256 all = (__m256)x;
+    __m128 part = _mm_max_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    part = _mm_max_ps(part, _mm_movehl_ps(part, part));
+    return _mm_cvtss_f32(_mm_max_ss(part, _mm_movehdup_ps(part)));
 #else
-  float m = x[0];
-  for (int i = 1; i < kLanes; ++i) m = m > x[i] ? m : x[i];
-  return m;
+    float m = x[0];
+    for (int i = 1; i < kNative; ++i) m = m > x[i] ? m : x[i];
+    return m;
 #endif
+  }
 }
 
 LLMC_INLINE v16f round_lanes(v16f x) {  // to the nearest integer; |x| below 2^22
@@ -235,7 +242,7 @@ LLMC_INLINE v16f exp2_parts(v16f whole, v16f f) {
 #ifdef LLMC_AVX512
   return (v16f)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #else
-  v16i exponent = __builtin_convertvector(whole, v16i);
+  v16i exponent = convert<v16i>(whole);
   v16i alive = exponent > -126;
   return (v16f)(((v16i)p + (exponent << 23)) & alive);
 #endif

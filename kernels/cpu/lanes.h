@@ -1,0 +1,164 @@
+// Sixteen lanes in the compiler's own vector types, on any CPU: one register, or a pair of halves.
+//
+// Compilers take vectors that are wider than a register apart badly (comparisons go lane by lane,
+// copies through memory), so what is wider is a struct of halves with the operators of a vector.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define LLMC_AVX512 1
+#if defined(__AVX512BF16__)
+#define LLMC_AVX512_BF16 1
+#endif
+#endif
+
+#ifdef __clang__
+#pragma clang fp contract(fast)  // as GCC does by itself: a product and a sum are one instruction
+#endif
+
+#define LLMC_INLINE static inline __attribute__((always_inline))
+#define LLMC_METHOD inline __attribute__((always_inline))
+
+namespace llmc {
+
+constexpr int kLanes = 16;
+#if defined(LLMC_AVX512)
+constexpr int kNative = 16;  // lanes of a register
+#elif defined(__AVX__)
+constexpr int kNative = 8;
+#else
+constexpr int kNative = 4;
+#endif
+typedef float vf __attribute__((vector_size(4 * kNative)));
+typedef int32_t vi __attribute__((vector_size(4 * kNative)));
+typedef uint32_t vu __attribute__((vector_size(4 * kNative)));
+
+template <class T, class Half>
+struct Pair {
+  Half lo, hi;
+
+  Pair() = default;
+  LLMC_METHOD Pair(T x) : lo(x - Half{}), hi(x - Half{}) {}
+  LLMC_METHOD Pair(Half low, Half high) : lo(low), hi(high) {}
+  template <class U, class Other>  // the same bits
+  LLMC_METHOD explicit Pair(const Pair<U, Other>& x) : lo((Half)x.lo), hi((Half)x.hi) {}
+
+  LLMC_METHOD T& operator[](int64_t lane) { return reinterpret_cast<T*>(this)[lane]; }
+  LLMC_METHOD T operator[](int64_t lane) const { return reinterpret_cast<const T*>(this)[lane]; }
+  LLMC_METHOD Pair operator-() const { return {-lo, -hi}; }
+  LLMC_METHOD Pair operator~() const { return {~lo, ~hi}; }
+  friend LLMC_METHOD Pair operator<<(const Pair& a, int n) { return {a.lo << n, a.hi << n}; }
+  friend LLMC_METHOD Pair operator>>(const Pair& a, int n) { return {a.lo >> n, a.hi >> n}; }
+#define LLMC_OPERATOR(op)                                                   \
+  friend LLMC_METHOD Pair operator op(const Pair& a, const Pair& b) {       \
+    return {a.lo op b.lo, a.hi op b.hi};                                    \
+  }                                                                         \
+  LLMC_METHOD Pair& operator op##=(const Pair& b) { return *this = *this op b; }
+  LLMC_OPERATOR(+)
+  LLMC_OPERATOR(-)
+  LLMC_OPERATOR(*)
+  LLMC_OPERATOR(/)
+  LLMC_OPERATOR(&)
+  LLMC_OPERATOR(|)
+  LLMC_OPERATOR(^)
+#undef LLMC_OPERATOR
+#define LLMC_COMPARISON(op)                                                 \
+  friend LLMC_METHOD auto operator op(const Pair& a, const Pair& b) {       \
+    return Pair<int32_t, decltype(a.lo op b.lo)>(a.lo op b.lo, a.hi op b.hi); \
+  }
+  LLMC_COMPARISON(<)
+  LLMC_COMPARISON(<=)
+  LLMC_COMPARISON(>)
+  LLMC_COMPARISON(>=)
+  LLMC_COMPARISON(==)
+  LLMC_COMPARISON(!=)
+#undef LLMC_COMPARISON
+};
+
+template <class V>
+constexpr bool kIsPair = false;
+template <class T, class Half>
+constexpr bool kIsPair<Pair<T, Half>> = true;
+
+template <class T, class Native, int kWidth>
+struct LanesOf {
+  using Half = typename LanesOf<T, Native, kWidth / 2>::Type;
+  using Type = Pair<T, Half>;
+};
+template <class T, class Native>
+struct LanesOf<T, Native, kNative> {
+  using Type = Native;
+};
+
+using v16f = LanesOf<float, vf, kLanes>::Type;
+using v16i = LanesOf<int32_t, vi, kLanes>::Type;
+using v16u = LanesOf<uint32_t, vu, kLanes>::Type;
+
+// The lanes of V, as memory has them.
+template <class V>
+LLMC_INLINE V load_as(const void* p) {
+  if constexpr (kIsPair<V>) {
+    using Half = decltype(V::lo);
+    return {load_as<Half>(p), load_as<Half>(static_cast<const char*>(p) + sizeof(Half))};
+  } else {
+    V x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+  }
+}
+
+template <class V>
+LLMC_INLINE void store_as(void* p, const V& x) {
+  if constexpr (kIsPair<V>) {
+    store_as(p, x.lo);
+    store_as(static_cast<char*>(p) + sizeof x.lo, x.hi);
+  } else {
+    std::memcpy(p, &x, sizeof x);
+  }
+}
+
+// The same numbers in another type of lanes.
+template <class To, class V>
+LLMC_INLINE To convert(const V& x) {
+  if constexpr (kIsPair<To>) {
+    using Half = decltype(To::lo);
+    return {convert<Half>(x.lo), convert<Half>(x.hi)};
+  } else {
+    return __builtin_convertvector(x, To);
+  }
+}
+
+// Lanes of V from narrower integers or floats in memory...
+template <class V, class Element>
+LLMC_INLINE V widen_from(const void* p) {
+  if constexpr (kIsPair<V>) {
+    using Half = decltype(V::lo);
+    constexpr auto kBytes = sizeof(Half) / 4 * sizeof(Element);
+    return {widen_from<Half, Element>(p),
+            widen_from<Half, Element>(static_cast<const char*>(p) + kBytes)};
+  } else {
+    typedef Element Narrow __attribute__((vector_size(kNative * sizeof(Element))));
+    return __builtin_convertvector(load_as<Narrow>(p), V);
+  }
+}
+
+// ... and back; integers lose their upper bits.
+template <class Element, class V>
+LLMC_INLINE void narrow_to(void* p, const V& x) {
+  if constexpr (kIsPair<V>) {
+    constexpr auto kBytes = sizeof x.lo / 4 * sizeof(Element);
+    narrow_to<Element>(p, x.lo);
+    narrow_to<Element>(static_cast<char*>(p) + kBytes, x.hi);
+  } else {
+    typedef Element Narrow __attribute__((vector_size(kNative * sizeof(Element))));
+    store_as(p, __builtin_convertvector(x, Narrow));
+  }
+}
+
+}  // namespace llmc
