@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
 from llmc.kernels.paged_attention import paged_attention
+from llmc.kernels.step_inputs import GROUPED, of_group
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import calls, val
-from llmc.passes.inputs import GROUPED, CacheInput, StepInput, input_of, of_group, step_input
+from llmc.passes.edit import arguments, calls, val
+from llmc.passes.inputs import CacheInput, StepInput, input_of, step_input
 
 MAX_GROUPS = 8  # each has a block table in every row
 
@@ -89,9 +89,10 @@ def cache_groups(graph: fx.Graph) -> tuple[CacheGroup, ...]:
         readers = [
             node
             for node in graph.nodes
-            if "paged_attention" in str(node.target) and _is_step_input(node.args[5], table)
+            if "paged_attention" in str(node.target)
+            and input_of(arguments(node).block_table) == StepInput(name=table)
         ]
-        caches = {node.args[1] for node in readers}
+        caches = {arguments(node).key_cache for node in readers}
         window, chunk = widest([_limits(node) for node in readers])
         groups.append(CacheGroup(window=window, chunk=chunk, num_layers=len(caches)))
     return tuple(groups)
@@ -99,12 +100,8 @@ def cache_groups(graph: fx.Graph) -> tuple[CacheGroup, ...]:
 
 def _limits(attention: fx.Node) -> tuple[int, int]:
     """Its window and its chunk."""
-    args: Any = attention.args
-    return int(args[7]), int(args[8])
-
-
-def _is_step_input(node: object, name: str) -> bool:
-    return input_of(node) == StepInput(name=name)
+    given = arguments(attention)
+    return int(given.window), int(given.chunk)
 
 
 def _roles(graph: fx.Graph) -> list[object]:
@@ -129,7 +126,7 @@ def _layers_by_reach(graph: fx.Graph, max_positions: int) -> dict[tuple[int, int
     """Cache layers by the (window, chunk) of those who read them; the farthest reach first."""
     limits: dict[int, list[tuple[int, int]]] = {}
     for node in calls(graph, paged_attention.overload):
-        role = input_of(node.args[1])
+        role = input_of(arguments(node).key_cache)
         assert isinstance(role, CacheInput)
         window, chunk = (n if n < max_positions else 0 for n in _limits(node))
         limits.setdefault(role.layer, []).append((window, chunk))

@@ -19,7 +19,7 @@ from llmc.kernels.quantized_linear import (
     quantized_linear,
 )
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import aten, calls, emit, is_call, only_user, replace, val
+from llmc.passes.edit import arguments, aten, calls, emit, is_call, only_user, replace, val
 from llmc.passes.inputs import QuantizedPart, StepInput, WeightInput, add_input, input_of
 
 # Ops between a router and its choice of experts.
@@ -60,7 +60,8 @@ def quantize_linears(
     graph = gm.graph
     left: Counter[str] = Counter()
     for node in calls(graph, aten.linear.default):
-        x, weight, bias = [*node.args, None][:3]
+        given = arguments(node)
+        weight = given.weight
         to, reason = _stored_form(weight, held)
         is_stored = to is not None and format in (None, to.format)
         if format is not None and not is_stored:
@@ -71,7 +72,7 @@ def quantize_linears(
         assert isinstance(weight, fx.Node)
         with graph.inserting_before(node):
             parts = _low_bit(graph, weight, to, stored=is_stored)
-            fast = emit(graph, quantized_linear.overload, x, *parts, bias)
+            fast = emit(graph, quantized_linear.overload, x=given.input, **parts, bias=given.bias)
         replace(node, fast)
     experts = sum("expert_linear" in str(n.target) for n in graph.nodes if n.op == "call_function")
     if experts and format is not None:
@@ -106,20 +107,20 @@ def _stored_form(weight: Any, held: Mapping[str, Quantization]) -> tuple[Quantiz
 
 def _low_bit(
     graph: fx.Graph, weight: fx.Node, to: Quantization, *, stored: bool
-) -> list[fx.Node | None]:
+) -> dict[Part, fx.Node | None]:
     """Placeholders of the quantized weight, of its scales and of its zeros, if it has some."""
     role = input_of(weight)
     assert isinstance(role, WeightInput)
     channels, depth = (int(n) for n in val(weight).shape)
-    nodes: list[fx.Node | None] = []
+    nodes: dict[Part, fx.Node | None] = {}
     parts: tuple[Part, ...] = ("weight", "scale", "zero")
     for part in parts:
         if part not in to.dtypes:
-            nodes.append(None)
+            nodes[part] = None
             continue
         fake = val(weight).new_empty(to.shape(part, channels, depth), dtype=to.dtypes[part])
         low = dataclasses.replace(role, quantized=QuantizedPart(to=to, part=part, stored=stored))
-        nodes.append(add_input(graph, f"{weight.name}_{to.format}_{part}", low, fake))
+        nodes[part] = add_input(graph, f"{weight.name}_{to.format}_{part}", low, fake)
     return nodes
 
 
@@ -139,10 +140,10 @@ def _why_not(node: fx.Node, weight: Any, format: Format) -> str | None:
 
 def _is_head(node: fx.Node) -> bool:
     """Whether a linear reads the rows that `last_token_logits` selected."""
-    source = node.args[0]
+    source = arguments(node).input
     if not is_call(source, aten.index_select.default):
         return False
-    return input_of(source.args[2]) == StepInput(name="logits_index")  # type: ignore[union-attr]
+    return input_of(arguments(source).index) == StepInput(name="logits_index")
 
 
 def _is_router(node: fx.Node) -> bool:

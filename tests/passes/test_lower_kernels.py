@@ -75,4 +75,6 @@ def test_supports_sees_the_shapes_of_the_call(impls: list[Impl]) -> None:
     apply(graph(), lower_kernels(prefer=("one",)))
     [arguments] = seen
     gate_up = arguments.pop("gate_up")
-    assert arguments == {"act": "silu"} and gate_up.shape[-1] == 16 and gate_up.dtype == torch.float32
+    assert (
+        arguments == {"act": "silu"} and gate_up.shape[-1] == 16 and gate_up.dtype == torch.float32
+    )

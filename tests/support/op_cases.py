@@ -110,7 +110,12 @@ def assert_same_schema(op: Op, impl: Impl) -> None:
 
     def described(schema: Any) -> tuple[list[Any], list[str]]:
         return [
-            (a.name, str(a.type), a.default_value, a.alias_info is not None and a.alias_info.is_write)
+            (
+                a.name,
+                str(a.type),
+                a.default_value,
+                a.alias_info is not None and a.alias_info.is_write,
+            )
             for a in schema.arguments
         ], [str(r.type) for r in schema.returns]
 
