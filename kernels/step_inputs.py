@@ -21,7 +21,7 @@ BAD_WORD_TOKENS = 16  # places of a word in the table `bad_words`
 class StepTensor:
     """One input. `dims` names its sizes (SIZES).
 
-    `grouped`: there is one for each group of layers with a block table of its own
+    `grouped`: there is one for each group of layers that share a block table
     (passes/group_caches.py). `on_host`: in host memory, whatever the step's device. `neutral`: what
     a row of a table holds where its request asks for nothing.
     """
@@ -44,7 +44,7 @@ SIZES = {
     "R + 1": "bounds of the requests",
     "S": "samples: tokens whose logits are computed",
     "blocks": "blocks of the longest context",
-    "1 + prompts": "one more than the fresh prompts of the step",
+    "2 + prompts": "two more than the fresh prompts of the step",
     "rows": "rows of the tables",
     "context": "tokens of the longest context, and one more",
     "biases": "entries of a request's logit bias",
@@ -83,7 +83,7 @@ STEP_INPUTS: Mapping[str, StepTensor] = {
         about="tokens of its request up to there; 0: nothing is drawn",
     ),
     "prompts": StepTensor(
-        dims=("1 + prompts",),
+        dims=("2 + prompts",),
         dtype=_INT,
         about="on GPUs, which requests are fresh prompts (`kernels/prompts.py`)",
         on_host=True,

@@ -125,10 +125,9 @@ def _weight(node: Any) -> tuple[fx.Node, float] | None:
 
 def _fuse(graph: fx.Graph, norm: _Norm) -> None:
     x = norm.x
-    is_sum = is_call(x, aten.add.Tensor) and not x.kwargs
-    if is_sum and all(isinstance(source, fx.Node) for source in x.args):
-        a, b = x.args
-        if same_shape(a, x) and same_shape(b, x) and val(a).dtype == val(b).dtype == val(x).dtype:
+    if is_call(x, aten.add.Tensor) and not x.kwargs:
+        a, b = arguments(x).self, arguments(x).other
+        if _is_like(a, x) and _is_like(b, x):
             with graph.inserting_before(x):
                 both = emit(graph, add_rms_norm.overload, a, b, norm.weight, norm.eps, norm.offset)
                 y, total = (_item(graph, both, i) for i in (0, 1))
@@ -138,6 +137,15 @@ def _fuse(graph: fx.Graph, norm: _Norm) -> None:
     with graph.inserting_before(norm.last):
         fused = emit(graph, rms_norm.overload, x, norm.weight, norm.eps, norm.offset)
     replace(norm.last, fused)
+
+
+def _is_like(node: Any, total: fx.Node) -> bool:
+    """Whether an addend is a tensor of the sum's shape and dtype."""
+    return (
+        isinstance(node, fx.Node)
+        and same_shape(node, total)
+        and val(node).dtype == val(total).dtype
+    )
 
 
 def _item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:

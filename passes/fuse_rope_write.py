@@ -230,6 +230,8 @@ def _partial(node: Any) -> _Rotary | None:
 
 def _two_halves(node: Any) -> _Rotary | None:
     """cat(a cos - b sin, b cos + a sin) with a, b the two halves of x."""
+    minus: Any
+    plus: Any
     minus, plus = _pair(node) or (None, None)
     if not (is_call(minus, aten.sub.Tensor) and is_call(plus, aten.add.Tensor)):
         return None

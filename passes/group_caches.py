@@ -1,4 +1,4 @@
-"""`group_caches`: layers that see different spans of the text get block tables of their own."""
+"""`group_caches`: a block table for each attention window, all over one pool of blocks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ class CacheGroup:
 
 @graph_pass()
 def group_caches(gm: fx.GraphModule, *, max_positions: int) -> Notes:
-    """Let windowed layers hold no more of a text than they see, out of one pool of blocks.
+    """Let sliding-window layers free blocks that left their window, for any layer to use.
 
-    Layers with the same window form groups of equally many. The first layers of all groups share
+    Layers with the same window form groups of the same size. The first layers of all groups share
     one cache, and so do the second ones: a block belongs to one group at a time, whose block table
-    names it. So what a window gives back can serve any group. A limit that reaches past
-    `max_positions` tokens is none.
+    lists it. A window or chunk of `max_positions` tokens or more counts as none.
 
     Before:
         llmc.write_kv(k0, v0, key_cache_0, value_cache_0, slot_mapping)
@@ -48,7 +47,7 @@ def group_caches(gm: fx.GraphModule, *, max_positions: int) -> Notes:
     graph = gm.graph
     if any(role == StepInput(name=of_group(GROUPED[0], 1)) for role in _roles(graph)):
         return ["grouped already"]
-    kinds = _layers_by_reach(graph, max_positions)
+    kinds = _layers_by_window(graph, max_positions)
     if len(kinds) < 2:
         return [] if len(kinds) == 0 else ["all layers see the same span"]
     layers = _caches(graph)
@@ -57,14 +56,14 @@ def group_caches(gm: fx.GraphModule, *, max_positions: int) -> Notes:
         return [f"caches of {len(shapes)} shapes can't share blocks"]
     size = group_size([len(kind) for kind in kinds.values()])
     groups = [
-        (reach, kind[first : first + size])
-        for reach, kind in kinds.items()
+        (window, kind[first : first + size])
+        for window, kind in kinds.items()
         for first in range(0, len(kind), size)
     ]
     if len(groups) > MAX_GROUPS:
         return [f"{len(kinds)} kinds of layers make too many groups"]
     _share(graph, layers, [members for _, members in groups])
-    return [f"block tables of their own for layers that see {_words(*reach)}" for reach in kinds]
+    return [f"a separate block table for layers that see {_words(*window)}" for window in kinds]
 
 
 def group_size(counts: Sequence[int]) -> int:
@@ -122,8 +121,8 @@ def _shape(parts: dict[str, fx.Node]) -> tuple[object, ...]:
     return tuple((*val(parts[p]).shape[1:], val(parts[p]).dtype) for p in ("key", "value"))
 
 
-def _layers_by_reach(graph: fx.Graph, max_positions: int) -> dict[tuple[int, int], list[int]]:
-    """Cache layers by the (window, chunk) of those who read them; the farthest reach first."""
+def _layers_by_window(graph: fx.Graph, max_positions: int) -> dict[tuple[int, int], list[int]]:
+    """Cache layers by the (window, chunk) of their attention; the widest first."""
     limits: dict[int, list[tuple[int, int]]] = {}
     for node in calls(graph, paged_attention.overload):
         role = input_of(arguments(node).key_cache)
@@ -133,8 +132,8 @@ def _layers_by_reach(graph: fx.Graph, max_positions: int) -> dict[tuple[int, int
     kinds: dict[tuple[int, int], list[int]] = {}
     for layer, seen in sorted(limits.items()):
         kinds.setdefault(widest(seen), []).append(layer)
-    order = sorted(kinds, key=lambda reach: min([r for r in reach if r] or [2**31]), reverse=True)
-    return {reach: kinds[reach] for reach in order}
+    order = sorted(kinds, key=lambda kind: min([n for n in kind if n] or [2**31]), reverse=True)
+    return {kind: kinds[kind] for kind in order}
 
 
 def widest(limits: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -5,7 +5,7 @@
 
 `apply` is traced once, when the model is loaded, so it runs inside the compiled step and its CUDA
 graphs. What it gives goes through penalties, biases, bans and masks like the model's own logits:
-a structured output stays one, whatever a processor says.
+a structured output keeps to its grammar, whatever a processor does.
 """
 
 from __future__ import annotations
@@ -98,18 +98,18 @@ class LogitsProcessor(ABC):
 
 def user_processors(given: Iterable[object]) -> tuple[LogitsProcessor, ...]:
     """The installed processors, then the given ones; ConfigError for what is none."""
-    found = tuple(_as_processor(item, said) for item, said in find(GROUP, given, "class"))
+    found = tuple(_as_processor(item, source) for item, source in find(GROUP, given, "class"))
     check_names([p.name for p in found], "logits processors")
     arguments = [name for p in found for name in p.arguments]
     check_names(arguments, "arguments of logits processors")
     return found
 
 
-def _as_processor(item: object, said: str) -> LogitsProcessor:
+def _as_processor(item: object, source: str) -> LogitsProcessor:
     if isinstance(item, type) or (callable(item) and not isinstance(item, LogitsProcessor)):
-        item = called(item, said)
+        item = called(item, source)
     if not isinstance(item, LogitsProcessor):
-        raise ConfigError(f"{said} is no logits processor: derive a class from LogitsProcessor")
+        raise ConfigError(f"{source} is no logits processor: derive a class from LogitsProcessor")
     return item
 
 

@@ -1,4 +1,4 @@
-"""`lower_kernels`: each op is replaced by the fastest version that is there and fits. Last pass."""
+"""`lower_kernels`: each op is replaced by the fastest version that is available and fits. Last."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmc.kernels.registry import OPS, PREFER
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import positional
 
-# Ops of torch that an op of ours can stand in for, with the same arguments.
+# Torch's ops that one of our ops can replace, with the same arguments.
 _SAME_AS = {torch.ops.aten.linear.default: "linear"}
 
 

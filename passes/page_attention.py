@@ -1,4 +1,4 @@
-"""`page_attention`: from attention over the tokens at hand to attention over the paged cache."""
+"""`page_attention`: from attention over the step's tokens to attention over the paged cache."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def page_attention(
         given = arguments(marker)
         role = input_of(given.key_cache)
         if not isinstance(role, CacheInput):
-            raise CompileError(f"{marker.name} has no cache of its own")
+            raise CompileError(f"{marker.name} has no cache")
         tensors = (given.key, given.value)
         if tensors in written:
             notes.append(f"{marker.name} reads the keys and values of an earlier layer")

@@ -1,5 +1,5 @@
-"""`quantize_linears`: weights of linears are held in 4 or 8 bits: quantized while they load, or as
-the checkpoint has them.
+"""`quantize_linears`: linears read weights of 4 or 8 bits: quantized while they load, or as the
+checkpoint stores them.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ def quantize_linears(
     """Read a half or a quarter of the bytes. Not exact: the model's numbers change a little.
 
     Weights that are `stored` in `format`, or with None in any, stay as they are, which is exact.
-    The output head, if it is not the embedding's weight too, has 8 bits in
-    every format, since its errors are the logits' own; a router is left alone, since a small error
-    can choose another expert.
+    The output head, if it is not the embedding's weight too, has 8 bits in every format, since its
+    errors are the logits' own; a router is not quantized, since a small error can choose another
+    expert.
 
     Before:
         y = aten.linear(x, w, b)
     After:
         y = llmc.quantized_linear(x, w in 4 or 8 bits, its scales, its zeros or None, b)
     """
-    held = dict(stored)
-    if format is None and not held:
+    kept = dict(stored)
+    if format is None and not kept:
         return ["no --quantization was asked for"]
     graph = gm.graph
     left: Counter[str] = Counter()
     for node in calls(graph, aten.linear.default):
         given = arguments(node)
         weight = given.weight
-        to, reason = _stored_form(weight, held)
+        to, reason = _stored_form(weight, kept)
         is_stored = to is not None and format in (None, to.format)
         if format is not None and not is_stored:
             to, reason = _new_form(node, weight, format)
@@ -89,12 +89,12 @@ def _new_form(node: fx.Node, weight: Any, format: Format) -> tuple[Quantization 
     return quantization_of(low, *(int(n) for n in val(weight).shape)), ""
 
 
-def _stored_form(weight: Any, held: Mapping[str, Quantization]) -> tuple[Quantization | None, str]:
+def _stored_form(weight: Any, kept: Mapping[str, Quantization]) -> tuple[Quantization | None, str]:
     """How all parts of a weight are stored, or why it is not taken as it is."""
     role = input_of(weight)
     if not isinstance(role, WeightInput) or role.packed or role.quantized or role.transposed:
         return None, "the weight is computed"
-    forms = {held.get(part) for part in role.parts}
+    forms = {kept.get(part) for part in role.parts}
     form = forms.pop()
     if forms:
         return None, "merged weights are stored in different ways, so they are widened"

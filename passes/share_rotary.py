@@ -62,7 +62,7 @@ def share_rotary(gm: fx.GraphModule, *, max_positions: int) -> Notes:
     bases = {_base(n, inside) for n in inside if any(user not in inside for user in n.users)}
     notes = []
     texts: dict[fx.Node, str] = {}
-    rows: dict[str, fx.Node] = {}  # by what is computed: layers may compute the same anew
+    rows: dict[str, fx.Node] = {}  # by what is computed: layers may repeat a computation
     for node in [n for n in graph.nodes if n in bases]:
         if not _is_float_rows(node, positions):
             notes.append(f"{node.name}: not one row of floats a token")
@@ -109,7 +109,7 @@ def _closure(graph: fx.Graph, positions: fx.Node) -> set[fx.Node]:
 
 
 def _base(node: fx.Node, inside: set[fx.Node]) -> fx.Node:
-    """Above the views that only add a dimension, which every layer makes anew."""
+    """Above the views that only add a dimension, which every layer repeats."""
     while is_call(node, aten.unsqueeze.default) and arguments(node).self in inside:
         source: fx.Node = arguments(node).self
         if not val(source).is_floating_point() or val(source).dim() < 3:

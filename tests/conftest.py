@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-PARTS = ("ops", "prompts", "tuning", "linears", "engine")
+PARTS = ("ops", "prompts", "linears", "engine")
 TIMEOUT_S = 900
 MANY = 100  # tests beside which it pays
 INSIDE = "LLMC_TESTS_BESIDE"  # set where a test runs beside the others

@@ -140,7 +140,7 @@ class Subject:
         if level == 0:
             return lower(graph, bound)
         vocab_size, device = self.captured.vocab_size, self.device
-        rows = row_tables(self.sequences, self.geometry, vocab_size, device)
+        rows = row_tables(self.sequences, self.geometry(graph), vocab_size, device)
         return compile_step(graph, bound, rows.tables, level=level, cache_dir=self.cache_dir)
 
 

@@ -150,7 +150,6 @@ def pipeline_options(
 ) -> PipelineOptions:
     """What the passes are told of the engine that `config` asks for."""
     from llmc.kernels.cpu.compile import streams_plain_weights
-    from llmc.kernels.prompt_table import head_dims, measured_on
     from llmc.passes.pipeline import PipelineOptions
 
     return PipelineOptions(
@@ -161,7 +160,6 @@ def pipeline_options(
         stored=held,
         device_type=device.type,
         streams_plain_weights=device.type == "cpu" and streams_plain_weights(),
-        prompt_head_dims=head_dims(measured_on(device)),
     )
 
 

@@ -1,4 +1,4 @@
-"""The definition of the step's inputs, against the op that fills them and the graph that reads them.
+"""The definition of the step's inputs, against the op that fills them.
 
 `prepare_step` has them as its arguments, in C++ and in Triton too: schemas are compared there.
 """

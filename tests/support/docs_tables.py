@@ -19,6 +19,7 @@ from docs_words import LIMITS, SAMPLING, UNITS
 from llmc.cli import main
 from llmc.cli.options import ENGINE_OPTIONS
 from llmc.config import EngineConfig
+from llmc.kernels.step_inputs import ROW_TABLES, STEP_INPUTS, StepTensor
 from llmc.sampling_params import SamplingParams
 from llmc.server.settings import ServerSettings
 
@@ -185,11 +186,28 @@ def limit_table() -> str:
     return table(("`ServerSettings` field", "default", "what happens there"), rows)
 
 
+def step_table(inputs: Mapping[str, StepTensor]) -> str:
+    rows = [
+        [
+            f"`{name}`"
+            + (", per group of layers" if spec.grouped else "")
+            + (", on the host" * spec.on_host),
+            f"[{', '.join(spec.dims)}]",
+            str(spec.dtype).removeprefix("torch."),
+            sentence(spec.about),
+        ]
+        for name, spec in inputs.items()
+    ]
+    return table(("input", "shape", "dtype", "what it holds"), rows)
+
+
 def tables() -> Mapping[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {
         "engine": engine_table,
         "sampling": sampling_table,
         "limits": limit_table,
+        "step inputs": lambda: step_table(STEP_INPUTS),
+        "row tables": lambda: step_table(ROW_TABLES),
     }
     for name in commands():
         found[f"llmc {name}".strip()] = lambda name=name: flag_table(name)  # type: ignore[misc]
