@@ -1,4 +1,4 @@
-"""The tables of flags in docs/: `python docs/tables.py` writes them from the command line.
+"""The tables in docs/: `python docs/tables.py` writes them from the flags and the step's inputs.
 
 Each stands in its document between `<!-- table NAME -->` and `<!-- end -->`; tests/test_docs.py
 fails when one is out of date.
@@ -17,6 +17,7 @@ from typer.main import get_command
 from llmc.cli import main
 from llmc.cli.options import ENGINE_OPTIONS
 from llmc.config import EngineConfig
+from llmc.kernels.step_inputs import ROW_TABLES, STEP_INPUTS, StepTensor
 
 DOCS = Path(__file__).parent
 ENGINE_FIELDS = [entry.field for entry in ENGINE_OPTIONS]
@@ -104,8 +105,21 @@ def engine_table() -> str:
     return _table(("flag", "Python", "value", "default", "environment", "what it does"), rows)
 
 
+def step_table(inputs: Mapping[str, StepTensor]) -> str:
+    rows = []
+    for name, spec in inputs.items():
+        notes = ", per group of layers" * spec.grouped + ", on the host" * spec.on_host
+        shape, dtype = f"[{', '.join(spec.dims)}]", str(spec.dtype).removeprefix("torch.")
+        rows.append([f"`{name}`{notes}", shape, dtype, spec.about])
+    return _table(("input", "shape", "dtype", "what it holds"), rows)
+
+
 def tables() -> Mapping[str, Callable[[], str]]:
-    found: dict[str, Callable[[], str]] = {"engine": engine_table}
+    found: dict[str, Callable[[], str]] = {
+        "engine": engine_table,
+        "step inputs": lambda: step_table(STEP_INPUTS),
+        "row tables": lambda: step_table(ROW_TABLES),
+    }
     for name in commands():
         found[name] = lambda name=name: command_table(name)  # type: ignore[misc]
     return found

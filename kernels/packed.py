@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One request of a step: its tokens [first, last), its slot, and whether it starts anew."""
+    """One request of a step: its tokens [first, last), its slot, and whether it begins here."""
 
     first: int
     last: int
@@ -29,7 +29,7 @@ def spans(
     context_len: Tensor | None,
     request_row: Tensor | None,
 ) -> list[Span]:
-    """Without the three tensors: one fresh sequence of all tokens, whose state nobody keeps.
+    """Without the three tensors: one fresh sequence of all tokens, whose state is not kept.
 
     A padding request (context_len 0) is fresh too.
     """

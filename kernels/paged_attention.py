@@ -100,7 +100,7 @@ def make_case(
     cache: torch.dtype | None = None,  # None: dtype
     seed: int = 0,
 ) -> Case:
-    """Random inputs with shuffled blocks; blocks that nobody owns, or sees any more, hold NaN.
+    """Random inputs with shuffled blocks; blocks that are not owned, or not seen, hold NaN.
 
     A float8 cache comes with a scale for all keys, and one a head for values.
     """
@@ -158,3 +158,4 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_case(mixed, 8, 2, 64, 48, 16, device, dtype, cache=FP8[0], sinks=True)
     yield make_case(mixed, 4, 4, 40, 32, 8, device, dtype, cache=FP8[1], window=7)
     yield make_case([(1, 70), (12, 60)], 16, 1, 64, 64, 16, device, dtype, cache=FP8[0])
+    yield make_case([(1, 40), (3, 21)], 4, 2, 512, 512, 16, device, dtype)

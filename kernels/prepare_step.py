@@ -11,23 +11,14 @@ import torch
 from torch import Tensor
 
 from llmc.kernels.registry import Case, op
+from llmc.kernels.step_inputs import PREPARED
 
 # row, start, num_tokens, query_start, context_len, first_sample, num_samples, num_scored
 WORK_WORDS = 8
 
 
-PACKED = (
-    "token_ids",
-    "positions",
-    "slot_mapping",
-    "query_start",
-    "context_len",
-    "packed_table",
-    "request_row",
-    "logits_index",
-    "row",
-    "length",
-)
+# The outputs are the step's inputs; `block_table` is the name of the rows' own table here.
+PACKED = tuple("packed_table" if name == "block_table" else name for name in PREPARED)
 
 
 @op(mutates=PACKED)
@@ -56,11 +47,9 @@ def prepare_step(
     history [N, L] int32 and block_table [N, B * G] int32 are indexed by row: a block of tokens has
     one physical block in each of G groups of layers, side by side.
 
-    Written: token_ids, positions [T] int64; slot_mapping [G, T] int64 (-1 for padding);
-    query_start [R + 1], context_len [R] int32; packed_table [G, R, B] int32, of which only the
-    blocks of each context; request_row [R] int64; logits_index, row [S] int64 and length [S]
-    int32, for each sample its token among the packed ones, its row, and its tokens up to there (0
-    for padding, and where it is only scored: nothing that is drawn there counts).
+    Written: the inputs of `step_inputs.PREPARED`; slot_mapping [G, T] and packed_table (the step's
+    block_table) [G, R, B] for all groups, the table only as far as each context. length is 0 for
+    padding, and for samples that are only scored: what is drawn there does not count.
     """
     groups = slot_mapping.shape[0]
     starts = [0]

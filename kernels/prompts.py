@@ -1,7 +1,7 @@
-"""`Prompts`: which requests of a step are prompts, a hint to attention that only the host reads.
+"""`Prompts`: which requests of a step are fresh prompts, a hint to attention that the host reads.
 
-Sizes on the device can't be known without waiting for it, and a kernel of somebody else's wants
-them as numbers. So the runner says them beside the step's inputs, in a tensor on the host.
+Sizes on the device can't be known without waiting for it, and torch's attention takes them as
+numbers. So the runner gives them beside the step's inputs, in a tensor in host memory.
 """
 
 from __future__ import annotations
@@ -12,39 +12,43 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MIN_TOKENS = 128  # new tokens from which a request is a prompt: shorter ones gain nothing
-
-Lengths = tuple[int, int]  # new tokens of a request, and its context after the step
+MIN_TOKENS = 128  # shorter prompts gain nothing from another kernel
+_MAX_HEAD_DIM = 256  # of FlashAttention 2, and multiples of 8 only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Requests side by side, from `first_request` on; their tokens begin at `first_token`."""
+    """Requests side by side, from `first_request` on, whose tokens begin at `first_token`.
+
+    All tokens of each, `lengths`, are new in this step.
+    """
 
     first_request: int = 0
     first_token: int = 0
-    lengths: tuple[Lengths, ...] = ()
+    lengths: tuple[int, ...] = ()
 
     @staticmethod
-    def find(requests: Sequence[Lengths], least: int = MIN_TOKENS) -> Prompts:
-        """The last requests of a step that have `least` new tokens or more each."""
+    def find(requests: Sequence[tuple[int, int]], least: int = MIN_TOKENS) -> Prompts:
+        """The last requests of a step, given as (new tokens, context after it), that are fresh and
+        have `least` tokens or more each."""
         first = len(requests)
-        while first and requests[first - 1][0] >= least:
+        while first and requests[first - 1][0] == requests[first - 1][1] >= least:
             first -= 1
         token = sum(new for new, _ in requests[:first])
-        return Prompts(first_request=first, first_token=token, lengths=tuple(requests[first:]))
+        lengths = tuple(new for new, _ in requests[first:])
+        return Prompts(first_request=first, first_token=token, lengths=lengths)
 
     @staticmethod
     def read(words: Tensor) -> Prompts:
         """What `words` holds."""
         request, token, *lengths = words.tolist()
-        pairs = tuple(zip(lengths[::2], lengths[1::2], strict=True))
-        return Prompts(first_request=request, first_token=token, lengths=pairs)
+        return Prompts(first_request=request, first_token=token, lengths=tuple(lengths))
 
     def words(self) -> Tensor:
-        """[2 + 2 P] int32 on the host: first request, first token, then the lengths of each."""
-        flat = [n for pair in self.lengths for n in pair]
-        return torch.tensor([self.first_request, self.first_token, *flat], dtype=torch.int32)
+        """[2 + P] int32 in host memory: first request, first token, then the lengths."""
+        return torch.tensor(
+            [self.first_request, self.first_token, *self.lengths], dtype=torch.int32
+        )
 
     @property
     def end_request(self) -> int:
@@ -52,19 +56,11 @@ class Prompts:
 
     @property
     def num_tokens(self) -> int:
-        return sum(new for new, _ in self.lengths)
-
-    @property
-    def num_keys(self) -> int:
-        return sum(context for _, context in self.lengths)
-
-    @property
-    def are_fresh(self) -> bool:
-        """Nothing of them was computed in an earlier step."""
-        return all(new == context for new, context in self.lengths)
+        return sum(self.lengths)
 
 
-def is_plain(
+def fits_flash(
+    *,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -73,8 +69,11 @@ def is_plain(
     softcap: float,
     sinks: object,
     slopes: object,
+    **others: object,
 ) -> bool:
-    """Whether attention is of the kind that every library computes: causal, in 16 bits."""
+    """Whether FlashAttention computes `paged_attention` of these arguments: plain and causal, in 16
+    bits, heads of up to 256 channels."""
+    dim = query.shape[2]
     return (
         window == chunk == 0
         and softcap == 0
@@ -82,5 +81,6 @@ def is_plain(
         and slopes is None
         and query.dtype in (torch.bfloat16, torch.float16)
         and key_cache.dtype == value_cache.dtype == query.dtype
-        and key_cache.shape[3] == value_cache.shape[3]
+        and dim == value_cache.shape[3] <= _MAX_HEAD_DIM
+        and dim % 8 == 0
     )

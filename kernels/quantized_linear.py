@@ -1,4 +1,4 @@
-"""`quantized_linear`: a linear whose weight is held in 4 or 8 bits and widened while it is read.
+"""`quantized_linear`: a linear over a weight of 4 or 8 bits, which is widened while it is read.
 
 A weight is cut in blocks of 16 channels; a line of a block holds four bytes of each of them, so
 that one thread or program reads one block as one stream, and a vector register holds a line.
@@ -97,7 +97,7 @@ def _from_blocks(blocks: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """How a weight is held. `group`: inputs that share a scale; 0: all of a channel.
+    """The format of a weight in memory. `group`: inputs that share a scale; 0: all of a channel.
 
     `wide_scale`: of int4, in float32 instead of bfloat16. `zero`: int4 with zero points.
     `minimum`: integers with what stands for 0 in each group, in float32.
@@ -133,7 +133,7 @@ class Quantization:
 
 
 def quantization_of(format: Format, channels: int, depth: int) -> Quantization | None:
-    """How a weight of this shape is held in a format; None where the op can't take it."""
+    """The format for a weight of this shape; None where the op can't take it."""
     if channels % CHANNELS or depth % INPUTS or not channels:
         return None
     group = next(g for g in GROUPS if depth % g == 0) if format == "int4" else 0

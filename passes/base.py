@@ -2,7 +2,7 @@
 
 A pass is a function `GraphModule -> None` that edits the graph it is given in place; the runner
 gives it a copy, so the caller's graph stays as it was. Its docstring draws the graph before and
-after. It returns notes on what it left alone and why; what it changed is read off the graph.
+after. It returns notes on what it did not rewrite and why; what it changed is read off the graph.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassReport:
-    """What one pass did: ops that disappeared and appeared, and what it left alone and why.
+    """What one pass did: ops that disappeared and appeared, and what it did not rewrite and why.
 
     `changed` is true too where ops stayed and only read something else.
     """
@@ -181,7 +181,7 @@ def run_passes(
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """The same nodes with the same names and meta, in a graph of their own."""
+    """A separate graph of the same nodes, with the same names and meta."""
     copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -190,7 +190,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
-    """Drop calls and placeholders that nobody uses; ops that write in place are kept."""
+    """Drop calls and placeholders without users; ops that write in place are kept."""
     for node in reversed(list(graph.nodes)):
         if node.users or node.op == "output":
             continue

@@ -6,13 +6,12 @@ First in the list: the other passes match on its output.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 from torch import fx
 
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import aten, calls, emit, replace, same_shape, val
+from llmc.passes.edit import arguments, aten, calls, emit, replace, same_shape, val
 from llmc.passes.inputs import WeightInput, add_input, input_of
 
 _PASS_THROUGH = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
@@ -32,7 +31,7 @@ def canonicalize(gm: fx.GraphModule) -> Notes:
     graph = gm.graph
     for node in calls(graph, aten.type_as.default):
         with graph.inserting_before(node):
-            cast = emit(graph, aten.to.dtype, node.args[0], val(node).dtype)
+            cast = emit(graph, aten.to.dtype, arguments(node).self, val(node).dtype)
         replace(node, cast)
     for node in list(graph.nodes):
         if node.op == "call_function" and _does_nothing(node):
@@ -46,7 +45,8 @@ def canonicalize(gm: fx.GraphModule) -> Notes:
 
 def _does_nothing(node: fx.Node) -> bool:
     if node.target is aten.dropout.default:
-        return bool(node.args[1] == 0 or not node.args[2])
+        given = arguments(node)
+        return bool(given.p == 0 or not given.train)
     if node.target in _PASS_THROUGH:
         return True
     source = node.args[0] if node.args else None
@@ -56,10 +56,10 @@ def _does_nothing(node: fx.Node) -> bool:
         same = val(node).dtype == val(source).dtype and val(node).layout == val(source).layout
         return same and not node.kwargs.get("copy", False)
     if node.target is aten.slice.Tensor:
-        start, end, step = _slice_bounds(node)
-        return start in (0, None) and step == 1 and (end is None or end == sys.maxsize)
+        cut = arguments(node)
+        return cut.start in (0, None) and cut.step in (1, None) and cut.end in (None, sys.maxsize)
     if node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor):
-        factor = node.args[1]
+        factor = arguments(node).other
         plain = isinstance(factor, int | float) and factor == 1
         return plain and val(node).dtype == val(source).dtype
     if node.target in (aten.view.default, aten.reshape.default, aten.expand.default):
@@ -69,30 +69,23 @@ def _does_nothing(node: fx.Node) -> bool:
 
 def _drop_empty_parts(node: fx.Node) -> None:
     """cat((a, b), dim) where b has no element along dim is a."""
-    parts = node.args[0]
-    dim = node.args[1] if len(node.args) > 1 else 0
-    assert isinstance(parts, list | tuple) and isinstance(dim, int)
-    kept = [p for p in parts if isinstance(p, fx.Node) and str(val(p).shape[dim]) != "0"]
-    if len(kept) == 1 and len(kept) < len(parts) and val(kept[0]).dtype == val(node).dtype:
+    given = arguments(node)
+    kept = [part for part in given.tensors if str(val(part).shape[given.dim]) != "0"]
+    if len(kept) == 1 and len(kept) < len(given.tensors) and val(kept[0]).dtype == val(node).dtype:
         replace(node, kept[0])
-
-
-def _slice_bounds(node: fx.Node) -> tuple[Any, Any, Any]:
-    args = [*node.args, *([None] * (5 - len(node.args)))]
-    return args[2], args[3], 1 if args[4] is None else args[4]
 
 
 def _addmm_to_linear(graph: fx.Graph, node: fx.Node) -> None:
     """addmm(bias, x, w) with w [in, out] a parameter: the linear of its transpose."""
-    bias, x, weight = node.args[:3]
-    role = input_of(weight)
+    given = arguments(node)
+    role = input_of(given.mat2)
     if not isinstance(role, WeightInput) or role.transposed or node.kwargs:
         return
-    if not isinstance(bias, fx.Node) or val(bias).dim() != 1 or not isinstance(weight, fx.Node):
+    if val(given.self).dim() != 1:
         return
-    turned = _transposed_input(graph, weight, role)
+    turned = _transposed_input(graph, given.mat2, role)
     with graph.inserting_before(node):
-        linear = emit(graph, aten.linear.default, x, turned, bias)
+        linear = emit(graph, aten.linear.default, given.mat1, turned, given.self)
     replace(node, linear)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,9 +32,15 @@ def remembered_values() -> Iterator[None]:
         _worked_out.reset(token)
 
 
-def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    """Call `target` at the graph's insertion point, with the value's shape and dtype worked out."""
+def emit(graph: fx.Graph, target: Any, *args: Any, **named: Any) -> fx.Node:
+    """Call `target` at the graph's insertion point, with the value's shape and dtype worked out.
+
+    Arguments by position or by the names in the op's schema.
+    """
     node = graph.call_function(target, args)
+    if named:
+        set_arguments(node, **named)
+        args = node.args
     memory = _worked_out.get()
     if memory is None:
         node.meta["val"] = _work_out(node)
@@ -63,6 +72,43 @@ def _likeness(arg: Any) -> Any:
         sizes = (*arg.shape, *arg.stride(), arg.storage_offset())
         return (arg.dtype, arg.device, *(n if isinstance(n, int) else str(n) for n in sizes))
     return (type(arg), str(arg) if isinstance(arg, torch.SymInt) else arg)
+
+
+@cache
+def _parameters(target: Any) -> dict[str, Any]:
+    """An op's positional parameters in order, with their defaults; None for those without."""
+    if target is operator.getitem:
+        return {"source": None, "index": None}
+    return {a.name: a.default_value for a in target._schema.arguments if not a.kwarg_only}
+
+
+def arguments(call: fx.Node) -> SimpleNamespace:
+    """A call's arguments by their names in the op's schema, with defaults: `arguments(n).dim`.
+
+    Those of `operator.getitem` are `source` and `index`.
+    """
+    names = _parameters(call.target)
+    given = dict(zip(names, call.args, strict=False))
+    return SimpleNamespace(**{**names, **given, **call.kwargs})
+
+
+def positional(call: fx.Node) -> tuple[Any, ...]:
+    """All positional arguments of a call, those that it leaves out with their defaults."""
+    found = vars(arguments(call))
+    return tuple(found[name] for name in _parameters(call.target))
+
+
+def set_arguments(call: fx.Node, **changed: Any) -> None:
+    """Give some of a call's arguments, named as in the op's schema, other values."""
+    names = list(_parameters(call.target))
+    values = vars(arguments(call)) | changed
+    unknown = changed.keys() - set(names)
+    if unknown:
+        raise TypeError(f"{call.target} has no positional argument {sorted(unknown)[0]!r}")
+    last = max(names.index(name) for name in changed)
+    count = max(len(call.args), last + 1)
+    call.args = tuple(values[name] for name in names[:count])
+    call.kwargs = {name: value for name, value in call.kwargs.items() if name not in names[:count]}
 
 
 def update_val(node: fx.Node) -> None:
@@ -115,6 +161,20 @@ def through(node: Any, *targets: Any) -> Any:
     while is_call(node, *targets):
         node = node.args[0]
     return node
+
+
+def swapped(node: Any, a: int, b: int) -> Any:
+    """The tensor whose dimensions `a` and `b` a call of transpose swaps; None for other nodes."""
+    if not is_call(node, aten.transpose.int):
+        return None
+    call = arguments(node)
+    return call.self if {call.dim0, call.dim1} == {a, b} else None
+
+
+def pads_zeros(pad: fx.Node) -> bool:
+    """Whether a call of pad or constant_pad_nd adds zeros."""
+    given = arguments(pad)
+    return getattr(given, "mode", "constant") == "constant" and not given.value
 
 
 def operands(node: fx.Node) -> Iterator[tuple[Any, Any]]:

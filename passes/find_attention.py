@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from llmc.errors import CompileError
 from llmc.kernels.attention import attention, visible
 from llmc.passes.base import Notes, graph_pass, writes
-from llmc.passes.edit import aten, calls, emit, is_call, replace, val
+from llmc.passes.edit import arguments, aten, calls, emit, is_call, replace, val
 from llmc.passes.evaluate import Unknown, evaluate
 from llmc.passes.inputs import CacheInput, ConstantInput, add_input, input_of
 
@@ -96,7 +96,7 @@ def _product(softmax: fx.Node) -> fx.Node:
     """The product of queries and keys above a softmax."""
     found = []
     seen = set()
-    stack = [softmax.args[0]]
+    stack = [arguments(softmax).self]
     while stack:
         node = stack.pop()
         if not isinstance(node, fx.Node) or node in seen:
@@ -120,7 +120,7 @@ def _mixed(softmax: fx.Node) -> fx.Node:
         users = list(node.users)
         if len(users) == 1 and is_call(users[0], *_AFTER) and is_scores(users[0]):
             node = users[0]
-        elif len(users) == 1 and is_call(users[0], *_PRODUCTS[:2]) and users[0].args[0] is node:
+        elif len(users) == 1 and is_call(users[0], *_PRODUCTS[:2]) and _left(users[0]) is node:
             return users[0]
         else:
             raise CompileError(
@@ -129,13 +129,24 @@ def _mixed(softmax: fx.Node) -> fx.Node:
             )
 
 
+def _left(product: fx.Node) -> Any:
+    """The first of the two factors of matmul or bmm."""
+    return arguments(product).self
+
+
+def _right(product: fx.Node) -> Any:
+    given = arguments(product)
+    return given.mat2 if hasattr(given, "mat2") else given.other
+
+
 def _measure(graph: fx.Graph, softmax: fx.Node, product: fx.Node, max_positions: int) -> Scoring:
     """Run what lies between on chosen scores, and read scale, window and slopes off the result."""
     shape = [int(s) if isinstance(s, int) else -1 for s in val(product).shape]
     heads = shape[-3]
 
     def run(scores: Tensor, tokens: int, seed: int) -> Tensor:
-        out = evaluate(graph, softmax.args[0], tokens, {product: _biased(product, scores)}, seed)
+        given = {product: _biased(product, scores)}
+        out = evaluate(graph, arguments(softmax).self, tokens, given, seed)
         return out.float().reshape(-1, tokens, tokens)
 
     def full(tokens: int) -> list[int]:
@@ -184,7 +195,7 @@ def _biased(product: fx.Node, scores: Tensor) -> Any:
     if not is_call(product, aten.baddbmm.default):
         return scores
     beta, alpha = (float(product.kwargs.get(k, 1.0)) for k in ("beta", "alpha"))  # type: ignore[arg-type]
-    return lambda value: beta * value(product.args[0]) + alpha * scores
+    return lambda value: beta * value(arguments(product).self) + alpha * scores
 
 
 def _slopes(bias: Tensor, shown: Tensor) -> Tensor | None:
@@ -223,9 +234,10 @@ def _limits(seen: Tensor) -> tuple[int, int]:
 
 
 def _replace(graph: fx.Graph, product: fx.Node, mixed: fx.Node, s: Scoring) -> None:
-    query, key = product.args[1:3] if is_call(product, aten.baddbmm.default) else product.args[:2]
-    value = mixed.args[1]
-    caches = _caches(graph, val(mixed))
+    query = arguments(product).batch1 if is_call(product, aten.baddbmm.default) else _left(product)
+    key = arguments(product).batch2 if is_call(product, aten.baddbmm.default) else _right(product)
+    value = _right(mixed)
+    key_cache, value_cache = _caches(graph, val(mixed))
     slopes = None
     if s.slopes is not None:
         fake = val(mixed).new_empty(s.slopes.shape, dtype=torch.float32)
@@ -236,16 +248,17 @@ def _replace(graph: fx.Graph, product: fx.Node, mixed: fx.Node, s: Scoring) -> N
         out = emit(
             graph,
             attention.overload,
-            q,
-            k,
-            v,
-            *caches,
-            s.scale,
-            s.window,
-            s.chunk,
-            0.0,
-            None,
-            slopes,
+            query=q,
+            key=k,
+            value=v,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            scale=s.scale,
+            window=s.window,
+            chunk=s.chunk,
+            softcap=0.0,
+            sinks=None,
+            slopes=slopes,
         )
         heads_first = emit(graph, aten.transpose.int, out, 1, 2)
         if val(mixed).dim() == 3:

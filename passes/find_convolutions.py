@@ -9,7 +9,18 @@ from torch import fx
 
 from llmc.kernels.causal_conv import causal_conv
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import aten, calls, emit, is_call, only_user, replace, val
+from llmc.passes.edit import (
+    arguments,
+    aten,
+    calls,
+    emit,
+    is_call,
+    only_user,
+    pads_zeros,
+    positional,
+    replace,
+    val,
+)
 from llmc.passes.inputs import add_constant
 
 
@@ -38,11 +49,11 @@ def find_convolutions(gm: fx.GraphModule) -> Notes:
             if _over_tokens(conv):
                 notes.append(f"{conv.name}: not the last K tokens of each channel")
             continue
-        x, weight, bias = (*conv.args, None)[:3]
+        given = arguments(conv)
         with graph.inserting_before(cut):
-            tokens = emit(graph, aten.transpose.int, _squeeze(graph, x, 0), 0, 1)
-            taps = _squeeze(graph, weight, 1)
-            out = emit(graph, causal_conv.overload, tokens, taps, bias, *[None] * 4)
+            tokens = emit(graph, aten.transpose.int, _squeeze(graph, given.input, 0), 0, 1)
+            taps = _squeeze(graph, given.weight, 1)
+            out = emit(graph, causal_conv.overload, tokens, taps, given.bias, *[None] * 4)
             turned = emit(graph, aten.transpose.int, out, 0, 1)
             batched = emit(graph, aten.unsqueeze.default, turned, 0)
         replace(cut, batched)
@@ -51,27 +62,26 @@ def find_convolutions(gm: fx.GraphModule) -> Notes:
 
 def _chain_of_padded(pad: fx.Node) -> list[fx.Node]:
     """Convolutions that take the zeros before the first token away again; [] for anything else."""
-    given: list[Any] = list(pad.args)
-    source, (before, after), rest = given[0], (*given[1], None)[:2], given[2:]
-    if val(pad).dim() != 3 or after != 0 or rest[:1] == ["reflect"] or any(rest[1:]):
+    sizes = arguments(pad).pad
+    if val(pad).dim() != 3 or len(sizes) != 2 or sizes[1] != 0 or not pads_zeros(pad):
         return []
     chain: list[fx.Node] = []
     node: fx.Node | None = only_user(pad)
-    left = before
+    left = sizes[0]
     while node is not None and is_call(node, aten.conv1d.default) and left:
-        stride, padding, dilation = _options(node)[3:6]
-        if (list(stride), list(padding), list(dilation)) != ([1], [0], [1]):
+        given = arguments(node)
+        if (list(given.stride), list(given.padding), list(given.dilation)) != ([1], [0], [1]):
             return []
         chain.append(node)
-        left -= val(node.args[1]).shape[2] - 1
+        left -= val(given.weight).shape[2] - 1
         node = only_user(node)
     whole = bool(chain) and left == 0 and _over_tokens(chain[0])
-    return chain if whole and val(source).shape[0] == 1 else []
+    return chain if whole and val(arguments(pad).self).shape[0] == 1 else []
 
 
 def _over_windows(graph: fx.Graph, pad: fx.Node, chain: list[fx.Node]) -> None:
-    given: list[Any] = list(pad.args)
-    source, width = given[0], given[1][0] + 1
+    given = arguments(pad)
+    source, width = given.self, given.pad[0] + 1
     channels = int(val(source).shape[1])
     taps = torch.eye(width, dtype=val(source).dtype).repeat(channels, 1)  # [C * K, K]
     taps_node = add_constant(graph, "taps", taps, pad)
@@ -83,7 +93,7 @@ def _over_windows(graph: fx.Graph, pad: fx.Node, chain: list[fx.Node]) -> None:
     node: fx.Node = windows
     for conv in chain:
         with graph.inserting_before(conv):
-            node = emit(graph, aten.conv1d.default, node, *conv.args[1:])
+            node = emit(graph, aten.conv1d.default, node, *positional(conv)[1:])
     with graph.inserting_before(chain[-1]):
         turned = emit(graph, aten.transpose.int, _squeeze(graph, node, 2), 0, 1)
         batched = emit(graph, aten.unsqueeze.default, turned, 0)
@@ -92,28 +102,22 @@ def _over_windows(graph: fx.Graph, pad: fx.Node, chain: list[fx.Node]) -> None:
         graph.erase_node(old)
 
 
-def _options(conv: fx.Node) -> list[Any]:
-    """The arguments of a conv1d, with the defaults of those that are not given."""
-    defaults: list[Any] = [None, None, None, [1], [0], [1], 1]
-    return [*conv.args, *defaults[len(conv.args) :]]
-
-
 def _squeeze(graph: fx.Graph, node: Any, dim: int) -> fx.Node:
     return emit(graph, aten.squeeze.dim, node, dim)
 
 
 def _over_tokens(conv: fx.Node) -> bool:
-    return any(isinstance(s, torch.SymInt) for s in val(conv.args[0]).shape)
+    return any(isinstance(s, torch.SymInt) for s in val(arguments(conv).input).shape)
 
 
 def _is_causal(conv: fx.Node, cut: fx.Node) -> bool:
-    x, weight, _, stride, padding, dilation, groups = _options(conv)
-    channels, one, width = val(weight).shape
-    if (list(stride), list(dilation), groups, one) != ([1], [1], channels, 1):
+    given = arguments(conv)
+    channels, one, width = val(given.weight).shape
+    steps = (list(given.stride), list(given.dilation), given.groups, one)
+    if steps != ([1], [1], channels, 1):
         return False
-    if list(padding) != [width - 1] or not is_call(cut, aten.slice.Tensor):
+    if list(given.padding) != [width - 1] or not is_call(cut, aten.slice.Tensor):
         return False
-    sliced: list[Any] = [*cut.args, None, None]
-    dim, start = sliced[1:3]
-    kept = str(val(cut).shape[-1]) == str(val(x).shape[-1])
-    return kept and dim in (-1, 2) and start in (None, 0)
+    sliced = arguments(cut)
+    kept = str(val(cut).shape[-1]) == str(val(given.input).shape[-1])
+    return kept and sliced.dim in (-1, 2) and sliced.start in (None, 0)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import fx
 
 from llmc.kernels.causal_conv import causal_conv
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import aten, calls, emit, is_call, replace, val
+from llmc.passes.edit import arguments, aten, calls, emit, is_call, pads_zeros, replace, val
 from llmc.passes.inputs import StepInput, add_constant
 
 
@@ -43,20 +42,17 @@ def _moved(node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
     """(what is moved by one token, what comes first); first None: zeros. None for other nodes."""
     if not _is_sequence(node):
         return None
-    given: list[Any] = list(node.args)
+    given = arguments(node)
     if is_call(node, aten.cat.default):
-        parts, dim = (*given, 0)[:2]
-        if not isinstance(parts, list | tuple) or len(parts) != 2 or dim not in (1, -2):
+        if len(given.tensors) != 2 or given.dim not in (1, -2):
             return None
-        first, rest = parts
+        first, rest = given.tensors
         if not is_call(rest, aten.slice.Tensor) or val(first).shape[1] != 1:
             return None
-        source, *cut = rest.args
-        return (source, first) if _drops_last(cut) and _is_like(source, node) else None
-    source, sizes, *rest = given
-    is_zeros = rest[:1] != ["reflect"] and not any(rest[1:])
-    same = isinstance(source, fx.Node) and _is_like(source, node)
-    return (source, None) if is_zeros and same and list(sizes) == [0, 0, 1, -1] else None
+        source = arguments(rest).self
+        return (source, first) if _drops_last(rest) and _is_like(source, node) else None
+    moves = list(given.pad) == [0, 0, 1, -1] and pads_zeros(node)
+    return (given.self, None) if moves and _is_like(given.self, node) else None
 
 
 def _is_sequence(node: fx.Node) -> bool:
@@ -69,9 +65,10 @@ def _is_like(source: fx.Node, node: fx.Node) -> bool:
     return [str(s) for s in val(source).shape] == [str(s) for s in val(node).shape]
 
 
-def _drops_last(cut: list[Any]) -> bool:
-    dim, start, end, step = (*cut, 1)[:4]
-    return dim in (1, -2) and start in (None, 0) and end == -1 and step == 1
+def _drops_last(cut: fx.Node) -> bool:
+    given = arguments(cut)
+    is_over_tokens = given.dim in (1, -2) and given.step == 1
+    return is_over_tokens and given.start in (None, 0) and given.end == -1
 
 
 def _shift(graph: fx.Graph, source: fx.Node) -> fx.Node:

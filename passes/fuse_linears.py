@@ -12,6 +12,7 @@ from llmc.kernels.fused_linear import fused_linear
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
+    arguments,
     aten,
     calls,
     emit,
@@ -46,9 +47,10 @@ def fuse_linears(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
     for node in calls(graph, aten.add.Tensor):
         _take_sum(graph, node)
     for node in calls(graph, act_mul.overload):
-        linear, act = node.args[:2]
-        if is_call(linear, aten.linear.default) and only_user(linear) is node:  # type: ignore[arg-type]
-            _fuse(graph, node, linear, act=act)
+        given = arguments(node)
+        linear = given.gate_up
+        if is_call(linear, aten.linear.default) and only_user(linear) is node:
+            _fuse(graph, node, linear, act=given.act)
     for node in calls(graph, aten.linear.default, fused_linear.overload):
         _take_norm(graph, node)
     return []
@@ -58,9 +60,20 @@ def _fuse(
     graph: fx.Graph, at: fx.Node, linear: Any, *, act: Any = None, residual: Any = None
 ) -> None:
     """`at` is what the linear's result becomes."""
-    x, weight, bias = [*linear.args, None][:3]
+    given = arguments(linear)
     with graph.inserting_before(at):
-        fused = emit(graph, fused_linear.overload, x, weight, bias, None, None, 0.0, act, residual)
+        fused = emit(
+            graph,
+            fused_linear.overload,
+            x=given.input,
+            weight=given.weight,
+            bias=given.bias,
+            norm_weight=None,
+            eps=None,
+            offset=0.0,
+            act=act,
+            residual=residual,
+        )
     replace(at, fused)
     graph.erase_node(linear)
 
@@ -88,13 +101,13 @@ def _take_sum(graph: fx.Graph, node: fx.Node) -> None:
 def _take_sum_of_norm(graph: fx.Graph, both: fx.Node) -> None:
     """The sum goes to the linear, and a plain norm of it stays, for the next linear to take."""
     found = _addends(both)
-    items = {user.args[1]: user for user in both.users if is_call(user, operator.getitem)}
+    items = {arguments(u).index: u for u in both.users if is_call(u, operator.getitem)}
     if found is None or len(items) != len(both.users):
         return
-    _, _, weight, eps, offset = both.args
+    given = arguments(both)
     with graph.inserting_before(both):
         total = emit(graph, aten.add.Tensor, *found)
-        normed = emit(graph, rms_norm.overload, total, weight, eps, offset)
+        normed = emit(graph, rms_norm.overload, total, given.weight, given.eps, given.offset)
     for index, value in ((0, normed), (1, total)):
         if index in items:
             replace(items[index], value)
@@ -102,19 +115,26 @@ def _take_sum_of_norm(graph: fx.Graph, both: fx.Node) -> None:
 
 
 def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
-    source = node.args[0]
+    given = arguments(node)
     is_fused = node.target is fused_linear.overload
-    assert isinstance(source, fx.Node)
+    source = given.x if is_fused else given.input
     if not is_call(source, rms_norm.overload) or only_user(source) is not node:
         return
-    if is_fused and node.args[4] is not None:
+    if is_fused and given.eps is not None:
         return
-    x, norm_weight, eps, offset = source.args
-    weight, bias = [*node.args[1:3], None][:2]
-    act, residual = node.args[6:8] if is_fused else (None, None)
+    norm = arguments(source)
     with graph.inserting_before(node):
         fused = emit(
-            graph, fused_linear.overload, x, weight, bias, norm_weight, eps, offset, act, residual
+            graph,
+            fused_linear.overload,
+            x=norm.x,
+            weight=given.weight,
+            bias=given.bias,
+            norm_weight=norm.weight,
+            eps=norm.eps,
+            offset=norm.offset,
+            act=given.act if is_fused else None,
+            residual=given.residual if is_fused else None,
         )
     replace(node, fused)
     graph.erase_node(source)

@@ -11,6 +11,7 @@ from torch import fx
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
+    arguments,
     aten,
     calls,
     emit,
@@ -19,6 +20,7 @@ from llmc.passes.edit import (
     operands,
     replace,
     same_shape,
+    through,
     val,
 )
 from llmc.passes.inputs import WeightInput, input_of
@@ -60,23 +62,25 @@ def fuse_rms_norm(gm: fx.GraphModule) -> Notes:
 
 
 def _match(rsqrt: fx.Node) -> _Norm | None:
-    total = rsqrt.args[0]
+    total = arguments(rsqrt).self
     if not is_call(total, aten.add.Tensor, aten.add.Scalar):
         return None
-    mean, eps = total.args[:2]  # type: ignore[union-attr]
+    mean, eps = arguments(total).self, arguments(total).other
     if not isinstance(eps, float) or not is_call(mean, aten.mean.dim):
         return None
-    square, dims, keep = [*mean.args, False][:3]  # type: ignore[union-attr]
-    if list(dims) != [-1] or not keep or not is_call(square, aten.pow.Tensor_Scalar):
+    given = arguments(mean)
+    if list(given.dim or ()) != [-1] or not given.keepdim:
         return None
-    x32, exponent = square.args[:2]
+    if not is_call(given.self, aten.pow.Tensor_Scalar) or arguments(given.self).exponent != 2:
+        return None
+    x32 = arguments(given.self).self
     scaled = only_user(rsqrt)
-    if exponent != 2 or not is_call(scaled, aten.mul.Tensor):
+    if scaled is None or not is_call(scaled, aten.mul.Tensor):
         return None
-    if {scaled.args[0], scaled.args[1]} != {x32, rsqrt}:  # type: ignore[union-attr]
+    if set(scaled.all_input_nodes) != {x32, rsqrt}:
         return None
-    x = x32.args[0] if is_call(x32, *_CAST) and val(x32).dtype.itemsize == 4 else x32
-    assert isinstance(x, fx.Node) and scaled is not None
+    is_cast = is_call(x32, *_CAST) and val(x32).dtype.itemsize == 4
+    x = arguments(x32).self if is_cast else x32
     last, weight, offset = _follow(scaled)
     if val(last).dtype != val(x).dtype or not same_shape(last, x):
         return None
@@ -107,15 +111,13 @@ def _past_cast(node: fx.Node) -> fx.Node:
 def _weight(node: Any) -> tuple[fx.Node, float] | None:
     """A 1-D parameter, possibly cast, possibly plus one."""
     offset = 0.0
-    if is_call(node, *_CAST):
-        node = node.args[0]
+    node = through(node, *_CAST)
     if is_call(node, aten.add.Tensor, aten.add.Scalar):
         for a, b in operands(node):
             if isinstance(b, int | float) and isinstance(a, fx.Node):
                 node, offset = a, float(b)
                 break
-        if is_call(node, *_CAST):
-            node = node.args[0]
+        node = through(node, *_CAST)
     if isinstance(input_of(node), WeightInput) and val(node).dim() == 1:
         return node, offset
     return None
@@ -123,11 +125,9 @@ def _weight(node: Any) -> tuple[fx.Node, float] | None:
 
 def _fuse(graph: fx.Graph, norm: _Norm) -> None:
     x = norm.x
-    residual = is_call(x, aten.add.Tensor) and len(x.args) == 2 and not x.kwargs
-    if residual and all(isinstance(a, fx.Node) for a in x.args):
-        a, b = x.args
-        assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
-        if same_shape(a, x) and same_shape(b, x) and val(a).dtype == val(b).dtype == val(x).dtype:
+    if is_call(x, aten.add.Tensor) and not x.kwargs:
+        a, b = arguments(x).self, arguments(x).other
+        if _is_like(a, x) and _is_like(b, x):
             with graph.inserting_before(x):
                 both = emit(graph, add_rms_norm.overload, a, b, norm.weight, norm.eps, norm.offset)
                 y, total = (_item(graph, both, i) for i in (0, 1))
@@ -139,6 +139,15 @@ def _fuse(graph: fx.Graph, norm: _Norm) -> None:
     replace(norm.last, fused)
 
 
+def _is_like(node: Any, total: fx.Node) -> bool:
+    """Whether an addend is a tensor of the sum's shape and dtype."""
+    return (
+        isinstance(node, fx.Node)
+        and same_shape(node, total)
+        and val(node).dtype == val(total).dtype
+    )
+
+
 def _item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
     item = graph.call_function(operator.getitem, (node, index))
     item.meta["val"] = node.meta["val"][index]
@@ -147,10 +156,9 @@ def _item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
 
 def _spell(graph: fx.Graph, node: fx.Node) -> None:
     """aten.rms_norm over the last dimension is the same op."""
-    x, shape, weight, eps = [*node.args, None, None][:4]
-    assert isinstance(x, fx.Node)
-    if len(shape) != 1 or eps is None:  # type: ignore[arg-type]
+    given = arguments(node)
+    if len(given.normalized_shape) != 1 or given.eps is None:
         return
     with graph.inserting_before(node):
-        fused = emit(graph, rms_norm.overload, x, weight, eps, 0.0)
+        fused = emit(graph, rms_norm.overload, given.input, given.weight, given.eps, 0.0)
     replace(node, fused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,19 @@ from llmc.kernels.rms_norm import rms_norm
 from llmc.kernels.rope_write import rope_write
 from llmc.kernels.write_kv import write_kv
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import aten, calls, emit, is_call, only_user, operands, through, val
+from llmc.passes.edit import (
+    arguments,
+    aten,
+    calls,
+    emit,
+    is_call,
+    only_user,
+    operands,
+    set_arguments,
+    swapped,
+    through,
+    val,
+)
 from llmc.passes.inputs import ConstantInput, StepInput, add_input, input_of
 
 _VIEWS = (aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
@@ -67,7 +80,8 @@ def fuse_rope_write(gm: fx.GraphModule) -> Notes:
     tables: dict[tuple[fx.Node, bool], fx.Node] = {}
     notes = []
     for write in calls(graph, write_kv.overload):
-        attend = next(u for u in write.args[2].users if is_call(u, paged_attention.overload))  # type: ignore[union-attr]
+        readers = arguments(write).key_cache.users
+        attend = next(u for u in readers if is_call(u, paged_attention.overload))
         reason = _fuse(graph, write, attend, tables)
         if reason:
             notes.append(f"{write.name}: {reason}")
@@ -81,8 +95,8 @@ def _fuse(
     tables: dict[tuple[fx.Node, bool], fx.Node],
 ) -> str | None:
     """Rewrite one layer; the reason when it does not match."""
-    key, value, key_cache, value_cache, slots = write.args
-    query_rope, key_rope = _rotary(attend.args[0]), _rotary(key)
+    given = arguments(write)
+    query_rope, key_rope = _rotary(arguments(attend).query), _rotary(given.key)
     if query_rope is None or key_rope is None:
         return "no rotary embedding that is known by its shape"
     if (query_rope.cos, query_rope.sin) != (key_rope.cos, key_rope.sin):
@@ -101,22 +115,22 @@ def _fuse(
         fused = emit(
             graph,
             rope_write.overload,
-            q.node,
-            k.node,
-            value,
-            q.weight,
-            k.weight,
-            q.eps,
-            q.offset,
-            cos,
-            sin,
-            positions,
-            query_rope.interleaved,
-            key_cache,
-            value_cache,
-            slots,
+            query=q.node,
+            key=k.node,
+            value=given.value,
+            query_norm=q.weight,
+            key_norm=k.weight,
+            eps=q.eps,
+            norm_offset=q.offset,
+            cos_table=cos,
+            sin_table=sin,
+            positions=positions,
+            interleaved=query_rope.interleaved,
+            key_cache=given.key_cache,
+            value_cache=given.value_cache,
+            slot_mapping=given.slot_mapping,
         )
-    attend.update_arg(0, fused)
+    set_arguments(attend, query=fused)
     graph.erase_node(write)
     return None
 
@@ -125,7 +139,7 @@ def _rotary(flat: Any) -> _Rotary | None:
     """What page_attention squeezed, and transposed first where the heads stood first."""
     node = through(flat, aten.squeeze.dim)
     heads_last = not is_call(node, aten.transpose.int)
-    node = through(node if heads_last else node.args[0], *_CASTS)
+    node = through(node if heads_last else arguments(node).self, *_CASTS)
     found = _turn(node) or _partial(node) or _two_halves(node)
     return found and replace(found, x=through(found.x, *_CASTS), heads_last=heads_last)
 
@@ -138,14 +152,14 @@ def _turn(node: Any) -> _Rotary | None:
         if not (is_call(straight, aten.mul.Tensor) and is_call(turned, aten.mul.Tensor)):
             continue
         for x, cos in operands(straight):
-            for swapped, sin in operands(turned):
+            for other, sin in operands(turned):
                 c, s = _table_of(cos), _table_of(sin)
                 if c is None or s is None:
                     continue
-                x, swapped = through(x, *_CASTS), through(swapped, *_CASTS)
-                if _swaps_halves(swapped, x):
+                x, other = through(x, *_CASTS), through(other, *_CASTS)
+                if _swaps_halves(other, x):
                     return _Rotary(x, c, s)
-                if _swaps_neighbours(swapped, x):
+                if _swaps_neighbours(other, x):
                     return _Rotary(x, c, s, interleaved=True)
     return None
 
@@ -154,53 +168,60 @@ def _swaps_neighbours(flat: Any, x: Any) -> bool:
     """flat = stack([-x[1::2], x[0::2]], -1).flatten(-2)."""
     if not is_call(flat, aten.flatten.using_ints) or val(flat).dim() != val(x).dim():
         return False
-    stack = flat.args[0]
-    if not is_call(stack, aten.stack.default) or len(stack.args[0]) != 2:
+    stack = arguments(flat).self
+    if not is_call(stack, aten.stack.default) or len(arguments(stack).tensors) != 2:
         return False
-    dim = stack.args[1] if len(stack.args) > 1 else 0
-    if dim not in (-1, val(x).dim()):
+    if arguments(stack).dim not in (-1, val(x).dim()):
         return False
-    minus, even = stack.args[0]
+    minus, even = arguments(stack).tensors
     return (
         is_call(minus, aten.neg.default)
-        and _slice_is(minus.args[0], x, 1, None, step=2)
+        and _slice_is(arguments(minus).self, x, 1, None, step=2)
         and _slice_is(even, x, 0, None, step=2)
     )
 
 
 def _swaps_halves(cat: Any, x: Any) -> bool:
     """cat = cat(-x[half:], x[:half])."""
-    if not is_call(cat, aten.cat.default) or len(cat.args[0]) != 2:
+    pair = _pair(cat)
+    if pair is None or not is_call(pair[0], aten.neg.default):
         return False
     width = val(x).shape[-1]
-    minus, first = cat.args[0]
-    if not is_call(minus, aten.neg.default):
-        return False
-    return _slice_is(minus.args[0], x, width // 2, None) and _slice_is(first, x, 0, width // 2)
+    minus, first = arguments(pair[0]).self, pair[1]
+    return _slice_is(minus, x, width // 2, None) and _slice_is(first, x, 0, width // 2)
+
+
+def _pair(cat: Any) -> tuple[Any, Any] | None:
+    """The two tensors of a concatenation of two."""
+    if not is_call(cat, aten.cat.default) or len(arguments(cat).tensors) != 2:
+        return None
+    first, second = arguments(cat).tensors
+    return first, second
 
 
 def _slice_is(node: Any, source: Any, start: int, end: int | None, *, step: int = 1) -> bool:
     """Whether node is source[..., start:end:step]."""
     node = through(node, *_CASTS)
-    if not is_call(node, aten.slice.Tensor) or through(node.args[0], *_CASTS) is not source:
+    if not is_call(node, aten.slice.Tensor):
         return False
-    args: list[Any] = [*node.args[1:], None, None, None, None]
-    dim, low, high, stride = args[:4]
-    if dim not in (-1, val(source).dim() - 1) or (low or 0) != start or (stride or 1) != step:
+    cut = arguments(node)
+    if through(cut.self, *_CASTS) is not source or cut.dim not in (-1, val(source).dim() - 1):
+        return False
+    if (cut.start or 0) != start or (cut.step or 1) != step:
         return False
     width = val(source).shape[-1]
-    return bool((width if high is None else min(high, width)) == (width if end is None else end))
+    high = width if cut.end is None else min(cut.end, width)
+    return bool(high == (width if end is None else end))
 
 
 def _partial(node: Any) -> _Rotary | None:
     """cat(rotated first channels, the rest)."""
-    if not is_call(node, aten.cat.default) or len(node.args[0]) != 2:
+    pair = _pair(node)
+    inner = pair and _turn(pair[0])
+    if pair is None or inner is None or not is_call(inner.x, aten.slice.Tensor):
         return None
-    rotated, rest = node.args[0]
-    inner = _turn(rotated)
-    if inner is None or not is_call(inner.x, aten.slice.Tensor):
-        return None
-    x = through(inner.x.args[0], *_CASTS)
+    rest = pair[1]
+    x = through(arguments(inner.x).self, *_CASTS)
     width = int(val(inner.x).shape[-1])
     if not (_slice_is(inner.x, x, 0, width) and _slice_is(rest, x, width, None)):
         return None
@@ -209,16 +230,16 @@ def _partial(node: Any) -> _Rotary | None:
 
 def _two_halves(node: Any) -> _Rotary | None:
     """cat(a cos - b sin, b cos + a sin) with a, b the two halves of x."""
-    if not is_call(node, aten.cat.default) or len(node.args[0]) != 2:
-        return None
-    minus, plus = node.args[0]
+    minus: Any
+    plus: Any
+    minus, plus = _pair(node) or (None, None)
     if not (is_call(minus, aten.sub.Tensor) and is_call(plus, aten.add.Tensor)):
         return None
-    a_cos, b_sin = minus.args[:2]
+    a_cos, b_sin = arguments(minus).self, arguments(minus).other
     if not (is_call(a_cos, aten.mul.Tensor) and is_call(b_sin, aten.mul.Tensor)):
         return None
-    a, b = a_cos.args[0], b_sin.args[0]
-    cos, sin = _table_of(a_cos.args[1]), _table_of(b_sin.args[1])
+    a, b = arguments(a_cos).self, arguments(b_sin).self
+    cos, sin = _table_of(arguments(a_cos).other), _table_of(arguments(b_sin).other)
     x = _source_of_halves(a, b)
     if cos is None or sin is None or x is None:
         return None
@@ -229,29 +250,23 @@ def _two_halves(node: Any) -> _Rotary | None:
 
 
 def _is_product(node: Any, half: Any, table: fx.Node) -> bool:
-    return (
-        is_call(node, aten.mul.Tensor) and node.args[0] is half and _table_of(node.args[1]) is table
-    )
+    if not is_call(node, aten.mul.Tensor):
+        return False
+    given = arguments(node)
+    return given.self is half and _table_of(given.other) is table
 
 
 def _source_of_halves(a: Any, b: Any) -> fx.Node | None:
-    if (
-        a.op != "call_function"
-        or b.op != "call_function"
-        or not a.args
-        or a.args[0] is not b.args[0]
-    ):
+    if not (is_call(a, operator.getitem) and is_call(b, operator.getitem)):
         return None
-    chunk = a.args[0]
-    if (
-        not is_call(chunk, aten.chunk.default)
-        or chunk.args[1] != 2
-        or (a.args[1], b.args[1]) != (0, 1)
-    ):
+    first, second = arguments(a), arguments(b)
+    chunk = first.source
+    if second.source is not chunk or (first.index, second.index) != (0, 1):
         return None
-    source: fx.Node = chunk.args[0]
-    dim = chunk.args[2] if len(chunk.args) > 2 else 0
-    return source if dim in (-1, val(source).dim() - 1) else None
+    if not is_call(chunk, aten.chunk.default) or arguments(chunk).chunks != 2:
+        return None
+    source: fx.Node = arguments(chunk).self
+    return source if arguments(chunk).dim in (-1, val(source).dim() - 1) else None
 
 
 def _table_of(node: Any) -> fx.Node | None:
@@ -259,7 +274,7 @@ def _table_of(node: Any) -> fx.Node | None:
     node = through(node, *_VIEWS)
     if not is_call(node, aten.index_select.default):
         return None
-    table = node.args[0]
+    table: fx.Node = arguments(node).self
     return table if isinstance(input_of(table), ConstantInput) else None
 
 
@@ -268,24 +283,22 @@ def _flatten(graph: fx.Graph, rope: _Rotary) -> fx.Node:
     x = rope.x
     if rope.heads_last:
         source: Any = x
-    elif is_call(x, aten.transpose.int) and tuple(x.args[1:3]) in ((1, 2), (2, 1)):
-        source = x.args[0]
     else:
-        source = emit(graph, aten.transpose.int, x, 1, 2)
+        source = swapped(x, 1, 2) or emit(graph, aten.transpose.int, x, 1, 2)
     return emit(graph, aten.squeeze.dim, source, 0)
 
 
 def _source(graph: fx.Graph, rope: _Rotary) -> _Source:
     """Above the head-wise norm, when nothing else reads the normalized value."""
     x = rope.x
-    heads_last: Any = x.args[0] if is_call(x, aten.transpose.int) else None
+    heads_last: Any = arguments(x).self if is_call(x, aten.transpose.int) else None
     if rope.heads_last:
         heads_last = x
     if is_call(heads_last, rms_norm.overload) and (heads_last is x or only_user(heads_last) is x):
-        y, weight, eps, offset = heads_last.args
-        if weight is not None and val(weight).shape[0] == val(x).shape[-1]:
-            flat = emit(graph, aten.squeeze.dim, y, 0)
-            return _Source(flat, weight, eps, offset)
+        norm = arguments(heads_last)
+        if norm.weight is not None and val(norm.weight).shape[0] == val(x).shape[-1]:
+            flat = emit(graph, aten.squeeze.dim, norm.x, 0)
+            return _Source(flat, norm.weight, norm.eps, norm.offset)
     return _Source(_flatten(graph, rope))
 
 

@@ -1,17 +1,17 @@
-"""`group_caches`: layers that see different spans of the text get block tables of their own."""
+"""`group_caches`: a block table for each attention window, all over one pool of blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
 from llmc.kernels.paged_attention import paged_attention
+from llmc.kernels.step_inputs import GROUPED, of_group
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import calls, val
-from llmc.passes.inputs import GROUPED, CacheInput, StepInput, input_of, of_group, step_input
+from llmc.passes.edit import arguments, calls, val
+from llmc.passes.inputs import CacheInput, StepInput, input_of, step_input
 
 MAX_GROUPS = 8  # each has a block table in every row
 
@@ -27,12 +27,11 @@ class CacheGroup:
 
 @graph_pass()
 def group_caches(gm: fx.GraphModule, *, max_positions: int) -> Notes:
-    """Let windowed layers hold no more of a text than they see, out of one pool of blocks.
+    """Let sliding-window layers free blocks that left their window, for any layer to use.
 
-    Layers with the same window form groups of equally many. The first layers of all groups share
+    Layers with the same window form groups of the same size. The first layers of all groups share
     one cache, and so do the second ones: a block belongs to one group at a time, whose block table
-    names it. So what a window gives back can serve any group. A limit that reaches past
-    `max_positions` tokens is none.
+    lists it. A window or chunk of `max_positions` tokens or more counts as none.
 
     Before:
         llmc.write_kv(k0, v0, key_cache_0, value_cache_0, slot_mapping)
@@ -48,7 +47,7 @@ def group_caches(gm: fx.GraphModule, *, max_positions: int) -> Notes:
     graph = gm.graph
     if any(role == StepInput(name=of_group(GROUPED[0], 1)) for role in _roles(graph)):
         return ["grouped already"]
-    kinds = _layers_by_reach(graph, max_positions)
+    kinds = _layers_by_window(graph, max_positions)
     if len(kinds) < 2:
         return [] if len(kinds) == 0 else ["all layers see the same span"]
     layers = _caches(graph)
@@ -57,14 +56,14 @@ def group_caches(gm: fx.GraphModule, *, max_positions: int) -> Notes:
         return [f"caches of {len(shapes)} shapes can't share blocks"]
     size = group_size([len(kind) for kind in kinds.values()])
     groups = [
-        (reach, kind[first : first + size])
-        for reach, kind in kinds.items()
+        (window, kind[first : first + size])
+        for window, kind in kinds.items()
         for first in range(0, len(kind), size)
     ]
     if len(groups) > MAX_GROUPS:
         return [f"{len(kinds)} kinds of layers make too many groups"]
     _share(graph, layers, [members for _, members in groups])
-    return [f"block tables of their own for layers that see {_words(*reach)}" for reach in kinds]
+    return [f"a separate block table for layers that see {_words(*window)}" for window in kinds]
 
 
 def group_size(counts: Sequence[int]) -> int:
@@ -89,9 +88,10 @@ def cache_groups(graph: fx.Graph) -> tuple[CacheGroup, ...]:
         readers = [
             node
             for node in graph.nodes
-            if "paged_attention" in str(node.target) and _is_step_input(node.args[5], table)
+            if "paged_attention" in str(node.target)
+            and input_of(arguments(node).block_table) == StepInput(name=table)
         ]
-        caches = {node.args[1] for node in readers}
+        caches = {arguments(node).key_cache for node in readers}
         window, chunk = widest([_limits(node) for node in readers])
         groups.append(CacheGroup(window=window, chunk=chunk, num_layers=len(caches)))
     return tuple(groups)
@@ -99,12 +99,8 @@ def cache_groups(graph: fx.Graph) -> tuple[CacheGroup, ...]:
 
 def _limits(attention: fx.Node) -> tuple[int, int]:
     """Its window and its chunk."""
-    args: Any = attention.args
-    return int(args[7]), int(args[8])
-
-
-def _is_step_input(node: object, name: str) -> bool:
-    return input_of(node) == StepInput(name=name)
+    given = arguments(attention)
+    return int(given.window), int(given.chunk)
 
 
 def _roles(graph: fx.Graph) -> list[object]:
@@ -125,19 +121,19 @@ def _shape(parts: dict[str, fx.Node]) -> tuple[object, ...]:
     return tuple((*val(parts[p]).shape[1:], val(parts[p]).dtype) for p in ("key", "value"))
 
 
-def _layers_by_reach(graph: fx.Graph, max_positions: int) -> dict[tuple[int, int], list[int]]:
-    """Cache layers by the (window, chunk) of those who read them; the farthest reach first."""
+def _layers_by_window(graph: fx.Graph, max_positions: int) -> dict[tuple[int, int], list[int]]:
+    """Cache layers by the (window, chunk) of their attention; the widest first."""
     limits: dict[int, list[tuple[int, int]]] = {}
     for node in calls(graph, paged_attention.overload):
-        role = input_of(node.args[1])
+        role = input_of(arguments(node).key_cache)
         assert isinstance(role, CacheInput)
         window, chunk = (n if n < max_positions else 0 for n in _limits(node))
         limits.setdefault(role.layer, []).append((window, chunk))
     kinds: dict[tuple[int, int], list[int]] = {}
     for layer, seen in sorted(limits.items()):
         kinds.setdefault(widest(seen), []).append(layer)
-    order = sorted(kinds, key=lambda reach: min([r for r in reach if r] or [2**31]), reverse=True)
-    return {reach: kinds[reach] for reach in order}
+    order = sorted(kinds, key=lambda kind: min([n for n in kind if n] or [2**31]), reverse=True)
+    return {kind: kinds[kind] for kind in order}
 
 
 def widest(limits: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -8,18 +8,21 @@ loader fills the recipe straight from the checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
 from llmc.kernels.quantized_linear import Part, Quantization
+from llmc.kernels.step_inputs import input_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
-    """A tensor that the runner hands over at every step, by its name in the step contract."""
+    """A tensor that the runner hands over at every step, by its name (kernels/step_inputs.py)."""
 
     name: str
 
@@ -34,9 +37,9 @@ class CacheInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedPart:
-    """One of the tensors that a quantized weight becomes. All have the same recipe else.
+    """One of the tensors that a quantized weight becomes; in all else their recipes are alike.
 
-    `stored`: it is the checkpoint's own bits; else it is quantized while it loads.
+    `stored`: it has the checkpoint's bits; else it is quantized while it loads.
     """
 
     to: Quantization
@@ -100,27 +103,52 @@ def add_constant(graph: fx.Graph, name: str, tensor: Tensor, like: fx.Node) -> f
     return add_input(graph, name, ConstantInput(tensor=tensor), fake)
 
 
-def step_input(graph: fx.Graph, name: str, val: Tensor) -> fx.Node:
-    """The placeholder of the step input `name`, added when the graph has none yet."""
+# Sizes of fake values at capture; those of the tokens are symbolic.
+_SIZES: Mapping[str, int] = {
+    "R": 2, "R + 1": 3, "S": 2, "blocks": 2, "2 + prompts": 3,
+    "rows": 4, "context": 2, "biases": 2, "mask words": 2, "bad word tokens": 2,
+}  # fmt: skip
+
+
+def step_input(
+    graph: fx.Graph,
+    name: str,
+    val: Tensor | None = None,
+    *,
+    sizes: Mapping[str, Any] = MappingProxyType({}),
+) -> fx.Node:
+    """The placeholder of the step input `name`, added when the graph has none yet.
+
+    `val`: its fake value, for one that kernels/step_inputs.py does not define; `sizes`: dimensions
+    that another value of the graph has.
+    """
     node: fx.Node
     for node in graph.nodes:
         if node.op == "placeholder" and node.meta["input"] == StepInput(name=name):
             return node
-    return add_input(graph, name, StepInput(name=name), val)
+    fake = _fake(graph, name, sizes) if val is None else val
+    return add_input(graph, name, StepInput(name=name), fake)
 
 
-# Step inputs that every group of layers with blocks of its own has one of: see `group_caches`.
-GROUPED = ("slot_mapping", "block_table")
+def _fake(graph: fx.Graph, name: str, sizes: Mapping[str, Any]) -> Tensor:
+    spec = input_named(name)
+    known = {**_SIZES, **sizes}
+    if "T" in spec.dims and "T" not in sizes:
+        known["T"] = token_input(graph).meta["val"].shape[0]
+    like = next(n for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)).meta["val"]
+    device = torch.device("cpu") if spec.on_host else like.device
+    fake: Tensor = like.new_empty(spec.shape(known), dtype=spec.dtype, device=device)
+    return fake
 
 
-def of_group(name: str, group: int) -> str:
-    """The name of a grouped step input: the first group's has no number."""
-    return f"{name}_{group}" if group else name
-
-
-def base_name(name: str) -> str:
-    """The step input that a name of `of_group` stands for."""
-    return next((base for base in GROUPED if name.startswith(f"{base}_")), name)
+def token_input(graph: fx.Graph) -> fx.Node:
+    """A placeholder with an element for each token of the step: the token ids or the positions."""
+    found: fx.Node = next(
+        n
+        for n in graph.nodes
+        if input_of(n) in (StepInput(name="token_ids"), StepInput(name="positions"))
+    )
+    return found
 
 
 def fake_like(node: fx.Node, *shape: Any, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ from torch import fx
 
 from llmc.errors import CompileError
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import aten, emit, is_call, update_val, val
+from llmc.passes.edit import arguments, aten, emit, is_call, set_arguments, update_val, val
 from llmc.passes.inputs import ConstantInput, WeightInput, input_of, step_input
 
 # Ops between the head and the output that work on each logit alone.
@@ -45,20 +45,15 @@ def last_token_logits(gm: fx.GraphModule) -> Notes:
         chain.append(node)
         node = inner
     assert isinstance(logits, fx.Node) and isinstance(node, fx.Node)
-    tokens = next(
-        n
-        for n in graph.nodes
-        if n.op == "placeholder" and getattr(n.meta["input"], "name", "") == "token_ids"
-    )
-    index = step_input(graph, "logits_index", val(tokens).new_empty(2))
+    index = step_input(graph, "logits_index")
     head = is_call(node, aten.linear.default)
-    source = node.args[0] if head else logits
+    source = arguments(node).input if head else logits
     if not isinstance(source, fx.Node) or val(source).dim() != 3:
         raise CompileError("the model's logits are not made per token, so they can't be selected")
     with graph.inserting_before(node if head else output):
         rows = emit(graph, aten.index_select.default, source, 1, index)
     if head:
-        node.update_arg(0, rows)
+        set_arguments(node, input=rows)
         for changed in (node, *reversed(chain)):
             update_val(changed)
         rows = logits

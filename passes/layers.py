@@ -62,7 +62,7 @@ def layer_outputs(graph: fx.Graph) -> list[fx.Node]:
     if missing or not layers.count:
         raise CompileError(
             f"no single value leaves layer {missing[0] if missing else 0}, "
-            "so its hidden state can't be told from the graph"
+            "so the graph does not show its hidden state"
         )
     return [layers.outputs[i] for i in range(layers.count)]
 

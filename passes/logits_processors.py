@@ -5,7 +5,7 @@
 
 `apply` is traced once, when the model is loaded, so it runs inside the compiled step and its CUDA
 graphs. What it gives goes through penalties, biases, bans and masks like the model's own logits:
-a structured output stays one, whatever a processor says.
+a structured output keeps to its grammar, whatever a processor does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from llmc.errors import ConfigError
 from llmc.kernels.process_logits import process_logits
 from llmc.passes.base import Notes, Pass, graph_pass
-from llmc.passes.edit import aten, calls, emit, val
+from llmc.passes.edit import arguments, aten, calls, emit, set_arguments, val
 from llmc.passes.inputs import fake_like, step_input
 from llmc.passes.user_code import called, check_names, code_digest, find, plain
 
@@ -98,18 +98,18 @@ class LogitsProcessor(ABC):
 
 def user_processors(given: Iterable[object]) -> tuple[LogitsProcessor, ...]:
     """The installed processors, then the given ones; ConfigError for what is none."""
-    found = tuple(_as_processor(item, said) for item, said in find(GROUP, given, "class"))
+    found = tuple(_as_processor(item, source) for item, source in find(GROUP, given, "class"))
     check_names([p.name for p in found], "logits processors")
     arguments = [name for p in found for name in p.arguments]
     check_names(arguments, "arguments of logits processors")
     return found
 
 
-def _as_processor(item: object, said: str) -> LogitsProcessor:
+def _as_processor(item: object, source: str) -> LogitsProcessor:
     if isinstance(item, type) or (callable(item) and not isinstance(item, LogitsProcessor)):
-        item = called(item, said)
+        item = called(item, source)
     if not isinstance(item, LogitsProcessor):
-        raise ConfigError(f"{said} is no logits processor: derive a class from LogitsProcessor")
+        raise ConfigError(f"{source} is no logits processor: derive a class from LogitsProcessor")
     return item
 
 
@@ -159,8 +159,8 @@ def apply_processor(gm: fx.GraphModule, *, processor: LogitsProcessor) -> Notes:
     """
     graph = gm.graph
     [sampler] = calls(graph, process_logits.overload)
-    logits, row, length, history, prompt_len = sampler.args[:5]
-    assert isinstance(logits, fx.Node)
+    given = arguments(sampler)
+    logits = given.logits
     tables = processor.tables(int(val(logits).shape[-1]))
     inputs = {
         name: step_input(
@@ -179,7 +179,7 @@ def apply_processor(gm: fx.GraphModule, *, processor: LogitsProcessor) -> Notes:
         }
         batch = LogitsBatch(
             state=state,
-            length=length.clamp(min=1),  # 0 in lines that draw nothing: no index for anybody
+            length=length.clamp(min=1),  # 0 in lines that draw nothing: no index at all
             prompt_length=prompt_len.index_select(0, row),
             row=row,
             history=history,
@@ -189,9 +189,10 @@ def apply_processor(gm: fx.GraphModule, *, processor: LogitsProcessor) -> Notes:
     with graph.inserting_before(sampler):
         # a copy: it may be written to, and the model's own logits are reported
         own = emit(graph, aten.clone.default, emit(graph, aten.to.dtype, logits, torch.float32))
-        args = (own, row, length, history, prompt_len, *inputs.values())
+        read = (given.row, given.length, given.history, given.prompt_len)
+        args = (own, *read, *inputs.values())
         changed = _inline(graph, _traced(function, args, processor), args, processor)
-    sampler.update_arg(0, changed)
+    set_arguments(sampler, logits=changed)
     return []
 
 

@@ -1,4 +1,4 @@
-"""`lower_kernels`: each op is replaced by the fastest version that is there and fits. Last pass."""
+"""`lower_kernels`: each op is replaced by the fastest version that is available and fits. Last."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from torch import fx
 
 from llmc.kernels.registry import OPS, PREFER
 from llmc.passes.base import Notes, graph_pass
+from llmc.passes.edit import positional
 
-# Ops of torch that an op of ours can stand in for, with the same arguments.
+# Torch's ops that one of our ops can replace, with the same arguments.
 _SAME_AS = {torch.ops.aten.linear.default: "linear"}
 
 
@@ -32,7 +33,7 @@ def lower_kernels(gm: fx.GraphModule, *, prefer: Sequence[str] = PREFER) -> Note
         if op is None:
             continue
         if node.target in _SAME_AS:
-            node.args = (*node.args, None)[:3]  # linear's bias may be left out
+            node.args = positional(node)  # linear's bias may be left out
         args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
         impl = op.best(args, prefer=prefer)
         if impl is None and node.target in _SAME_AS:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from torch import fx
 
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import aten, calls, emit, only_user, replace, val
+from llmc.passes.edit import arguments, aten, calls, emit, only_user, replace, val
 from llmc.passes.inputs import WeightInput, add_input, input_of
 
 
@@ -25,7 +25,7 @@ def merge_linears(gm: fx.GraphModule) -> Notes:
     graph = gm.graph
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in calls(graph, aten.linear.default):
-        groups[node.args[0]].append(node)  # type: ignore[index]
+        groups[arguments(node).input].append(node)
     notes = []
     for group in groups.values():
         if len(group) < 2:
@@ -39,8 +39,8 @@ def merge_linears(gm: fx.GraphModule) -> Notes:
 
 
 def _bias(node: fx.Node) -> fx.Node | None:
-    bias = node.args[2] if len(node.args) > 2 else None
-    return bias if isinstance(bias, fx.Node) else None
+    bias: fx.Node | None = arguments(node).bias
+    return bias
 
 
 def _why_not(group: list[fx.Node]) -> str | None:
@@ -48,7 +48,7 @@ def _why_not(group: list[fx.Node]) -> str | None:
     if any(biased) and not all(biased):
         return "some have a bias and some have none"
     for node in group:
-        for source in (node.args[1], _bias(node)):
+        for source in (arguments(node).weight, _bias(node)):
             if source is None:
                 continue
             role = input_of(source)
@@ -57,7 +57,8 @@ def _why_not(group: list[fx.Node]) -> str | None:
             assert isinstance(source, fx.Node)
             if only_user(source) is None:
                 return "a weight is shared with another op"
-    if len({input_of(n.args[1]).transposed for n in group}) > 1:  # type: ignore[union-attr]
+    roles = [input_of(arguments(n).weight) for n in group]
+    if len({role.transposed for role in roles if isinstance(role, WeightInput)}) > 1:
         return "weights are stored in different orders"
     return None
 
@@ -75,12 +76,13 @@ def _cat_input(graph: fx.Graph, sources: list[fx.Node]) -> fx.Node:
 
 def _merge(graph: fx.Graph, group: list[fx.Node]) -> None:
     first = group[0]
-    weight = _cat_input(graph, [n.args[1] for n in group])  # type: ignore[misc]
+    weights = [arguments(n).weight for n in group]
+    weight = _cat_input(graph, weights)
     biases = [b for n in group if (b := _bias(n)) is not None]
     bias = _cat_input(graph, biases) if biases else None
-    sizes = [int(val(n.args[1]).shape[0]) for n in group]
+    sizes = [int(val(w).shape[0]) for w in weights]
     with graph.inserting_before(first):
-        merged = emit(graph, aten.linear.default, first.args[0], weight, bias)
+        merged = emit(graph, aten.linear.default, arguments(first).input, weight, bias)
         split = emit(graph, aten.split_with_sizes.default, merged, sizes, -1)
         parts = []
         for i in range(len(group)):

@@ -1,4 +1,4 @@
-"""`page_attention`: from attention over the tokens at hand to attention over the paged cache."""
+"""`page_attention`: from attention over the step's tokens to attention over the paged cache."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from llmc.kernels.attention import attention
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.write_kv import write_kv
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import aten, calls, emit, is_call, replace, val
-from llmc.passes.inputs import CacheInput, add_input, fake_like, input_of, step_input
+from llmc.passes.edit import arguments, aten, calls, emit, replace, set_arguments, swapped, val
+from llmc.passes.inputs import CacheInput, add_input, input_of, step_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +53,15 @@ def page_attention(
     owners: dict[int, str] = {}  # cache layer -> the marker that writes it
     written: dict[tuple[Any, Any], tuple[Any, Any]] = {}  # (key, value) -> their caches
     for marker in calls(graph, attention.overload):
-        role = input_of(marker.args[3])
+        given = arguments(marker)
+        role = input_of(given.key_cache)
         if not isinstance(role, CacheInput):
-            raise CompileError(f"{marker.name} has no cache of its own")
-        tensors = (marker.args[1], marker.args[2])
+            raise CompileError(f"{marker.name} has no cache")
+        tensors = (given.key, given.value)
         if tensors in written:
             notes.append(f"{marker.name} reads the keys and values of an earlier layer")
-            marker.args = (*marker.args[:3], *written[tensors], *marker.args[5:])
+            key_cache, value_cache = written[tensors]
+            set_arguments(marker, key_cache=key_cache, value_cache=value_cache)
             _page(graph, marker, write=False)
             continue
         if role.layer in owners:
@@ -67,68 +69,67 @@ def page_attention(
             _give_caches(graph, marker)
         else:
             owners[role.layer] = marker.name
-        written[tensors] = (marker.args[3], marker.args[4])
+        given = arguments(marker)
+        written[tensors] = (given.key_cache, given.value_cache)
         _size_caches(marker, block_size, cache_dtype)
         _page(graph, marker, write=True)
     return notes
 
 
 def _give_caches(graph: fx.Graph, marker: fx.Node) -> None:
-    """Caches of its own for a call whose module's are taken: the next numbers."""
+    """New caches for a call whose module's are taken: the next numbers."""
     roles = [input_of(n) for n in graph.nodes if n.op == "placeholder"]
     layer = 1 + max(role.layer for role in roles if isinstance(role, CacheInput))
-    fakes = [val(marker.args[i]) for i in (3, 4)]
-    caches = (
-        add_input(graph, f"key_cache_{layer}", CacheInput(layer=layer, part="key"), fakes[0]),
-        add_input(graph, f"value_cache_{layer}", CacheInput(layer=layer, part="value"), fakes[1]),
+    given = arguments(marker)
+    key, value = CacheInput(layer=layer, part="key"), CacheInput(layer=layer, part="value")
+    set_arguments(
+        marker,
+        key_cache=add_input(graph, f"key_cache_{layer}", key, val(given.key_cache)),
+        value_cache=add_input(graph, f"value_cache_{layer}", value, val(given.value_cache)),
     )
-    marker.args = (*marker.args[:3], *caches, *marker.args[5:])
 
 
 def _size_caches(marker: fx.Node, block_size: int, cache_dtype: torch.dtype | None) -> None:
-    _, key, value, key_cache, value_cache, *_ = marker.args
-    for cache, source in ((key_cache, key), (value_cache, value)):
-        assert isinstance(cache, fx.Node)
+    given = arguments(marker)
+    for cache, source in ((given.key_cache, given.key), (given.value_cache, given.value)):
         heads, dim = val(source).shape[1], val(source).shape[3]
         dtype = cache_dtype or val(source).dtype
         cache.meta["val"] = val(source).new_empty(2, heads, block_size, dim, dtype=dtype)
 
 
 def _page(graph: fx.Graph, marker: fx.Node, *, write: bool) -> None:
-    query, key, value, key_cache, value_cache, *rest = marker.args
-    tokens = next(n for n in graph.nodes if n.op == "placeholder" and _is_flat(n))
-    slots = step_input(graph, "slot_mapping", val(tokens).new_empty(val(tokens).shape[0]))
-    start = step_input(graph, "query_start", fake_like(tokens, 3, dtype=torch.int32))
-    length = step_input(graph, "context_len", fake_like(tokens, 2, dtype=torch.int32))
-    table = step_input(graph, "block_table", fake_like(tokens, 2, 2, dtype=torch.int32))
+    given = arguments(marker)
+    names = ("query_start", "context_len", "block_table")
+    bounds = {name: step_input(graph, name) for name in names}
+    slots = step_input(graph, "slot_mapping")
+    caches = {"key_cache": given.key_cache, "value_cache": given.value_cache}
+    kind = ("scale", "window", "chunk", "softcap", "sinks", "slopes")
     with graph.inserting_before(marker):
         if write:
-            k, v = _flat(graph, key), _flat(graph, value)
-            emit(graph, write_kv.overload, k, v, key_cache, value_cache, slots)
+            emit(
+                graph,
+                write_kv.overload,
+                key=_flat(graph, given.key),
+                value=_flat(graph, given.value),
+                **caches,
+                slot_mapping=slots,
+            )
         out = emit(
             graph,
             paged_attention.overload,
-            _flat(graph, query),
-            key_cache,
-            value_cache,
-            start,
-            length,
-            table,
-            *rest,
+            query=_flat(graph, given.query),
+            **caches,
+            **bounds,
+            **{name: getattr(given, name) for name in kind},
         )
         batched = emit(graph, aten.unsqueeze.default, out, 0)
     replace(marker, batched)
 
 
-def _is_flat(node: fx.Node) -> bool:
-    return getattr(node.meta["input"], "name", "") in ("token_ids", "positions")
-
-
 def _flat(graph: fx.Graph, node: object) -> fx.Node:
     """[1, H, T, D] -> [T, H, D], straight from the tensor that was transposed, if one was."""
     assert isinstance(node, fx.Node)
-    if is_call(node, aten.transpose.int) and tuple(node.args[1:3]) in ((1, 2), (2, 1)):
-        source = node.args[0]
-    else:
+    source = swapped(node, 1, 2)
+    if source is None:
         source = emit(graph, aten.transpose.int, node, 1, 2)
     return emit(graph, aten.squeeze.dim, source, 0)

@@ -39,7 +39,6 @@ class PipelineOptions:
     kv_cache_dtype: str = "auto"  # a name of fp8.CACHE_DTYPES, or the model's own
     quantization: Format | None = None
     stored: tuple[tuple[str, Quantization], ...] = ()  # weights that stay as they are stored
-    prompt_head_dims: tuple[int, ...] = ()  # for which a kernel of torch's was measured as faster
 
 
 def pipeline(
@@ -74,9 +73,8 @@ def pipeline(
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output
         fuse_rope_write(),  # after share_rotary and fuse_rms_norm: reads the table, takes the norm
         group_caches(max_positions=options.max_positions),  # after all that tell layers by caches
-        split_prompts(  # after group_caches, which reads attention's arguments
-            head_dims=options.prompt_head_dims,
-            unwanted=None if options.device_type == "cuda" else "other kernels serve GPUs",
+        split_prompts(
+            unwanted=None if options.device_type == "cuda" else "FlashAttention serves GPUs"
         ),
         quantize_linears(  # after merge_linears: whole merged weights
             format=options.quantization, stored=options.stored

@@ -1,5 +1,5 @@
-"""`quantize_linears`: weights of linears are held in 4 or 8 bits: quantized while they load, or as
-the checkpoint has them.
+"""`quantize_linears`: linears read weights of 4 or 8 bits: quantized while they load, or as the
+checkpoint stores them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmc.kernels.quantized_linear import (
     quantized_linear,
 )
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import aten, calls, emit, is_call, only_user, replace, val
+from llmc.passes.edit import arguments, aten, calls, emit, is_call, only_user, replace, val
 from llmc.passes.inputs import QuantizedPart, StepInput, WeightInput, add_input, input_of
 
 # Ops between a router and its choice of experts.
@@ -45,9 +45,9 @@ def quantize_linears(
     """Read a half or a quarter of the bytes. Not exact: the model's numbers change a little.
 
     Weights that are `stored` in `format`, or with None in any, stay as they are, which is exact.
-    The output head, if it is not the embedding's weight too, has 8 bits in
-    every format, since its errors are the logits' own; a router is left alone, since a small error
-    can choose another expert.
+    The output head, if it is not the embedding's weight too, has 8 bits in every format, since its
+    errors are the logits' own; a router is not quantized, since a small error can choose another
+    expert.
 
     Before:
         y = aten.linear(x, w, b)
@@ -55,14 +55,15 @@ def quantize_linears(
         y = llmc.quantized_linear(x, w in 4 or 8 bits, its scales, its zeros or None, b,
                                   its minimums)
     """
-    held = dict(stored)
-    if format is None and not held:
+    kept = dict(stored)
+    if format is None and not kept:
         return ["no --quantization was asked for"]
     graph = gm.graph
     left: Counter[str] = Counter()
     for node in calls(graph, aten.linear.default):
-        x, weight, bias = [*node.args, None][:3]
-        to, reason = _stored_form(weight, held)
+        given = arguments(node)
+        weight = given.weight
+        to, reason = _stored_form(weight, kept)
         is_stored = to is not None and format in (None, to.format)
         if format is not None and not is_stored:
             to, reason = _new_form(node, weight, format)
@@ -71,9 +72,8 @@ def quantize_linears(
             continue
         assert isinstance(weight, fx.Node)
         with graph.inserting_before(node):
-            *parts, minimum = _low_bit(graph, weight, to, stored=is_stored)
-            last = (bias,) if minimum is None else (bias, minimum)
-            fast = emit(graph, quantized_linear.overload, x, *parts, *last)
+            parts = _low_bit(graph, weight, to, stored=is_stored)
+            fast = emit(graph, quantized_linear.overload, x=given.input, **parts, bias=given.bias)
         replace(node, fast)
     experts = sum("expert_linear" in str(n.target) for n in graph.nodes if n.op == "call_function")
     if experts and format is not None:
@@ -90,12 +90,12 @@ def _new_form(node: fx.Node, weight: Any, format: Format) -> tuple[Quantization 
     return quantization_of(low, *(int(n) for n in val(weight).shape)), ""
 
 
-def _stored_form(weight: Any, held: Mapping[str, Quantization]) -> tuple[Quantization | None, str]:
+def _stored_form(weight: Any, kept: Mapping[str, Quantization]) -> tuple[Quantization | None, str]:
     """How all parts of a weight are stored, or why it is not taken as it is."""
     role = input_of(weight)
     if not isinstance(role, WeightInput) or role.quantized or role.transposed:
         return None, "the weight is computed"
-    forms = {held.get(part) for part in role.parts}
+    forms = {kept.get(part) for part in role.parts}
     form = forms.pop()
     if forms:
         return None, "merged weights are stored in different ways, so they are widened"
@@ -108,20 +108,20 @@ def _stored_form(weight: Any, held: Mapping[str, Quantization]) -> tuple[Quantiz
 
 def _low_bit(
     graph: fx.Graph, weight: fx.Node, to: Quantization, *, stored: bool
-) -> list[fx.Node | None]:
+) -> dict[Part, fx.Node | None]:
     """Placeholders of the quantized weight, its scales, its zeros and minimums, if it has any."""
     role = input_of(weight)
     assert isinstance(role, WeightInput)
     channels, depth = (int(n) for n in val(weight).shape)
-    nodes: list[fx.Node | None] = []
+    nodes: dict[Part, fx.Node | None] = {}
     parts: tuple[Part, ...] = ("weight", "scale", "zero", "minimum")
     for part in parts:
         if part not in to.dtypes:
-            nodes.append(None)
+            nodes[part] = None
             continue
         fake = val(weight).new_empty(to.shape(part, channels, depth), dtype=to.dtypes[part])
         low = dataclasses.replace(role, quantized=QuantizedPart(to=to, part=part, stored=stored))
-        nodes.append(add_input(graph, f"{weight.name}_{to.format}_{part}", low, fake))
+        nodes[part] = add_input(graph, f"{weight.name}_{to.format}_{part}", low, fake)
     return nodes
 
 
@@ -141,10 +141,10 @@ def _why_not(node: fx.Node, weight: Any, format: Format) -> str | None:
 
 def _is_head(node: fx.Node) -> bool:
     """Whether a linear reads the rows that `last_token_logits` selected."""
-    source = node.args[0]
+    source = arguments(node).input
     if not is_call(source, aten.index_select.default):
         return False
-    return input_of(source.args[2]) == StepInput(name="logits_index")  # type: ignore[union-attr]
+    return input_of(arguments(source).index) == StepInput(name="logits_index")
 
 
 def _is_router(node: fx.Node) -> bool:

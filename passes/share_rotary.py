@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import aten, emit, is_call, val
+from llmc.passes.edit import arguments, aten, emit, is_call, val
 from llmc.passes.inputs import ConstantInput, StepInput, add_input, input_of
 
 _MOST_BYTES = 512 << 20  # of a table: 2**20 positions of 128 float32
@@ -62,7 +62,7 @@ def share_rotary(gm: fx.GraphModule, *, max_positions: int) -> Notes:
     bases = {_base(n, inside) for n in inside if any(user not in inside for user in n.users)}
     notes = []
     texts: dict[fx.Node, str] = {}
-    rows: dict[str, fx.Node] = {}  # by what is computed: layers may compute the same anew
+    rows: dict[str, fx.Node] = {}  # by what is computed: layers may repeat a computation
     for node in [n for n in graph.nodes if n in bases]:
         if not _is_float_rows(node, positions):
             notes.append(f"{node.name}: not one row of floats a token")
@@ -109,10 +109,9 @@ def _closure(graph: fx.Graph, positions: fx.Node) -> set[fx.Node]:
 
 
 def _base(node: fx.Node, inside: set[fx.Node]) -> fx.Node:
-    """Above the views that only add a dimension, which every layer makes anew."""
-    while is_call(node, aten.unsqueeze.default) and node.args[0] in inside:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
+    """Above the views that only add a dimension, which every layer repeats."""
+    while is_call(node, aten.unsqueeze.default) and arguments(node).self in inside:
+        source: fx.Node = arguments(node).self
         if not val(source).is_floating_point() or val(source).dim() < 3:
             break
         node = source

@@ -14,8 +14,8 @@ from llmc.kernels.linear_recurrence import linear_recurrence
 from llmc.kernels.registry import Op
 from llmc.kernels.selective_scan import selective_scan
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import calls, val
-from llmc.passes.inputs import StateInput, add_input, fake_like, step_input
+from llmc.passes.edit import arguments, calls, set_arguments, val
+from llmc.passes.inputs import StateInput, add_input, fake_like, step_input, token_input
 
 STATE_OPS: tuple[Op, ...] = (
     causal_conv,
@@ -24,7 +24,6 @@ STATE_OPS: tuple[Op, ...] = (
     linear_recurrence,
     decayed_softmax,
 )
-_NUM_LAST = 4  # state, query_start, context_len, request_row: the last arguments of all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,39 +51,34 @@ def slot_state(gm: fx.GraphModule) -> Notes:
     """
     graph = gm.graph
     by_target = {op.overload: op for op in STATE_OPS}
-    markers = [n for n in calls(graph, *by_target) if n.args[-_NUM_LAST] is None]
+    markers = [n for n in calls(graph, *by_target) if arguments(n).state is None]
     if not markers:
         return []
-    tokens = next(
-        n
-        for n in graph.nodes
-        if n.op == "placeholder" and getattr(n.meta["input"], "name", "") == "token_ids"
-    )
-    start = step_input(graph, "query_start", fake_like(tokens, 3, dtype=torch.int32))
-    length = step_input(graph, "context_len", fake_like(tokens, 2, dtype=torch.int32))
-    row = step_input(graph, "request_row", fake_like(tokens, 2, dtype=torch.int64))
+    names = ("query_start", "context_len", "request_row")
+    bounds = {name: step_input(graph, name) for name in names}
+    tokens = token_input(graph)
     for call, marker in enumerate(markers):
         op = by_target[marker.target]
         shape, dtype = _state_of(op, marker)
         role = StateInput(call=call, op=op.name)
         fake = fake_like(tokens, 2, *shape, dtype=dtype)
         state = add_input(graph, f"state_{call}", role, fake)
-        marker.args = (*marker.args[:-_NUM_LAST], state, start, length, row)
+        set_arguments(marker, state=state, **bounds)
     return []
 
 
 def _state_of(op: Op, marker: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape of one slot, and its dtype: float32 where values add up over a whole request."""
-    first = val(marker.args[0])
+    given = arguments(marker)
     if op is causal_conv:
-        channels, width = val(marker.args[1]).shape
-        return (int(channels), int(width) - 1), first.dtype
+        channels, width = val(given.weight).shape
+        return (int(channels), int(width) - 1), val(given.x).dtype
     if op is delta_rule:
-        sizes = (*val(marker.args[1]).shape[1:], val(marker.args[2]).shape[2])
+        sizes = (*val(given.key).shape[1:], val(given.value).shape[2])
     elif op is selective_scan:
-        sizes = (*first.shape[1:], val(marker.args[3]).shape[2])
+        sizes = (*val(given.x).shape[1:], val(given.b).shape[2])
     elif op is decayed_softmax:
-        sizes = (3, *first.shape[1:])
+        sizes = (3, *val(given.key).shape[1:])
     else:
-        sizes = tuple(first.shape[1:])
+        sizes = tuple(val(given.x).shape[1:])
     return tuple(int(n) for n in sizes), torch.float32

@@ -20,17 +20,19 @@ GROUP = "llmc.passes"
 
 def user_passes(given: Iterable[object]) -> tuple[Pass, ...]:
     """The installed passes, then the given ones; ConfigError for what is no pass."""
-    found = tuple(_as_pass(item, said) for item, said in find(GROUP, given, "pass"))
+    found = tuple(_as_pass(item, source) for item, source in find(GROUP, given, "pass"))
     check_names([p.name for p in found], "passes")
     return found
 
 
-def _as_pass(item: object, said: str) -> Pass:
+def _as_pass(item: object, source: str) -> Pass:
     """A Pass, or what makes one when called without options."""
     if callable(item) and not isinstance(item, Pass):
-        item = called(item, said)
+        item = called(item, source)
     if not isinstance(item, Pass):
-        raise ConfigError(f"{said} is no pass: decorate a function with @graph_pass() and call it")
+        raise ConfigError(
+            f"{source} is no pass: decorate a function with @graph_pass() and call it"
+        )
     if item.required:
         raise ConfigError(f"pass {item.name!r} is a user's and can't be required")
     return item

@@ -30,22 +30,22 @@ def find(group: str, given: Iterable[object], what: str) -> Iterator[tuple[objec
     `what` they are, for errors. A name is looked up; any other object stays what it is.
     """
     for entry in sorted(entry_points(group=group), key=lambda e: e.name):
-        said = f"entry point {entry.name} ({entry.value})"
+        source = f"entry point {entry.name} ({entry.value})"
         try:
             loaded = entry.load()
         except (ImportError, AttributeError) as e:
-            raise ConfigError(f"{said} of group {group} can't be loaded: {e}") from e
-        yield loaded, said
+            raise ConfigError(f"{source} of group {group} can't be loaded: {e}") from e
+        yield loaded, source
     for item in given:
         yield _named(item, what) if isinstance(item, str) else item, repr(item)[:100]
 
 
-def called(item: Any, said: str) -> Any:
+def called(item: Any, source: str) -> Any:
     """What a factory or a class makes without options."""
     try:
         return item()
     except TypeError as e:
-        raise ConfigError(f"{said} can't be called without options: {e}") from e
+        raise ConfigError(f"{source} can't be called without options: {e}") from e
 
 
 def check_names(names: list[str], what: str) -> None:
@@ -85,7 +85,7 @@ def code_digest(code: Any) -> str | None:
     """Digest of the file that a function or class stands in, or of its folder where that is a
     package."""
     if getattr(code, "__closure__", None):
-        return None  # what it refers to can't be told
+        return None  # what it refers to is unknown
     try:
         path = Path(inspect.getfile(code))
         module = sys.modules.get(code.__module__)

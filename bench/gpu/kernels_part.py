@@ -90,12 +90,11 @@ def static_split(device: torch.device) -> dict[str, float]:
     Our kernel divides `target` ranges by length, so a target of ranges * all / longest keys gives
     the longest request just that many.
     """
-    from llmc.kernels.chip import chip_of
     from llmc.kernels.triton import paged_attention
     from llmc.kernels.triton.configs import attention_config
     from llmc.kernels.triton.launch import multiprocessors
 
-    config = attention_config(_HEADS // _KV, _DIM, 2, 2, chip_of(device))
+    config = attention_config(_HEADS // _KV, _DIM, 2, 2)
     programs = config.waves * multiprocessors(device)
     ranges = -(-programs // (len(SKEWED) * _KV))
     target = -(-ranges * sum(SKEWED) // max(SKEWED))

@@ -102,7 +102,7 @@ PARTS = (
         expected_s=40, most_s=80, load=_kernels,
     ),
     Part(
-        name="prompts", about="kernels for prompts, by head size and length: prompt_table.json",
+        name="prompts", about="kernels for fresh prompts, by head size and length",
         expected_s=14, most_s=60, load=_prompts,
     ),
     Part(

@@ -24,15 +24,15 @@ def combine_kernel(
     COMBINE_ROWS: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
-    items, splits = divide(query_start, context_len, num_rows, num_tokens, target, ROWS,
-                           BLOCK_Q, BLOCK_N, MIN_TILES, WINDOW, CHUNK)  # fmt: skip
+    items, splits = divide(query_start, context_len, num_rows, target, ROWS, BLOCK_Q, BLOCK_N,
+                           MIN_TILES, WINDOW, CHUNK)  # fmt: skip
     row, place = locate(tl.program_id(0), tl.where(splits > 1, items, 0), ROWS)
-    if row > num_rows:
+    if row >= num_rows:
         return
     row_splits = at(splits, row, ROWS)
     item = at(items, row, ROWS) - 1 - place
     q_start = tl.load(query_start + row)
-    q_end = tl.load(query_start + row + 1, mask=row < num_rows, other=num_tokens)
+    q_end = tl.load(query_start + row + 1)
     m_index = tl.program_id(2) * COMBINE_ROWS + tl.arange(0, COMBINE_ROWS)
     token = q_start + item * BLOCK_Q + m_index // GROUP_TILE
     group_head = (tl.program_id(1) % GROUP_TILES) * GROUP_TILE + m_index % GROUP_TILE

@@ -5,7 +5,7 @@ values are read once for all of them. Keys come in tiles of BLOCK_N positions, w
 block size: each position is looked up in the block table. Online softmax in base 2.
 
 Two things keep NaN out of the result: keys and values outside [lo, hi) are not loaded at all (a
-block that nobody owns may hold anything, and 0 * NaN is NaN), and a row that sees no key of a tile
+block without an owner may hold anything, and 0 * NaN is NaN), and a row that sees no key of a tile
 keeps its maximum at -inf without subtracting infinities.
 """
 
@@ -111,16 +111,20 @@ def attention_kernel(
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
-    items, splits = divide(query_start, context_len, num_rows, num_tokens, target, ROWS,
-                           BLOCK_Q, BLOCK_N, MIN_TILES, WINDOW, CHUNK)  # fmt: skip
+    items, splits = divide(query_start, context_len, num_rows, target, ROWS, BLOCK_Q, BLOCK_N,
+                           MIN_TILES, WINDOW, CHUNK)  # fmt: skip
     if not SPLIT:
         splits = splits * 0 + 1
     row, place = locate(tl.program_id(0), items * splits, ROWS)
-    if row > num_rows:
+    # behind the requests' items: those of queries past the last request, which want zeros
+    tail = (num_tokens - tl.load(query_start + num_rows) + BLOCK_Q - 1) // BLOCK_Q
+    if (row >= num_rows) & (place >= tail):
         return
-    row_splits = at(splits, row, ROWS)
+    row_splits = tl.where(row < num_rows, at(splits, row, ROWS), 1)
+    row_items = tl.where(row < num_rows, at(items, row, ROWS), tail)
+    row = tl.minimum(row, num_rows)
     split = place % row_splits
-    item = at(items, row, ROWS) - 1 - place // row_splits  # late queries see most keys: first
+    item = row_items - 1 - place // row_splits  # late queries see most keys: first
 
     # the queries and heads of the tile
     q_start = tl.load(query_start + row)

@@ -2,8 +2,9 @@
 
 A work item is a tile of one request's queries. Its keys are cut into equal ranges so that all
 items together make about `target` ranges a head: a long context among short ones becomes many
-ranges and nobody waits for it. Each range is a slot of the grid. Every program computes this plan
-anew from query_start and context_len: a few hundred integers, cheaper than one more launch a layer.
+ranges, so that no program works much longer than the others. Each range is a slot of the grid.
+Every program computes this plan again from query_start and context_len: a few hundred integers,
+cheaper than one more launch a layer.
 
 With N items there are fewer than N + target slots, fewer than 2 * target of them from items that
 are cut, and so at most `target` cut items: bounds that need no values, which is what a CUDA graph
@@ -28,18 +29,15 @@ def first_visible(pos, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def divide(query_start, context_len, num_rows, num_tokens, target, ROWS: tl.constexpr,
+def divide(query_start, context_len, num_rows, target, ROWS: tl.constexpr,
            BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
            WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """-> for each request: its items, and into how many key ranges each of them is cut.
-
-    Row num_rows stands for the queries past the last request, which want zeros too.
-    """
+    """-> for each request: its items, and into how many key ranges each of them is cut."""
     r = tl.arange(0, ROWS)
-    start = tl.load(query_start + r, mask=r <= num_rows, other=0)
-    end = tl.load(query_start + r + 1, mask=r < num_rows, other=num_tokens)
+    start = tl.load(query_start + r, mask=r < num_rows, other=0)
+    end = tl.load(query_start + r + 1, mask=r < num_rows, other=0)
     context = tl.load(context_len + r, mask=r < num_rows, other=0)
-    queries = tl.where(r <= num_rows, tl.maximum(end - start, 0), 0)
+    queries = tl.maximum(end - start, 0)
     items = (queries + BLOCK_Q - 1) // BLOCK_Q
     first = first_visible(tl.maximum(context - queries, 0), WINDOW, CHUNK)
     tiles = (context - first + BLOCK_N - 1) // BLOCK_N

@@ -1,14 +1,12 @@
 """Launch options of every kernel, keyed by shape class: block sizes, warps, stages, splits.
 
-No autotuning at start: what is here and in tuned.json is what runs. These defaults are chosen for
-H100 and H200 from the kernels' register and shared-memory use; NOT YET MEASURED on a GPU.
+No autotuning at start: what is here and in linear_configs.py is what runs. It is chosen for H100
+and H200 from the kernels' register and shared-memory use; NOT YET MEASURED on a GPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from llmc.kernels.triton.tuned import tuned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,23 +21,19 @@ class AttentionConfig:
     combine_splits: int
 
 
-def attention_config(
-    rows: int, dim: int, itemsize: int, cache_itemsize: int, chip: str = ""
-) -> AttentionConfig:
+def attention_config(rows: int, dim: int, itemsize: int, cache_itemsize: int) -> AttentionConfig:
     """rows: an average request's queries x heads of a group; dim: the wider padded head size."""
-    default = _default_attention(rows, dim, itemsize, cache_itemsize)
-    least = next((size for size in (16, 32, 64) if rows <= size), "more")
-    shape = f"{least} rows, {dim} wide, {cache_itemsize} of {itemsize} bytes"
-    return tuned(default, chip, "paged_attention", shape)
-
-
-def _default_attention(rows: int, dim: int, itemsize: int, cache_itemsize: int) -> AttentionConfig:
     widens = cache_itemsize < itemsize  # which takes registers
     if itemsize == 4:  # float32 is for checking, not for speed: small tiles that fit everywhere
         block_n = 16 if dim >= 128 else 32
         return AttentionConfig(
             block_m=16, block_n=block_n, num_warps=4, num_stages=1, waves=2, min_tiles=8,
             combine_rows=1, combine_splits=8,
+        )  # fmt: skip
+    if dim > 256:  # a tile of 16 keys takes 16 KB
+        return AttentionConfig(
+            block_m=16 if rows <= 16 else 32, block_n=16, num_warps=4 if rows <= 16 else 8,
+            num_stages=2, waves=2, min_tiles=4, combine_rows=1, combine_splits=4,
         )  # fmt: skip
     if rows <= 16:  # decode
         return AttentionConfig(
@@ -94,14 +88,8 @@ class GemmConfig:
     num_stages: int
 
 
-def expert_config(rows: int, experts: int, itemsize: int, chip: str = "") -> GemmConfig:
+def expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
     """rows: of all experts together."""
-    default = _default_expert(rows, experts, itemsize)
-    least = next((size for size in (16, 64) if rows <= size * experts), "more")
-    return tuned(default, chip, "expert_linear", f"{least} rows each, {itemsize} bytes")
-
-
-def _default_expert(rows: int, experts: int, itemsize: int) -> GemmConfig:
     if itemsize == 4:
         return GemmConfig(block_m=16, block_n=64, block_k=32, num_warps=4, num_stages=2)
     if rows <= 16 * experts:

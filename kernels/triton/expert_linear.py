@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.chip import chip_of
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.triton.attention_plan import at, locate
 from llmc.kernels.triton.configs import expert_config
@@ -68,7 +67,7 @@ def plan(
     experts = weight.shape[0]
     n = weight.shape[2] if transposed else weight.shape[1]
     n_axis, k_axis = (2, 1) if transposed else (1, 2)
-    config = expert_config(rows, experts, x.element_size(), chip_of(x.device))
+    config = expert_config(rows, experts, x.element_size())
     ordered, order = expert.sort(stable=True)
     # rows of experts outside [0, E) sort before the first offset or after the last
     edges = torch.arange(experts + 1, device=x.device, dtype=ordered.dtype)
@@ -86,7 +85,7 @@ def plan(
             "bias_expert": 0 if bias is None else bias.stride(0),
         },
         constants={
-            "N": n, "K": k, "EXPERTS": experts, "EXPERTS_PAD": power_of_2(experts + 1),
+            "N": n, "K": k, "EXPERTS": experts, "EXPERTS_PAD": power_of_2(experts),
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
             "BIAS": bias is not None, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
             "UPCAST": needs_upcast(x.dtype),

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.chip import chip_of
 from llmc.kernels.fused_linear import fused_linear
 from llmc.kernels.linear import linear
 from llmc.kernels.triton import act_mul, dependent_launch, norm
@@ -24,7 +23,7 @@ from llmc.kernels.triton.linear_configs import FEW_ROWS, few_rows_config, prefer
 from llmc.kernels.triton.linear_reduce import activate, reduce_launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def few_rows_kernel(
     x, weight, bias, norm_weight, residual, out, partial, squares, rows, x_row, weight_row,
     residual_row, eps, offset,
@@ -42,7 +41,10 @@ def few_rows_kernel(
     w_at = weight + n.to(tl.int64)[:, None] * weight_row
     up_at = w_at + N * weight_row.to(tl.int64)
     if PDL:
-        early = tl.minimum(first + tl.arange(0, BLOCK_K), K - 1)[None, :]
+        # a request for every 32 bytes of each channel
+        STEP: tl.constexpr = 256 // weight.dtype.element_ty.primitive_bitwidth
+        early = first + tl.arange(0, (BLOCK_K + STEP - 1) // STEP) * STEP
+        early = tl.minimum(early, K - 1)[None, :]
         channel = tl.minimum(n, N - 1).to(tl.int64)[:, None] * weight_row
         prefetch(weight + channel + early)
         if GATED:
@@ -128,7 +130,7 @@ def plan(
     more = None if residual is None else residual.reshape(rows, channels)
     processors = 3 if interpreted() else multiprocessors(x.device)
     size = weight.element_size() * (1 if act is None else 2)  # bytes of a channel's input
-    config = few_rows_config(rows, channels, depth, size, processors, chip_of(x.device))
+    config = few_rows_config(rows, channels, depth, size, processors)
     tiles = config.tiles
     out = x.new_empty(*x.shape[:-1], channels)
     pdl = x.device.type == "cuda" and dependent_launch.supported()

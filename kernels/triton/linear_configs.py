@@ -1,7 +1,7 @@
-"""Launch options of the linears by shape: the defaults under the committed table (tuned.json).
+"""Launch options of the linears by shape.
 
-NOT YET MEASURED on a GPU: every default is chosen from what others report and from the resources
-that the ahead-of-time builds show.
+NOT YET MEASURED on a GPU: chosen from what others report and from the resources that the
+ahead-of-time builds show.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmc.kernels.triton.launch import cdiv, power_of_2
-from llmc.kernels.triton.tuned import tuned
 
 FEW_ROWS = 8  # of x: up to here a linear is bound by reading its weight
 
@@ -43,7 +42,7 @@ def prefers_library(channels: int, depth: int) -> bool:
 
 
 def few_rows_config(
-    rows: int, channels: int, depth: int, size: int, multiprocessors: int, chip: str = ""
+    rows: int, channels: int, depth: int, size: int, multiprocessors: int
 ) -> LinearConfig:
     """For up to FEW_ROWS rows: one is multiplied lane by lane, more by tensor cores.
 
@@ -51,15 +50,12 @@ def few_rows_config(
     """
     if rows == 1:
         block_k = min(power_of_2(depth), 2048 // size)
-        default = LinearTiles(block_m=1, block_n=8, block_k=block_k, num_warps=4, num_stages=2)
+        tiles = LinearTiles(block_m=1, block_n=8, block_k=block_k, num_warps=4, num_stages=2)
     else:
         block_k = min(power_of_2(depth, 16), 512 // size if size < 8 else 32)
         stages = 4 if size == 2 else 3 if size == 4 else 1
-        default = LinearTiles(
-            block_m=16, block_n=16, block_k=block_k, num_warps=4, num_stages=stages
-        )
-    shape = f"{'1 row' if rows == 1 else 'few rows'}, {size} bytes, {_class(channels, depth)}"
-    return _divided(tuned(default, chip, "fused_linear", shape), channels, depth, multiprocessors)
+        tiles = LinearTiles(block_m=16, block_n=16, block_k=block_k, num_warps=4, num_stages=stages)
+    return _divided(tiles, channels, depth, multiprocessors)
 
 
 def low_bit_config(
@@ -69,37 +65,25 @@ def low_bit_config(
     per_word: int,
     multiprocessors: int,
     itemsize: int,
-    chip: str = "",
 ) -> LinearConfig:
     """block_k is in inputs; a word holds `per_word` of them."""
     wide = itemsize == 4
     if rows == 1:
-        default = LinearTiles(
+        tiles = LinearTiles(
             block_m=1, block_n=16, block_k=128 * per_word, num_warps=4, num_stages=2
         )
     elif rows <= 16:
-        default = LinearTiles(
+        tiles = LinearTiles(
             block_m=16, block_n=32, block_k=64 if wide else 128, num_warps=4, num_stages=3
         )
     elif rows <= 64 or wide:
-        default = LinearTiles(
+        tiles = LinearTiles(
             block_m=32, block_n=64, block_k=32 if wide else 64, num_warps=4,
             num_stages=1 if wide else 3, waves=0,
         )  # fmt: skip
     else:
-        default = LinearTiles(
-            block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=3, waves=0
-        )
-    least = next((size for size in (1, 16, 64) if rows <= size), "more")
-    shape = f"{least} rows, {per_word} a word, {itemsize} bytes, {_class(channels, depth)}"
-    return _divided(
-        tuned(default, chip, "quantized_linear", shape), channels, depth, multiprocessors
-    )
-
-
-def _class(channels: int, depth: int) -> str:
-    """Shapes of a like size share a line of the table."""
-    return f"{power_of_2(depth)} -> {power_of_2(channels)}"
+        tiles = LinearTiles(block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=3, waves=0)
+    return _divided(tiles, channels, depth, multiprocessors)
 
 
 def _divided(tiles: LinearTiles, channels: int, depth: int, multiprocessors: int) -> LinearConfig:

@@ -28,7 +28,7 @@ def activate(x, ACT: tl.constexpr):
         return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def reduce_kernel(
     partial, squares, bias, residual, out, rows, residual_row, eps,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,

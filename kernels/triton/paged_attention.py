@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmc.kernels.chip import chip_of
 from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.paged_attention import paged_attention
-from llmc.kernels.prompts import Prompts, is_plain
+from llmc.kernels.prompts import Prompts, fits_flash
 from llmc.kernels.triton import prompt_attention
 from llmc.kernels.triton.attention_combine import combine_kernel
 from llmc.kernels.triton.attention_kernel import attention_kernel
@@ -23,12 +22,10 @@ from llmc.kernels.triton.configs import attention_config, rows_capacity
 from llmc.kernels.triton.define import define, needs_upcast, takes
 from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors, power_of_2
-from llmc.kernels.triton.prompt_attention import Paged
 from llmc.kernels.triton.write_kv import cache_strides
 
-_MAX_HEAD_DIM = 256
-_MAX_REQUESTS = 16383
-_ALL_ARGUMENTS = 15  # with `prompts`
+_MAX_HEAD_DIM = 512
+_MAX_REQUESTS = 16384
 
 
 def plan(
@@ -53,7 +50,7 @@ def plan(
     dim_pad, v_dim_pad = power_of_2(dim, 16), power_of_2(v_dim, 16)
     config = attention_config(
         group * cdiv(tokens, max(rows, 1)), max(dim_pad, v_dim_pad), query.element_size(),
-        key_cache.element_size(), chip_of(query.device),
+        key_cache.element_size(),
     )  # fmt: skip
     block_m = config.block_m
     group_tile = min(group, block_m)
@@ -81,7 +78,7 @@ def plan(
         "GROUP": group, "GROUP_TILE": group_tile, "GROUP_TILES": group_tiles,
         "V_DIM": v_dim, "V_DIM_PAD": v_dim_pad,
         "BLOCK_M": block_m, "BLOCK_N": config.block_n,
-        "ROWS": rows_capacity(rows + 1), "MIN_TILES": config.min_tiles,
+        "ROWS": rows_capacity(rows), "MIN_TILES": config.min_tiles,
         "WINDOW": window, "CHUNK": chunk,
     }  # fmt: skip
     attend = Launch(
@@ -118,25 +115,19 @@ def plan(
     return Plan(out=out, launches=(attend, combine) if split else (attend,))
 
 
+def _attend(**arguments: Any) -> Tensor:
+    return plan(**arguments).run()
+
+
 def _run(*args: Any) -> Tensor:
-    *plain, prompts = args if len(args) == _ALL_ARGUMENTS else (*args, None)
-    query, key_cache, value_cache, start, context, table, scale, *flags = plain
-    if prompts is None or not is_plain(query, key_cache, value_cache, *flags[:5]):
-        return plan(*plain).run()
-
-    def own(s: Paged) -> Tensor:
-        return plan(
-            s.query, s.key_cache, s.value_cache, s.query_start, s.context_len, s.block_table,
-            s.scale, *flags,
-        ).run()  # fmt: skip
-
-    step = Paged(
-        query=query, key_cache=key_cache, value_cache=value_cache, query_start=start,
-        context_len=context, block_table=table, scale=scale,
-    )  # fmt: skip
-    hint = Prompts.read(prompts)
-    name = prompt_attention.choose_kernel(query, key_cache, hint)
-    return prompt_attention.attend(name, own, step, hint)
+    arguments = paged_attention.bind(args)
+    hint = arguments.pop("prompts")
+    query: Tensor = arguments["query"]
+    if hint is not None and prompt_attention.has_flash(query.device) and fits_flash(**arguments):
+        prompts = Prompts.read(hint)
+        if prompts.lengths:
+            return prompt_attention.attend(_attend, arguments, prompts)
+    return _attend(**arguments)
 
 
 def _supports(

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.chip import chip_of
 from llmc.kernels.quantized_linear import CHANNELS, quantized_linear
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.define import define, interpreted, needs_upcast, same_dtype, takes
@@ -37,7 +36,7 @@ def widen(words, shift, FORMAT: tl.constexpr):
         return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def low_bit_kernel(
     x, words, scale, zero, minimum, bias, out, partial, rows, x_row,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
@@ -56,8 +55,11 @@ def low_bit_kernel(
     first = tl.program_id(2) * SPLIT_K
     word = words + block * (K // PER * 16) + lane
     if PDL:
-        early = first // PER + tl.arange(0, BLOCK_W)
-        prefetch(word[None, :] + tl.minimum(early, K // PER - 1)[:, None] * 16)
+        # a block of 16 channels lies in one piece: a request for every 32 bytes of it
+        ahead = first // PER * 16 + tl.arange(0, BLOCK_W * 2) * 8
+        blocks = tl.program_id(1) * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16)
+        blocks = tl.minimum(blocks, N // 16 - 1).to(tl.int64) * (K // PER * 16)
+        prefetch(words + blocks[None, :] + tl.minimum(ahead, K // PER * 16 - 1)[:, None])
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     j = tl.arange(0, PER)
@@ -128,9 +130,7 @@ def plan(
     flat = x.reshape(-1, depth)
     rows = flat.shape[0]
     processors = 3 if interpreted() else multiprocessors(x.device)
-    config = low_bit_config(
-        rows, channels, depth, per_word, processors, x.element_size(), chip_of(x.device)
-    )
+    config = low_bit_config(rows, channels, depth, per_word, processors, x.element_size())
     tiles = config.tiles
     out = x.new_empty(*x.shape[:-1], channels)
     pdl = x.device.type == "cuda" and dependent_launch.supported()

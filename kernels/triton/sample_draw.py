@@ -1,7 +1,7 @@
 """Second half of the sampler: one program a row, no sort, no probability written to memory.
 
 top-k: its threshold, the k-th highest logit, is found by bisection over floats ordered as integers,
-first on the chunks' maxima, then on the logits of chunks that reach that bound.
+first on the chunks' maxima, then on the logits of chunks whose maximum is at or above it.
 
 top-p: by rejection. The tokens it keeps are those with less than top_p of the mass strictly above
 them, so every token below a rejected one is rejected too. Take the Gumbel-max winner of what is
@@ -98,12 +98,12 @@ def leader(row_logits, scaled_max, key, seed, position, vocab, temperature,
 @triton.jit
 def kth_key(row_logits, scaled_max, k, vocab, chunks, temperature,
             BLOCK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """The key of the k-th highest scaled logit, or one that is reached by exactly k of them."""
+    """The key of the k-th highest scaled logit, or a lower one that exactly k exceed or equal."""
     chunk_keys = ordered(scaled_max)  # places past the last chunk hold -inf: never above a bound
     high = tl.max(chunk_keys, axis=0).to(tl.int64)
     low = ordered(tl.max(tl.full([CHUNKS], MINUS_INF, tl.float32), axis=0)).to(tl.int64)
     bound = low
-    if k <= chunks:  # k chunks reach the bound, so at least k logits do
+    if k <= chunks:  # k maxima are at or above the bound, so at least k logits are
         top_bound = high
         while bound < top_bound:
             middle = bound + (top_bound - bound + 1) // 2

@@ -44,7 +44,7 @@ def prepare_step_kernel(
     length,
     BLOCK_SIZE: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a request; what it writes is told by its line of `work`."""
+    """One program a request, which writes what its line of `work` asks for."""
     r = tl.program_id(0)
     line = work + r * WORDS
     at = tl.load(line).to(tl.int64)

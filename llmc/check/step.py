@@ -1,6 +1,6 @@
 """Runs a step function over the steps of `tokens.py` and keeps every token's logits.
 
-Fills the inputs of the step contract directly, without the runner: what is certified is the graph.
+The inputs are made as the runner makes them, from rows by `prepare_step`, without its other parts.
 Caches start full of NaN, so that reading what was never written shows.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from llmc.check.tokens import Chunk, TokenSequence
 from llmc.compiler.lower import StepFunction
 from llmc.errors import CompileError
+from llmc.kernels.prepare_step import work_lines
 from llmc.kernels.prompts import Prompts
 from llmc.passes.inputs import (
     CacheInput,
@@ -23,11 +24,9 @@ from llmc.passes.inputs import (
     StepInput,
     WeightInput,
     input_of,
-    of_group,
 )
 from llmc.runner.rows import RowTables
-
-_BLOCK_SIZE = 16  # of the runner's own block table, which nothing reads here
+from llmc.runner.step_buffers import StepBuffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +55,9 @@ class Geometry:
         return self.blocks_each * self.num_sequences * self.num_groups
 
     def block_tables(self) -> Tensor:
-        """[groups, sequences, blocks]: a sequence's blocks lie far apart and backwards."""
+        """[sequences, blocks, groups]: a sequence's blocks lie far apart and backwards."""
         order = torch.arange(self.num_blocks - 1, -1, -1, dtype=torch.int32)
-        return order.view(self.blocks_each, self.num_sequences, -1).permute(2, 1, 0).contiguous()
+        return order.view(self.blocks_each, self.num_sequences, -1).transpose(0, 1).contiguous()
 
 
 def bind(
@@ -102,12 +101,17 @@ def run_steps(
 
     `taps` are the buffers that the step writes its packed hidden states to, layer by layer.
     """
-    tables = sampling_tables(sequences, vocab_size, device)
+    rows = row_tables(sequences, geometry, vocab_size, device)
+    buffers = StepBuffers(
+        rows,
+        max_tokens=max(sum(chunk.count for chunk in chunks) for chunks in steps),
+        max_requests=max(len(chunks) for chunks in steps),
+    )
     logits: list[list[Tensor]] = [[] for _ in sequences]
     hidden: list[list[list[Tensor]]] = [[[] for _ in sequences] for _ in taps]
     with torch.inference_mode():
         for chunks in steps:
-            given = {**tables, **_packed(sequences, chunks, geometry, device)}
+            given = {**rows.tables, **_packed(buffers, chunks, device)}
             missing = [name for name in step.inputs if name not in given]
             if missing:
                 raise CompileError(
@@ -131,58 +135,34 @@ def _scatter(packed: Tensor, chunks: Sequence[Chunk], parts: list[list[Tensor]])
 
 
 def _packed(
-    sequences: Sequence[TokenSequence],
-    chunks: Sequence[Chunk],
-    geometry: Geometry,
-    device: torch.device,
+    buffers: StepBuffers, chunks: Sequence[Chunk], device: torch.device
 ) -> dict[str, Tensor]:
     """The inputs that change every step; every token's logits are asked for."""
-    tables = geometry.block_tables()
-    ids: list[int] = []
-    positions: list[int] = []
-    rows: list[int] = []
-    starts = [0]
-    for chunk in chunks:
-        span = range(chunk.start, chunk.start + chunk.count)
-        ids += [sequences[chunk.sequence].token_ids[p] for p in span]
-        positions += span
-        rows += [chunk.sequence] * chunk.count
-        starts.append(starts[-1] + chunk.count)
-    position, row = torch.tensor(positions), torch.tensor(rows)
-    offset = position % geometry.block_size
-    packed = {
-        "token_ids": torch.tensor(ids),
-        "positions": position,
-        "query_start": torch.tensor(starts, dtype=torch.int32),
-        "context_len": torch.tensor([c.start + c.count for c in chunks], dtype=torch.int32),
-        "logits_index": torch.arange(len(ids)),
-        "row": row,
-        "request_row": torch.tensor([c.sequence for c in chunks]),
-        "length": (position + 1).int(),
-    }
-    for group, table in enumerate(tables):
-        block = table[row, position // geometry.block_size].long()
-        packed[of_group("slot_mapping", group)] = block * geometry.block_size + offset
-        packed[of_group("block_table", group)] = table[[c.sequence for c in chunks]]
-    on_device = {name: tensor.to(device) for name, tensor in packed.items()}
+    work = work_lines([(c.sequence, c.start, c.count, c.count, 0) for c in chunks], 0, 0)
+    tokens = sum(chunk.count for chunk in chunks)
     lengths = [(chunk.count, chunk.start + chunk.count) for chunk in chunks]
-    return {**on_device, "prompts": Prompts.find(lengths, least=2).words()}
+    prompts = Prompts.find(lengths, least=2).words()
+    return {**buffers.prepare(work.to(device), tokens, tokens), "prompts": prompts}
 
 
-def sampling_tables(
-    sequences: Sequence[TokenSequence], vocab_size: int, device: torch.device
-) -> dict[str, Tensor]:
-    """The runner's own tables, neutral: the logits are what is compared."""
-    longest = max(len(s.token_ids) for s in sequences)
+def row_tables(
+    sequences: Sequence[TokenSequence], geometry: Geometry, vocab_size: int, device: torch.device
+) -> RowTables:
+    """The runner's own tables: a row for each sequence, with its tokens and its blocks.
+
+    Sampling is neutral: the logits are what is compared.
+    """
     rows = RowTables(
         num_rows=len(sequences),
-        max_model_len=longest,
-        block_size=_BLOCK_SIZE,
+        max_model_len=max(len(s.token_ids) for s in sequences),
+        block_size=geometry.block_size,
         vocab_size=vocab_size,
         device=device,
+        num_groups=geometry.num_groups,
     )
+    rows.block_table[: len(sequences)] = geometry.block_tables().flatten(1).to(device)
     for row, sequence in enumerate(sequences):
         ids = torch.tensor(sequence.token_ids, dtype=torch.int32)
         rows.tables["history"][row, : len(ids)] = ids.to(device)
         rows.tables["prompt_len"][row] = sequence.prompt_len
-    return rows.tables
+    return rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from llmc.check.reference import Run
-from llmc.check.step import Geometry, bind, run_steps, sampling_tables
+from llmc.check.step import Geometry, bind, row_tables, run_steps
 from llmc.check.taps import tap_buffers, tap_layers
 from llmc.check.tokens import Chunk, TokenSequence
 from llmc.compiler.build import BuiltModel
@@ -139,8 +139,9 @@ class Subject:
     def _step(self, graph: fx.GraphModule, bound: Mapping[str, Tensor], level: int) -> StepFunction:
         if level == 0:
             return lower(graph, bound)
-        tables = sampling_tables(self.sequences, self.captured.vocab_size, self.device)
-        return compile_step(graph, bound, tables, level=level, cache_dir=self.cache_dir)
+        vocab_size, device = self.captured.vocab_size, self.device
+        rows = row_tables(self.sequences, self.geometry(graph), vocab_size, device)
+        return compile_step(graph, bound, rows.tables, level=level, cache_dir=self.cache_dir)
 
 
 class RoundedWeights:

@@ -23,26 +23,14 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from llmc.compiler.lower import StepFunction
+from llmc.kernels.step_inputs import input_named
 from llmc.passes.base import copy_graph
-from llmc.passes.inputs import StepInput, base_name, input_of
+from llmc.passes.inputs import StepInput, input_of
 
 MIN_SIZE = 2
 
 # Example sizes, all different: equal sizes share a symbol, others do not.
-_TOKENS, _ROWS, _BLOCKS, _SAMPLES, _PROMPT_WORDS = 23, 11, 5, 7, 16
-_SHAPES: dict[str, tuple[int, ...]] = {
-    "token_ids": (_TOKENS,),
-    "positions": (_TOKENS,),
-    "slot_mapping": (_TOKENS,),
-    "query_start": (_ROWS + 1,),
-    "context_len": (_ROWS,),
-    "request_row": (_ROWS,),
-    "block_table": (_ROWS, _BLOCKS),
-    "logits_index": (_SAMPLES,),
-    "row": (_SAMPLES,),
-    "length": (_SAMPLES,),
-    "prompts": (_PROMPT_WORDS,),
-}
+_SIZES = {"T": 23, "R": 11, "R + 1": 12, "S": 7, "blocks": 5, "2 + prompts": 16}
 
 
 def compile_step(
@@ -92,7 +80,7 @@ def _fake_step_input(
 ) -> Tensor:
     if name in tables:
         return mode.from_tensor(tables[name], static_shapes=True)
-    example = torch.empty(_SHAPES[base_name(name)], dtype=val.dtype, device=val.device)
+    example = torch.empty(input_named(name).shape(_SIZES), dtype=val.dtype, device=val.device)
     context: SymbolicContext = StatelessSymbolicContext(
         dynamic_sizes=[DimDynamic.DUCK] * example.dim()
     )

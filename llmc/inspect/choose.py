@@ -19,6 +19,7 @@ from llmc.inspect.stages import Stage
 from llmc.kernels.cpu.build import is_obtainable
 from llmc.kernels.registry import OPS
 from llmc.passes.base import op_name
+from llmc.passes.edit import positional
 
 _LANGUAGES = {"cpu": "C++", "triton": "Triton", "torch": "torch"}
 _PLAIN = {torch.ops.aten.linear.default: "linear"}  # torch's own op, which one of ours may replace
@@ -52,9 +53,7 @@ def choose_kernels(
             rest += 0 if "getitem" in op_name(node) else copies(stage.layers.of[node])
             continue
         op = OPS.get(name)
-        args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
-        if node.target in _PLAIN:
-            args = (*args, None)[:3]
+        args = fx.node.map_arg(positional(node), lambda n: n.meta.get("val"))
         impl = op.best(args, present=present) if op else None
         fallback = "torch" if node.target in _PLAIN else "reference"
         counts[name, _LANGUAGES[impl.name] if impl else fallback] += copies(stage.layers.of[node])

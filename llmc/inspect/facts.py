@@ -14,7 +14,8 @@ from llmc.inspect.shorten import Shortened
 from llmc.inspect.stages import Stage
 from llmc.kernels.attention import attention
 from llmc.kernels.expert_linear import expert_linear
-from llmc.passes.inputs import CacheInput, StateInput, StepInput, WeightInput, input_of
+from llmc.passes.edit import arguments
+from llmc.passes.inputs import CacheInput, StateInput, WeightInput, input_of, token_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,36 +124,31 @@ def _written_bytes(node: fx.Node) -> int:
 
 
 def _attention(node: fx.Node) -> AttentionFacts:
-    query, key, value, _, _, _, window, chunk, softcap, sinks, slopes = node.args[:11]
+    given = arguments(node)
     extras = []
-    if softcap:
-        extras.append(f"softcap {float(softcap):g}")  # type: ignore[arg-type]
-    if sinks is not None:
+    if given.softcap:
+        extras.append(f"softcap {float(given.softcap):g}")
+    if given.sinks is not None:
         extras.append("sinks")
-    if slopes is not None:
+    if given.slopes is not None:
         extras.append("ALiBi")
-    q, k, v = (_shape(n) for n in (query, key, value))
+    q, k, v = (_shape(n) for n in (given.query, given.key, given.value))
     return AttentionFacts(
         heads=q[1],
         kv_heads=k[1],
         head_dim=q[3],
         v_head_dim=v[3],
-        window=int(window),  # type: ignore[arg-type]
-        chunk=int(chunk),  # type: ignore[arg-type]
+        window=int(given.window),
+        chunk=int(given.chunk),
         extras=tuple(extras),
     )
 
 
 def _experts(node: fx.Node) -> ExpertFacts:
     """Rows are (token, expert) pairs, so their number over that of tokens is the choice."""
-    rows, weight = node.args[0], node.args[1]
-    tokens = next(
-        n
-        for n in node.graph.nodes
-        if n.op == "placeholder" and n.meta["input"] == StepInput(name="token_ids")
-    )
-    chosen = _shape(rows)[0] // max(1, _shape(tokens)[0])
-    return ExpertFacts(num_experts=_shape(weight)[0], num_chosen=max(1, chosen))
+    given = arguments(node)
+    chosen = _shape(given.x)[0] // max(1, _shape(token_input(node.graph))[0])
+    return ExpertFacts(num_experts=_shape(given.weight)[0], num_chosen=max(1, chosen))
 
 
 def _shape(node: Any) -> tuple[int, ...]:

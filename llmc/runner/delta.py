@@ -98,7 +98,7 @@ _NO_PROMPTS = Prompts()
 
 
 def _prompts(plan: StepPlan, padding: int, dummy_tokens: int) -> Prompts:
-    """Dummies stand for requests like them, so that a rehearsal runs what those will run."""
+    """Dummies are fresh prompts, so that a dummy run computes what real ones will."""
     if dummy_tokens == 1 and not (plan.work and plan.work[-1].num_tokens >= MIN_TOKENS):
         return _NO_PROMPTS
     lengths = [(work.num_tokens, work.start + work.num_tokens) for work in plan.work]

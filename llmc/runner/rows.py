@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llmc.engine.plan import NewRow, RowMask, RowWork
-from llmc.passes.append_sampler import BAD_WORD_TOKENS, NEUTRAL, PER_ROW, TABLES
+from llmc.kernels.step_inputs import BAD_WORD_TOKENS, ROW_TABLES, StepTensor
 from llmc.passes.logits_processors import RowTable
 from llmc.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
@@ -82,18 +82,19 @@ class RowTables:
         rows = num_rows + 1
         # compiled steps take no width of 1
         self.max_blocks = max(2, -(-max_model_len // block_size))
-        columns = {
-            "history": max_model_len + 1,  # the last draw of a full context is written too
-            "bias_token": MAX_BIAS,
-            "bias_value": MAX_BIAS,
-            "bias_until": MAX_BIAS,
-            "mask": (vocab_size + 31) // 32,
-            "bad_words": MAX_BAD_WORDS * BAD_WORD_TOKENS,
+        sizes = {
+            "rows": rows,
+            "context": max_model_len + 1,  # the last draw of a full context is written too
+            "biases": MAX_BIAS,
+            "mask words": (vocab_size + 31) // 32,
+            "bad word tokens": MAX_BAD_WORDS * BAD_WORD_TOKENS,
         }
+        own = ROW_TABLES.items()
+        columns = {name: table.shape(sizes)[1] for name, table in own if len(table.dims) > 1}
         columns |= {name: table.columns for name, table in extra.items() if table.shape}
-        dtypes = {name: dtype for name, (_, dtype) in TABLES.items()} | PER_ROW
-        dtypes |= {name: table.dtype for name, table in extra.items()}
-        neutral = NEUTRAL | {name: table.neutral for name, table in extra.items()}
+        tables: dict[str, StepTensor | RowTable] = {**ROW_TABLES, **extra}
+        dtypes = {name: table.dtype for name, table in tables.items()}
+        neutral = {name: table.neutral for name, table in tables.items()}
         dtypes["block_table"] = torch.int32
         columns["block_table"] = self.max_blocks * num_groups
         self._places: dict[str, _Place] = {}
@@ -130,7 +131,7 @@ class RowTables:
         return words.view(dtype).view(rows, -1)
 
     def _check_row(self, row: int, num_tokens: int) -> None:
-        """Kernels take places on trust: one outside the tables would be somebody else's memory."""
+        """Kernels take places on trust: one outside the tables would be another table's memory."""
         if not 0 <= row < self.padding_row or num_tokens > self.max_model_len:
             raise ValueError(
                 f"row {row} with {num_tokens} tokens; there are {self.padding_row} rows of "

@@ -12,13 +12,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from llmc.kernels.prepare_step import PACKED, prepare_step
-from llmc.passes.inputs import GROUPED, of_group
+from llmc.kernels.prepare_step import prepare_step
+from llmc.kernels.step_inputs import GROUPED, PREPARED, STEP_INPUTS, of_group
 from llmc.runner.rows import RowTables
 
-StepInputs = dict[str, Tensor]  # by contract name
-
-_PREPARED = tuple("block_table" if name == "packed_table" else name for name in PACKED)
+StepInputs = dict[str, Tensor]  # by the names of kernels/step_inputs.py
 
 
 class StepBuffers:
@@ -29,45 +27,35 @@ class StepBuffers:
         self.max_tokens = max_tokens
         self.max_requests = max_requests
 
-        def words(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=rows.device)
-
-        long = torch.int64
-        self._per_token = {
-            "token_ids": words(max_tokens, dtype=long),
-            "positions": words(max_tokens, dtype=long),
-        }
-        self._slot_mapping = words(rows.num_groups, max_tokens, dtype=long)
-        self._query_start = words(max_requests + 1)
-        self._per_request = {
-            "context_len": words(max_requests),
-            "request_row": words(max_requests, dtype=long),
-        }
-        self._block_table = words(rows.num_groups, max_requests, rows.max_blocks)
-        self._per_sample = {
-            "logits_index": words(max_tokens, dtype=long),
-            "row": words(max_tokens, dtype=long),
-            "length": words(max_tokens),
-        }
+        sizes = self._sizes(max_tokens, max_requests, max_tokens)
+        self._buffers: StepInputs = {}
+        for name in PREPARED:
+            spec = STEP_INPUTS[name]
+            groups = (rows.num_groups,) if spec.grouped else ()
+            self._buffers[name] = torch.zeros(
+                *groups, *spec.shape(sizes), dtype=spec.dtype, device=rows.device
+            )
         self.view = lru_cache(maxsize=1024)(self._view)
+
+    def _sizes(self, tokens: int, requests: int, samples: int) -> dict[str, int]:
+        blocks = self._rows.max_blocks
+        return {"T": tokens, "R": requests, "R + 1": requests + 1, "S": samples, "blocks": blocks}
 
     def _view(self, tokens: int, requests: int, samples: int) -> _View:
         if tokens > self.max_tokens:
             raise ValueError(
                 f"a step of {tokens} tokens; the runner has room for {self.max_tokens}"
             )
-        whole = {
-            **{name: t[:tokens] for name, t in self._per_token.items()},
-            "slot_mapping": self._slot_mapping[:, :tokens],
-            "query_start": self._query_start[: requests + 1],
-            "block_table": self._block_table[:, :requests],
-            **{name: t[:requests] for name, t in self._per_request.items()},
-            **{name: t[:samples] for name, t in self._per_sample.items()},
-        }
+        sizes = self._sizes(tokens, requests, samples)
+        whole: StepInputs = {}
+        for name, buffer in self._buffers.items():
+            spec = STEP_INPUTS[name]
+            used = tuple(slice(size) for size in spec.shape(sizes))
+            whole[name] = buffer[(slice(None), *used) if spec.grouped else used]
         inputs = dict(whole)
         for name in GROUPED:
             inputs |= {of_group(name, g): one for g, one in enumerate(whole[name])}
-        return _View(inputs=inputs, prepared=tuple(whole[name] for name in _PREPARED))
+        return _View(inputs=inputs, prepared=tuple(whole.values()))
 
     def inputs(self, tokens: int, requests: int, samples: int) -> StepInputs:
         """The inputs of a step of these sizes, as they were last filled."""

@@ -148,7 +148,6 @@ def pipeline_options(
     config: EngineConfig, device: torch.device, model_len: int, held: Held = ()
 ) -> PipelineOptions:
     """What the passes are told of the engine that `config` asks for."""
-    from llmc.kernels.prompt_table import head_dims, measured_on
     from llmc.passes.pipeline import PipelineOptions
 
     return PipelineOptions(
@@ -158,7 +157,6 @@ def pipeline_options(
         quantization=None if config.quantization == "none" else config.quantization,
         stored=held,
         device_type=device.type,
-        prompt_head_dims=head_dims(measured_on(device)),
     )
 
 

@@ -35,9 +35,9 @@ def test_sequences_fit_a_small_context_and_vocabulary() -> None:
 def test_blocks_are_used_once_and_lie_apart() -> None:
     geometry = Geometry.of(make_sequences(None, vocab_size=9, max_len=64), 4, num_groups=2)
     tables = geometry.block_tables()
-    assert tables.shape == (2, geometry.num_sequences, geometry.blocks_each)
+    assert tables.shape == (geometry.num_sequences, geometry.blocks_each, 2)
     assert sorted(tables.flatten().tolist()) == list(range(geometry.num_blocks))
-    assert (tables[..., 1:] - tables[..., :-1] != 1).all()
+    assert (tables[:, 1:] - tables[:, :-1] != 1).all()
 
 
 def test_errors_are_relative_and_nan_is_the_largest() -> None:

@@ -6,6 +6,7 @@ import torch
 
 from llmc.compiler import inductor
 from llmc.kernels.prompts import Prompts
+from llmc.kernels.step_inputs import STEP_INPUTS
 from llmc.runner.rows import RowTables
 from llmc.runner.step_buffers import StepBuffers
 
@@ -16,6 +17,7 @@ def test_every_step_input_has_an_example_size() -> None:
     )
     made = StepBuffers(rows, max_tokens=4, max_requests=2).view(4, 2, 4).inputs
     made = {**made, "prompts": Prompts().words()}
-    assert set(inductor._SHAPES) == set(made)
-    for name, shape in inductor._SHAPES.items():
-        assert len(shape) == made[name].dim()
+    assert set(STEP_INPUTS) == set(made)
+    for name, spec in STEP_INPUTS.items():
+        assert len(spec.shape(inductor._SIZES)) == made[name].dim(), name
+    assert len(set(inductor._SIZES.values())) == len(inductor._SIZES), "equal sizes share a symbol"

@@ -184,6 +184,16 @@ def test_attention_divides_a_long_context_among_short_ones(
     check(OPS["paged_attention"], case, torch.float32)
 
 
+@pytest.mark.parametrize("requests", [15, 16])
+def test_a_full_vector_of_requests_leaves_room_for_the_tail(requests: int, cut_fine: None) -> None:
+    """Queries past the last request get zeros, also where the requests fill their vector."""
+    case = make_case([(1, 40), *[(1, 9)] * (requests - 1)], 2, 1, 16, 16, 16, CPU, torch.float32)
+    query = torch.cat((case[0], torch.full((21, 2, 16), float("nan"))))
+    plan = triton_attention.plan(query, *case[1:12])
+    assert plan.launches[0].constants["ROWS"] == 16
+    check(OPS["paged_attention"], (query, *case[1:]), torch.float32)
+
+
 def test_attention_launches_depend_on_shapes_only(cut_fine: None) -> None:
     one, other = (
         make_case(lengths, 4, 2, 32, 32, 16, CPU, torch.float32)

@@ -1,5 +1,5 @@
 """Prompts handed to another kernel, under Triton's interpreter: the copy out of the pages, and what
-is left with ours. The reference stands in for a kernel of torch's; tests/gpu has the real ones.
+is left with ours. The reference stands in for FlashAttention; tests/gpu has the real one.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
+from llmc.kernels.attention import attend as attend_one
 from llmc.kernels.paged_attention import make_case
-from llmc.kernels.prompt_table import Measured
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.registry import OPS
 from llmc.kernels.triton import paged_attention as triton_attention
-from llmc.kernels.triton import prompt_attention, torch_attention
-from llmc.kernels.triton.torch_attention import Packed
+from llmc.kernels.triton import prompt_attention
 
 CPU = torch.device("cpu")
 ATTENTION = OPS["paged_attention"]
@@ -30,31 +29,25 @@ def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Prompts]:
-    """The prompts that the other kernel was given: it is fastest from 8 tokens on."""
-    seen: list[Prompts] = []
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The lengths of the prompts that the other kernel was given."""
+    seen: list[tuple[int, ...]] = []
 
-    def stand_in(packed: Packed) -> Tensor:
-        seen.append(packed.prompts)
-        for starts, lengths in zip(
-            (packed.query_start, packed.key_start),
-            zip(*packed.prompts.lengths, strict=True),
-            strict=True,
-        ):
-            assert starts.dtype == torch.int32
-            assert starts.diff().tolist() == list(lengths) and starts[0] == 0
-        return torch_attention.expected(packed)
+    def stand_in(
+        query: Tensor, key: Tensor, value: Tensor, start: Tensor, lengths: tuple[int, ...],
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        seen.append(lengths)
+        assert start.dtype == torch.int32 and start[0] == 0
+        assert start.diff().tolist() == list(lengths)
+        parts = []
+        for part in zip(*(x.split(list(lengths)) for x in (query, key, value)), strict=True):
+            place = torch.arange(len(part[0]))
+            parts.append(attend_one(*part, place, place, scale, 0, 0, 0.0, None, None))
+        return torch.cat(parts)
 
-    ms = {"triton": 2.0, "flash": 1.0}
-    lines = tuple(
-        Measured(chip="", head_dim=dim, tokens=8, is_fresh=fresh, ms=ms)
-        for dim in (32, 48)
-        for fresh in (True, False)
-    )
-    monkeypatch.setattr(prompt_attention, "_lines", lambda device: lines)
-    monkeypatch.setattr(torch_attention, "KERNELS", {"flash": stand_in})
-    torch_attention.works.cache_clear()
-    monkeypatch.setattr(torch_attention, "works", lambda *args: True)
+    monkeypatch.setattr(prompt_attention, "flash", stand_in)
+    monkeypatch.setattr(prompt_attention, "has_flash", lambda device: True)
     return seen
 
 
@@ -65,29 +58,29 @@ def attend(case: tuple[Any, ...], prompts: Prompts) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("lengths", "dim"),
+    ("lengths", "dim", "fresh"),
     [
-        ([(12, 12)], 32),
-        ([(12, 12), (40, 40)], 48),
-        ([(9, 90), (20, 20), (11, 40)], 32),
-        ([(1, 50), (1, 7), (0, 0), (33, 33)], 32),
-        ([(1, 50), (3, 9), (16, 80), (70, 71)], 48),
+        ([(12, 12)], 32, (12,)),
+        ([(12, 12), (40, 40)], 48, (12, 40)),
+        ([(9, 90), (20, 20), (11, 11)], 32, (20, 11)),
+        ([(1, 50), (1, 7), (0, 0), (33, 33)], 32, (33,)),
     ],
     ids=str,
 )
 def test_a_step_is_divided_and_joined(
-    lengths: list[tuple[int, int]], dim: int, dtype: torch.dtype, asked: list[Prompts]
+    lengths: list[tuple[int, int]],
+    dim: int,
+    fresh: tuple[int, ...],
+    dtype: torch.dtype,
+    asked: list[tuple[int, ...]],
 ) -> None:
     case = make_case(lengths, 6, 2, dim, dim, 16, CPU, dtype)
-    prompts = Prompts.find(lengths, least=8)
-    got = attend(case, prompts)
-    assert asked == [prompts]
-    assert prompts.lengths == tuple(pair for pair in lengths if pair[0] >= 8)
-    want = ATTENTION.reference(*case)
-    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    got = attend(case, Prompts.find(lengths, least=8))
+    assert asked == [fresh]
+    torch.testing.assert_close(got, ATTENTION.reference(*case), rtol=2e-2, atol=2e-2)
 
 
-def test_padding_after_the_prompts_gets_zeros(asked: list[Prompts]) -> None:
+def test_padding_after_the_prompts_gets_zeros(asked: list[tuple[int, ...]]) -> None:
     lengths = [(1, 20), (24, 24)]
     query, key, value, start, context, table, *rest = make_case(
         lengths, 4, 2, 32, 32, 16, CPU, torch.bfloat16
@@ -102,7 +95,7 @@ def test_padding_after_the_prompts_gets_zeros(asked: list[Prompts]) -> None:
         *rest,
     )
     got = attend(padded, Prompts.find(lengths, least=8))
-    assert len(asked) == 1
+    assert asked == [(24,)]
     assert got[25:].eq(0).all() and got[:25].isfinite().all()
 
 
@@ -111,24 +104,20 @@ def test_padding_after_the_prompts_gets_zeros(asked: list[Prompts]) -> None:
     [{"window": 7}, {"chunk": 16}, {"softcap": 3.0}, {"sinks": True}, {"alibi": True}],
     ids=str,
 )
-def test_what_other_kernels_do_not_take_stays_with_ours(
-    options: dict[str, Any], asked: list[Prompts]
+def test_what_flash_does_not_take_stays_with_ours(
+    options: dict[str, Any], asked: list[tuple[int, ...]]
 ) -> None:
     case = make_case([(20, 20)], 4, 2, 32, 32, 16, CPU, torch.bfloat16, **options)
-    got = attend(case, Prompts(lengths=((20, 20),)))
+    got = attend(case, Prompts(lengths=(20,)))
     assert asked == []
     torch.testing.assert_close(got, ATTENTION.reference(*case), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "dim"),
-    [([(7, 7)], 32), ([(1, 60)], 32), ([(20, 20)], 64)],
-    ids=["short", "decode", "not measured"],
-)
-def test_what_was_not_measured_as_faster_stays_with_ours(
-    lengths: list[tuple[int, int]], dim: int, asked: list[Prompts]
+@pytest.mark.parametrize("lengths", [[(7, 7)], [(1, 60)], [(9, 60)]], ids=str)
+def test_a_step_without_fresh_prompts_stays_with_ours(
+    lengths: list[tuple[int, int]], asked: list[tuple[int, ...]]
 ) -> None:
-    case = make_case(lengths, 4, 2, dim, dim, 16, CPU, torch.bfloat16)
-    got = attend(case, Prompts.find(lengths, least=2))
+    case = make_case(lengths, 4, 2, 32, 32, 16, CPU, torch.bfloat16)
+    got = attend(case, Prompts.find(lengths, least=8))
     assert asked == []
     torch.testing.assert_close(got, ATTENTION.reference(*case), rtol=2e-2, atol=2e-2)

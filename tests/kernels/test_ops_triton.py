@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: its ops cannot be tested")
 
-# file -> how many of its tests must at least have run
-PARTS = {"ops": 60, "prompts": 15, "tuning": 8, "linears": 10, "engine": 2}
+# part -> how many of its tests must at least have run
+PARTS = {"ops": 60, "prompts": 12, "linears": 10, "engine": 2}
 
 
 @pytest.mark.slow

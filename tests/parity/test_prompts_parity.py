@@ -1,4 +1,4 @@
-"""A model whose attention is told of prompts answers as without: uncompiled, compiled, certified.
+"""A model whose attention gets the prompts of a step answers as without, compiled or not.
 
 On a CPU the hint is passed on and ignored; tests/kernels/interpreted_prompts.py and tests/gpu show
 what a GPU does with it.
@@ -32,24 +32,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Prompts]]:
-    """The pass serves every device, and two tokens make a prompt; what steps are told is kept."""
-    told: list[Prompts] = []
+    """The pass serves every device, and two tokens make a prompt; what steps get is kept."""
+    given: list[Prompts] = []
     monkeypatch.setattr("llmc.kernels.prompts.MIN_TOKENS", 2)
     monkeypatch.setattr("llmc.runner.delta.MIN_TOKENS", 2)
     monkeypatch.setattr(Prompts.find, "__defaults__", (2,))
     monkeypatch.setattr(
         pipeline,
         "split_prompts",
-        lambda **_: split_prompts.split_prompts(head_dims=tuple(range(8, 257, 8))),
+        lambda **_: split_prompts.split_prompts(),
     )
     words = Prompts.words
 
     def kept(self: Prompts) -> torch.Tensor:
-        told.append(self)
+        given.append(self)
         return words(self)
 
     monkeypatch.setattr(Prompts, "words", kept)
-    yield told
+    yield given
 
 
 def answers(path: Path, level: int) -> tuple[list[list[int]], StepFunction]:
@@ -67,7 +67,7 @@ def test_answers_stay_the_same(checkpoint: Path, everywhere: list[Prompts]) -> N
     got, step = answers(checkpoint, 0)
     assert "prompts" in step.inputs and got == want
     chunks = {prompts.lengths for prompts in everywhere}
-    assert ((3, 3), (13, 13)) in chunks and ((4, 17), (11, 11)) in chunks and () in chunks
+    assert (3, 13) in chunks and (11,) in chunks and () in chunks
     compiled, step = answers(checkpoint, 1)
     assert step.level == 1 and "prompts" in step.inputs
     assert compiled == want

@@ -7,7 +7,8 @@ import torch
 from sampler_graphs import ROWS, VOCAB, X, graph, inputs
 from tiny_graphs import Values, apply, roles, run, step
 
-from llmc.passes.append_sampler import BAD_WORD_TOKENS, PER_ROW, TABLES, append_sampler
+from llmc.kernels.step_inputs import BAD_WORD_TOKENS, ROW_TABLES
+from llmc.passes.append_sampler import append_sampler
 from llmc.passes.inputs import StepInput
 
 
@@ -25,7 +26,7 @@ def test_appends_two_ops_and_keeps_the_logits() -> None:
 def test_names_the_inputs_that_the_runner_has_tables_for() -> None:
     sampled, _ = apply(graph(), append_sampler())
     names = {role.name for role in roles(sampled, StepInput)}
-    assert names == {"x", "row", "length", *TABLES, *PER_ROW}
+    assert names == {"x", "row", "length", *ROW_TABLES}
 
 
 def test_each_logits_row_takes_the_parameters_of_its_own_table_row() -> None:

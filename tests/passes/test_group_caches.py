@@ -1,4 +1,4 @@
-"""group_caches: layers that see different spans write to shared caches, by tables of their own."""
+"""group_caches: layers of different windows write to shared caches, by separate block tables."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def test_every_part_of_a_delta_starts_on_16_bytes() -> None:
     assert {table.storage_offset() * table.itemsize % 16 for table in tables} == {0}
 
 
-def test_the_last_requests_of_many_tokens_are_told_as_prompts() -> None:
+def test_the_last_fresh_requests_of_many_tokens_are_prompts() -> None:
     rows = RowTables(
         num_rows=4, max_model_len=512, block_size=16, vocab_size=50, device=torch.device("cpu")
     )
@@ -247,9 +247,9 @@ def test_the_last_requests_of_many_tokens_are_told_as_prompts() -> None:
         ]
         return StepPlan(step=0, work=work)
 
-    mixed = encode(rows, plan((40, 1), (0, 150), (200, 140)), padding=1).prompts
-    assert mixed == Prompts(first_request=1, first_token=1, lengths=((150, 150), (140, 340)))
+    mixed = encode(rows, plan((40, 1), (0, 150), (0, 160)), padding=1).prompts
+    assert mixed == Prompts(first_request=1, first_token=1, lengths=(150, 160))
     assert encode(rows, plan((0, 150), (40, 1))).prompts.lengths == ()
     assert encode(rows, plan((40, 1), (0, 100)), padding=2).prompts.lengths == ()
     rehearsed = encode(rows, StepPlan(step=-1, work=()), padding=2, num_tokens=400).prompts
-    assert rehearsed == Prompts(lengths=((200, 200),) * 2)
+    assert rehearsed == Prompts(lengths=(200, 200))

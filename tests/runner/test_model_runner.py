@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmc.compiler.lower import StepFunction
 from llmc.engine.plan import BlockCopy, NewRow, RowWork, StepPlan, StepResult
-from llmc.passes.append_sampler import PER_ROW, TABLES
+from llmc.kernels.step_inputs import PREPARED, ROW_TABLES
 from llmc.runner.logprobs import gather_logprobs
 from llmc.runner.model_runner import ModelRunner
 from llmc.runner.rows import RowTables
@@ -19,8 +19,6 @@ from llmc.runner.swap_space import SwapSpace
 from llmc.sampling_params import SamplingParams
 
 VOCAB = 40
-PACKED = ("token_ids", "positions", "slot_mapping", "query_start", "context_len", "block_table")
-SAMPLED = ("logits_index", "row", "length")
 
 
 class FakeStep:
@@ -51,7 +49,7 @@ def make(**options: Any) -> tuple[ModelRunner, FakeStep]:
         device=torch.device("cpu"),
     )
     fake = FakeStep()
-    names = (*PACKED, *SAMPLED, *TABLES, *PER_ROW)
+    names = (*PREPARED, *ROW_TABLES)
     step: Any = StepFunction(call=fake, inputs=names, source="")
     return ModelRunner(step, rows, max_tokens=32, **options), fake
 

@@ -12,8 +12,8 @@ import torch
 from llmc.engine.plan import NewRow, RowMask, RowWork, StepPlan
 from llmc.kernels.ban_words import ban_words
 from llmc.kernels.process_logits import process_logits
+from llmc.kernels.step_inputs import BAD_WORD_TOKENS, ROW_TABLES
 from llmc.kernels.write_segments import write_segments
-from llmc.passes.append_sampler import BAD_WORD_TOKENS, PER_ROW, TABLES
 from llmc.runner.delta import encode
 from llmc.runner.rows import MAX_BANNED, RowTables
 from llmc.sampling_params import MAX_LOGIT_BIAS, SamplingParams
@@ -66,12 +66,13 @@ def new_row(
 
 def processed(rows: RowTables, row: int, length: int) -> torch.Tensor:
     """Flat logits after the row's processors, by the op's reference."""
-    tables = {name: rows.tables[name] for name in TABLES}
-    words = tables.pop("bad_words")
+    tables = rows.tables
+    named = {name.removesuffix("_penalty"): table for name, table in tables.items()}
+    given = [named[name] for name in list(process_logits.defaults)[3:]]  # after logits, row, length
     which = torch.tensor([row]), torch.tensor([length], dtype=torch.int32)
-    out: torch.Tensor = process_logits.reference(torch.ones(1, VOCAB), *which, *tables.values())
-    said = tables["history"], tables["prompt_len"]
-    ban_words.reference(out, *which, *said, words, BAD_WORD_TOKENS)
+    out: torch.Tensor = process_logits.reference(torch.ones(1, VOCAB), *which, *given)
+    so_far = tables["history"], tables["prompt_len"]
+    ban_words.reference(out, *which, *so_far, tables["bad_words"], BAD_WORD_TOKENS)
     return out[0]
 
 
@@ -84,8 +85,10 @@ def test_rows_start_neutral_with_one_more_for_padding() -> None:
     rows = tables()
     assert rows.padding_row == 3
     assert all(neutral(rows, row) for row in range(4))
-    for name in (*TABLES, *PER_ROW):
-        assert rows.tables[name].shape[0] == 4
+    assert list(rows.tables) == list(ROW_TABLES)
+    for name, table in ROW_TABLES.items():
+        assert rows.tables[name].shape[0] == 4 and rows.tables[name].dtype == table.dtype
+        assert rows.tables[name].eq(table.neutral).all()
 
 
 def test_fill_enters_tokens_and_parameters() -> None:
@@ -217,7 +220,7 @@ def test_nothing_of_the_last_request_stays_in_a_row() -> None:
     fill(rows, quiet)
     fill(fresh, quiet)
     assert torch.equal(processed(rows, 0, 2), processed(fresh, 0, 2))
-    for name in (*PER_ROW, "prompt_len", "has_mask", "repetition_penalty"):
+    for name in (name for name, table in ROW_TABLES.items() if len(table.dims) == 1):
         assert torch.equal(rows.tables[name][0], fresh.tables[name][0]), name
 
 

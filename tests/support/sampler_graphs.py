@@ -6,7 +6,7 @@ import torch
 from tiny_graphs import Arg, step, trace
 from torch import Tensor
 
-from llmc.passes.append_sampler import BAD_WORD_TOKENS, PER_ROW, TABLES
+from llmc.kernels.step_inputs import BAD_WORD_TOKENS, ROW_TABLES
 
 ROWS, VOCAB = 3, 40
 GEN = torch.Generator().manual_seed(0)
@@ -15,15 +15,12 @@ X = step(torch.randn(2, VOCAB, generator=GEN) * 3, dynamic=0)
 
 def tables(**changes: Tensor) -> dict[str, Arg]:
     """Neutral sampling tables of three rows, greedy."""
-    made: dict[str, Tensor] = {}
-    for name, (columns, dtype) in TABLES.items():
-        made[name] = torch.zeros((ROWS, 2) if columns else (ROWS,), dtype=dtype)
-    for name, dtype in PER_ROW.items():
-        made[name] = torch.zeros(ROWS, dtype=dtype)
-    made["bias_token"].fill_(-1)
-    made["bad_words"] = torch.full((ROWS, 2 * BAD_WORD_TOKENS), -1, dtype=torch.int32)
-    made["repetition_penalty"].fill_(1.0)
-    made["top_p"].fill_(1.0)
+    sizes = {"rows": ROWS, "context": 2, "biases": 2, "mask words": 2}
+    sizes["bad word tokens"] = 2 * BAD_WORD_TOKENS
+    made = {
+        name: torch.full(table.shape(sizes), table.neutral, dtype=table.dtype)
+        for name, table in ROW_TABLES.items()
+    }
     return {name: step(t) for name, t in (made | changes).items()}
 
 

@@ -1,0 +1,143 @@
+"""The inputs of a step, each defined once: name, dimensions, dtype, what it holds.
+
+A step function reads the packed inputs of T tokens, R requests and S samples, which `prepare_step`
+fills (STEP_INPUTS, in the order of its arguments), and tables with a row for each running request,
+which live as long as the runner (ROW_TABLES). The runner's buffers, the fake values of a captured
+graph, the example shapes of the compiler and the table in docs/architecture.md follow from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BAD_WORD_TOKENS = 16  # places of a word in the table `bad_words`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTensor:
+    """One input. `dims` names its sizes (SIZES).
+
+    `grouped`: there is one for each group of layers that share a block table
+    (passes/group_caches.py). `on_host`: in host memory, whatever the step's device. `neutral`: what
+    a row of a table holds where its request asks for nothing.
+    """
+
+    dims: tuple[str, ...]
+    dtype: torch.dtype
+    about: str
+    grouped: bool = False
+    on_host: bool = False
+    neutral: float = 0
+
+    def shape(self, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(sizes[dim] for dim in self.dims)
+
+
+# What the dimensions count.
+SIZES = {
+    "T": "tokens of the step",
+    "R": "requests of the step",
+    "R + 1": "bounds of the requests",
+    "S": "samples: tokens whose logits are computed",
+    "blocks": "blocks of the longest context",
+    "2 + prompts": "two more than the fresh prompts of the step",
+    "rows": "rows of the tables",
+    "context": "tokens of the longest context, and one more",
+    "biases": "entries of a request's logit bias",
+    "mask words": "words of one bit a token of the vocabulary",
+    "bad word tokens": f"{BAD_WORD_TOKENS} places for each bad word",
+}
+
+_INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
+
+STEP_INPUTS: Mapping[str, StepTensor] = {
+    "token_ids": StepTensor(dims=("T",), dtype=_LONG, about="the tokens, request after request"),
+    "positions": StepTensor(dims=("T",), dtype=_LONG, about="their places in their requests"),
+    "slot_mapping": StepTensor(
+        dims=("T",),
+        dtype=_LONG,
+        about="where keys and values go: block * block_size + offset; -1: nowhere",
+        grouped=True,
+    ),
+    "query_start": StepTensor(
+        dims=("R + 1",), dtype=_INT, about="where each request's tokens begin, and the end"
+    ),
+    "context_len": StepTensor(
+        dims=("R",), dtype=_INT, about="tokens of each request after the step; 0: padding"
+    ),
+    "block_table": StepTensor(
+        dims=("R", "blocks"), dtype=_INT, about="the blocks of each context", grouped=True
+    ),
+    "request_row": StepTensor(dims=("R",), dtype=_LONG, about="the row of each request"),
+    "logits_index": StepTensor(
+        dims=("S",), dtype=_LONG, about="the packed token whose logits each sample is"
+    ),
+    "row": StepTensor(dims=("S",), dtype=_LONG, about="the row of each sample's request"),
+    "length": StepTensor(
+        dims=("S",),
+        dtype=_INT,
+        about="tokens of its request up to there; 0: nothing is drawn",
+    ),
+    "prompts": StepTensor(
+        dims=("2 + prompts",),
+        dtype=_INT,
+        about="on GPUs, which requests are fresh prompts (`kernels/prompts.py`)",
+        on_host=True,
+    ),
+}
+
+ROW_TABLES: Mapping[str, StepTensor] = {
+    "history": StepTensor(
+        dims=("rows", "context"), dtype=_INT, about="the tokens of each request, prompt first"
+    ),
+    "prompt_len": StepTensor(dims=("rows",), dtype=_INT, about="how many of them are the prompt"),
+    "repetition_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="1: off", neutral=1),
+    "presence_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
+    "frequency_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
+    "bias_token": StepTensor(
+        dims=("rows", "biases"), dtype=_INT, about="biased tokens; -1: unused", neutral=-1
+    ),
+    "bias_value": StepTensor(
+        dims=("rows", "biases"), dtype=_FLOAT, about="what is added to their logits"
+    ),
+    "bias_until": StepTensor(
+        dims=("rows", "biases"), dtype=_INT, about="while the output has fewer tokens than this"
+    ),
+    "has_mask": StepTensor(dims=("rows",), dtype=_INT, about="whether `mask` counts"),
+    "mask": StepTensor(
+        dims=("rows", "mask words"), dtype=_INT, about="tokens that may be drawn, a bit each"
+    ),
+    "bad_words": StepTensor(
+        dims=("rows", "bad word tokens"),
+        dtype=_INT,
+        about="banned token sequences, each at the end of its places; -1: unused",
+        neutral=-1,
+    ),
+    "temperature": StepTensor(dims=("rows",), dtype=_FLOAT, about="below 1e-5: greedy"),
+    "top_k": StepTensor(dims=("rows",), dtype=_INT, about="0: off"),
+    "top_p": StepTensor(dims=("rows",), dtype=_FLOAT, about="1: off", neutral=1),
+    "min_p": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
+    "seed": StepTensor(dims=("rows",), dtype=_LONG, about="of the request's draws"),
+}
+
+GROUPED = tuple(name for name, spec in STEP_INPUTS.items() if spec.grouped)
+PREPARED = tuple(name for name, spec in STEP_INPUTS.items() if not spec.on_host)  # by prepare_step
+
+
+def of_group(name: str, group: int) -> str:
+    """The name of a grouped step input: the first group's has no number."""
+    return f"{name}_{group}" if group else name
+
+
+def base_name(name: str) -> str:
+    """The step input that a name of `of_group` stands for."""
+    return next((base for base in GROUPED if name.startswith(f"{base}_")), name)
+
+
+def input_named(name: str) -> StepTensor:
+    """The definition of a step input or a table, of any group; KeyError for another name."""
+    return {**STEP_INPUTS, **ROW_TABLES}[base_name(name)]

@@ -1,0 +1,55 @@
+"""The definition of the step's inputs, against the op that fills them.
+
+`prepare_step` has them as its arguments, in C++ and in Triton too: schemas are compared there.
+"""
+
+from __future__ import annotations
+
+import op_cases
+import torch
+from torch import Tensor
+
+from llmc.kernels.prepare_step import PACKED, prepare_step
+from llmc.kernels.registry import OPS
+from llmc.kernels.step_inputs import (
+    PREPARED,
+    ROW_TABLES,
+    SIZES,
+    STEP_INPUTS,
+    base_name,
+    input_named,
+    of_group,
+)
+
+
+def test_prepare_step_takes_the_inputs_in_their_order() -> None:
+    assert tuple(prepare_step.defaults)[-len(PACKED) :] == PACKED == prepare_step.mutates
+    assert [n.replace("packed_table", "block_table") for n in PACKED] == list(PREPARED)
+
+
+def test_its_cases_are_of_these_shapes_and_dtypes() -> None:
+    for case in op_cases.cases("prepare_step", torch.float32):
+        given = OPS["prepare_step"].bind(case)
+        work: Tensor = given["work"]
+        sizes = {"R": len(work), "R + 1": len(work) + 1, "blocks": given["packed_table"].shape[-1]}
+        sizes |= {"T": int(work[:, 2].sum()), "S": int(work[:, 6].sum())}
+        for name, argument in zip(PREPARED, PACKED, strict=True):
+            spec, tensor = STEP_INPUTS[name], given[argument]
+            groups = tensor.shape[:1] if spec.grouped else ()
+            assert tensor.shape == (*groups, *spec.shape(sizes)) and tensor.dtype == spec.dtype
+
+
+def test_every_dimension_is_explained_and_tables_go_by_rows() -> None:
+    tables = list(ROW_TABLES.values())
+    used = {dim for spec in (*STEP_INPUTS.values(), *tables) for dim in spec.dims}
+    assert used == set(SIZES)
+    assert all(table.dims[0] == "rows" for table in tables)
+    assert not any("rows" in spec.dims for spec in STEP_INPUTS.values())
+
+
+def test_the_inputs_of_a_group_go_by_the_first_groups_name() -> None:
+    for name, spec in STEP_INPUTS.items():
+        assert of_group(name, 0) == name == base_name(name)
+        if spec.grouped:
+            assert input_named(of_group(name, 3)) is spec
+    assert input_named("history") is ROW_TABLES["history"]
