@@ -1,6 +1,7 @@
 """Which classes of transformers llmc serves, and whether it answers as transformers does.
 
-    python -m bench.coverage [--only TYPE ...] [--jobs 2] [--redo] [--table docs/coverage.md]
+    python -m bench.coverage [--only TYPE ...] [--jobs 2] [--redo] [--time-limit 240]
+    python -m bench.coverage --table docs/coverage.md
 
 Every decoder-only class gets a tiny random checkpoint and a process of its own, with a limit of
 time and memory. Mixed batches run whole, in chunks, and with preemption, in float32 at -O0; greedy
@@ -34,7 +35,7 @@ def read_results(path: Path = RESULTS) -> dict[str, dict[str, Any]]:
     return {row["type"]: row for row in rows}
 
 
-def check(model_type: str) -> dict[str, Any]:
+def check(model_type: str, time_limit_s: int = TIME_LIMIT_S) -> dict[str, Any]:
     """The row of one class; a process that dies or hangs makes a row too."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "bench.coverage_case", model_type]
@@ -46,13 +47,13 @@ def check(model_type: str) -> dict[str, Any]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=TIME_LIMIT_S,
+            timeout=time_limit_s,
         )
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         reason = f"the process ended with status {done.returncode}: {done.stderr.strip()[-200:]}"
         row = json.loads(lines[-1]) if lines else _failed(model_type, reason)
     except subprocess.TimeoutExpired:
-        row = _failed(model_type, f"took longer than {TIME_LIMIT_S} s")
+        row = _failed(model_type, f"took longer than {time_limit_s} s")
     return row | {"total_seconds": round(time.perf_counter() - start, 1)}
 
 
@@ -93,23 +94,26 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="model types; default: all")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--redo", action="store_true", help="also those that have a result")
+    parser.add_argument(
+        "--time-limit", type=int, default=TIME_LIMIT_S, metavar="SECONDS", help="of one class"
+    )
     parser.add_argument("--table", type=Path, help="write the matrix into this file")
     args = parser.parse_args()
     if args.table is None:
-        run(args.only, args.jobs, args.redo)
+        run(args.only, args.jobs, args.redo, args.time_limit)
     else:
         write_table(args.table)
     print(summary(read_results().values()))
 
 
-def run(only: list[str] | None, jobs: int, redo: bool) -> None:
+def run(only: list[str] | None, jobs: int, redo: bool, time_limit_s: int) -> None:
     sys.path.insert(0, str(_ROOT / "tests" / "support"))
     import tiny_configs
 
     done = read_results()
     wanted = [t for t in only or tiny_configs.decoder_types() if redo or only or t not in done]
     with ThreadPoolExecutor(jobs) as pool, RESULTS.open("a", encoding="utf-8") as out:
-        for row in pool.map(check, wanted):
+        for row in pool.map(lambda name: check(name, time_limit_s), wanted):
             out.write(json.dumps(row) + "\n")
             out.flush()
             state = "same" if row["parity"] else row["stage"]

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from llmc.errors import CompileError
 from llmc.passes.base import Notes, graph_pass, writes
-from llmc.passes.edit import aten, emit, is_call, replace, val
+from llmc.passes.edit import aten, calls, emit, is_call, replace, through, update_val, val
 from llmc.passes.evaluate import Unknown, evaluate
 from llmc.passes.inputs import ConstantInput, StepInput, input_of, step_input
 
@@ -30,6 +30,15 @@ _OF_A_SHAPE = (
     aten.new_ones.default,
     aten.new_full.default,
 )
+_VIEWS = (
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.view.default,
+    aten.reshape.default,
+    aten.expand.default,
+    aten.transpose.int,
+)
+_CASTS = (aten.to.dtype, aten._to_copy.default)
 _CUTS = (aten.slice.Tensor, aten.select.int, aten.narrow.default)
 # Ops, besides those on single elements, that make a row of a token of its own row alone.
 _ROW_BY_ROW = (aten.linear.default, aten.cat.default, aten.stack.default)
@@ -60,14 +69,21 @@ def find_positions(gm: fx.GraphModule, *, max_positions: int) -> Notes:
     Before:
         i [T] = aten.arange(T)
         y [1, T, D] = aten.mul(x, aten.view(aten.log1p(i), [1, T, 1]))
+        rows [T, D] = aten.slice(table [P, D], 0, 0, T)
     After:
         y [1, T, D] = aten.mul(x, aten.view(aten.log1p(positions), [1, T, 1]))
+        rows [T, D] = aten.index_select(table [P, D], 0, positions)
     """
     graph = gm.graph
+    notes = []
+    for node in calls(graph, aten.slice.Tensor):
+        if _is_first_rows(node):
+            notes.append(f"{node.name} has the row of a token")
+            _read_by_position(graph, node)
     for node in graph.nodes:
         _refuse_numbers(node)
     found = _find(graph)
-    notes = [_left_alone(node) for node in found.others if _is_read(node, found)]
+    notes += [_left_alone(node) for node in found.others if _is_read(node, found)]
     ends = [n for n in graph.nodes if n in found.derived and _is_read(n, found)]
     for node in (*found.counts, *ends):
         for reader in node.users:
@@ -80,6 +96,64 @@ def find_positions(gm: fx.GraphModule, *, max_positions: int) -> Notes:
     for end, values in before.items():
         _prove(graph, end, values, max_positions)
     return notes
+
+
+def _is_first_rows(node: fx.Node) -> bool:
+    """Whether it is table[:T], of a table with the same number of rows for every T."""
+    source, dim, start, _, step = _cut(node)
+    is_fixed = not isinstance(val(source).shape[dim], torch.SymInt)
+    is_cut = str(val(node).shape[dim]) == str(val(_tokens(node.graph)).shape[0])
+    return is_fixed and is_cut and start in (None, 0) and step == 1
+
+
+def _cut(node: fx.Node) -> tuple[Any, int, Any, Any, Any]:
+    """The arguments of a slice, with the defaults of those that are not given."""
+    args: list[Any] = [*node.args, None, None, None, None][:5]
+    source, dim, start, end, step = args
+    return source, (dim or 0) % val(node).dim(), start, end, step or 1
+
+
+def _read_by_position(graph: fx.Graph, node: fx.Node) -> None:
+    """Rows for the tokens of a sequence, out of the whole table by their positions."""
+    table, dim, *_ = _cut(node)
+    path, ends = _through_views(node)
+    if dim == 0 and all(_looks_up(value, reader) for value, reader in ends):
+        replace(node, table)  # positions lie within the sequence
+        for view in path:
+            update_val(view)
+        return
+    for value, reader in ends:
+        _check_reader(value, reader)
+    with graph.inserting_before(node):
+        rows = emit(graph, aten.index_select.default, table, dim, _positions_input(graph))
+    replace(node, rows)
+
+
+def _through_views(node: fx.Node) -> tuple[list[fx.Node], list[tuple[fx.Node, fx.Node]]]:
+    """The views and casts of a value, and who reads which of them."""
+    path: list[fx.Node] = []
+    ends = []
+    for value in (values := [node]):
+        for reader in value.users:
+            if is_call(reader, *_VIEWS, *_CASTS):
+                path.append(reader)
+                values.append(reader)
+            else:
+                ends.append((value, reader))
+    return path, ends
+
+
+def _looks_up(table: fx.Node, reader: fx.Node) -> bool:
+    """Whether it is table[positions], of a table that was only cast."""
+    while is_call(table, *_CASTS):
+        table = table.args[0]  # type: ignore[assignment]
+    if is_call(table, *_VIEWS) or not is_call(reader, *_LOOK_UPS):
+        return False
+    if is_call(reader, aten.index_select.default) and reader.args[1] != 0:
+        return False
+    index: Any = reader.args[-1]
+    index = index[0] if isinstance(index, list | tuple) else index
+    return input_of(through(index, *_VIEWS, *_CASTS)) == StepInput(name="positions")
 
 
 def _refuse_numbers(node: fx.Node) -> None:
@@ -176,9 +250,8 @@ def _is_read(node: fx.Node, found: _Counted) -> bool:
 
 def _left_alone(node: fx.Node) -> str:
     """CompileError for a value that has to do with tokens; what has other rows is none of ours."""
-    tokens = [n for n in node.graph.nodes if input_of(n) == StepInput(name="token_ids")]
     sizes = [str(val(node).shape[dim]) for dim in _growing(node)]
-    if not sizes or str(val(tokens[0]).shape[0]) in sizes:
+    if not sizes or str(val(_tokens(node.graph)).shape[0]) in sizes:
         raise _refused(node, "is no row for each token that depends on its position alone")
     return f"{node.name} counts no tokens, but {sizes[0]} others"
 
@@ -192,13 +265,16 @@ def _refused(node: fx.Node, why: str) -> CompileError:
 
 def _check_reader(node: fx.Node, reader: fx.Node) -> None:
     """CompileError unless rows by position stay with their tokens."""
-    value = reader.meta.get("val")
-    is_rows = isinstance(value, Tensor) and len(_growing(reader)) == 1 == len(_growing(node))
+    is_rows = isinstance(reader.meta.get("val"), Tensor) and (
+        [str(val(reader).shape[dim]) for dim in _growing(reader)]
+        == [str(val(node).shape[dim]) for dim in _growing(node)]
+        == [str(val(_tokens(node.graph)).shape[0])]
+    )
     if is_call(reader, *_LOOK_UPS):
         is_fine = not _growing(reader.args[0])  # type: ignore[arg-type]
     else:
         tags = getattr(reader.target, "tags", ())
-        is_fine = torch.Tag.pointwise in tags or is_call(reader, *_ROW_BY_ROW, aten.to.dtype)
+        is_fine = torch.Tag.pointwise in tags or is_call(reader, *_ROW_BY_ROW)
     if not (is_rows and is_fine):
         raise _refused(node, f"is read by {reader.target}, which is not known to keep rows apart")
 
@@ -248,10 +324,8 @@ def _at(size: Any, length: int) -> Any:
 
 def _positions(graph: fx.Graph, node: fx.Node, first: int) -> fx.Node:
     """The positions in the form of `node`, which counts from `first`."""
-    tokens = next(n for n in graph.nodes if input_of(n) == StepInput(name="token_ids"))
-    fake = val(tokens).new_empty(val(tokens).shape, dtype=torch.int64)
+    made = _positions_input(graph)
     with graph.inserting_before(node):
-        made = step_input(graph, "positions", fake)
         if first:
             made = emit(graph, aten.add.Tensor, made, first)
         if val(node).dtype != torch.int64:
@@ -260,6 +334,19 @@ def _positions(graph: fx.Graph, node: fx.Node, first: int) -> fx.Node:
             shape = [-1 if dim in _growing(node) else 1 for dim in range(val(node).dim())]
             made = emit(graph, aten.view.default, made, shape)
     return made
+
+
+def _positions_input(graph: fx.Graph) -> fx.Node:
+    tokens = val(_tokens(graph))
+    return step_input(graph, "positions", tokens.new_empty(tokens.shape, dtype=torch.int64))
+
+
+def _tokens(graph: fx.Graph) -> fx.Node:
+    node: fx.Node
+    for node in graph.nodes:
+        if input_of(node) == StepInput(name="token_ids"):
+            return node
+    raise AssertionError("the graph reads no tokens")
 
 
 def _prove(graph: fx.Graph, end: fx.Node, before: list[Tensor], max_positions: int) -> None:

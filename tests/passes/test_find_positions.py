@@ -54,6 +54,10 @@ def counted_ones(x: Tensor, learned: Tensor) -> Tensor:
     return x + learned[place]
 
 
+def first_rows(x: Tensor, learned: Tensor) -> Tensor:
+    return x + learned[: x.shape[1]].unsqueeze(0).double().float()
+
+
 def masked(x: Tensor, _: Tensor) -> Tensor:
     """What is alike for all tokens is none of them."""
     first = torch.arange(x.shape[1], dtype=torch.int32)[None, :, None] < 3
@@ -63,6 +67,7 @@ def masked(x: Tensor, _: Tensor) -> Tensor:
 WANTED: dict[Tail, Callable[[Tensor], Tensor]] = {
     scaled: lambda x: x * steps(PACKED)[:, None],
     learned_rows: lambda x: x + INPUTS["learned"].tensor[PACKED + 2],
+    first_rows: lambda x: x + INPUTS["learned"].tensor[PACKED],
     counted_ones: lambda x: x + INPUTS["learned"].tensor[PACKED],
     masked: lambda x: torch.where(PACKED[:, None] < 3, x, 2 * x),
 }
@@ -73,7 +78,7 @@ def test_counts_become_positions(tail: Tail) -> None:
     gm = model(tail)
     found, (report,) = apply(gm, find_positions(max_positions=POSITIONS))
     assert not any(name.startswith(("aten.arange", "aten.cumsum")) for name in ops(found))
-    assert any(note.endswith("is the position of a token") for note in report.notes)
+    assert report.notes and all(n.endswith("of a token") for n in report.notes)
     assert_same(found, gm, Values.of(**INPUTS), tolerance=0)
     assert_idempotent(gm, find_positions(max_positions=POSITIONS))
     inputs = INPUTS | {"positions": step(PACKED)}
@@ -89,6 +94,22 @@ def test_the_positions_are_added_where_the_model_reads_none() -> None:
     gm = trace(forward, **{k: INPUTS[k] for k in ("token_ids", "embed")})
     found, _ = apply(gm, find_positions(max_positions=POSITIONS))
     assert_same(found, gm, Values.of(**INPUTS), tolerance=0)
+
+
+def test_a_table_is_whole_where_positions_are_looked_up() -> None:
+    """Tables of cosines, say, that a model cuts to the length of its text."""
+
+    def forward(token_ids: Tensor, positions: Tensor, embed: Tensor, learned: Tensor) -> Tensor:
+        x = F.embedding(token_ids.unsqueeze(0), embed)
+        return x * learned[: x.shape[1]].to(torch.float64)[positions.unsqueeze(0)]
+
+    gm = trace(forward, **INPUTS)
+    found, _ = apply(gm, find_positions(max_positions=POSITIONS))
+    assert "aten.slice.Tensor" not in ops(found)
+    assert_same(found, gm, Values.of(**INPUTS), tolerance=0)
+    x = INPUTS["embed"].tensor[INPUTS["token_ids"].tensor]
+    got = run(found, Values.of(**INPUTS | {"positions": step(PACKED)}))[0]
+    torch.testing.assert_close(got, x * INPUTS["learned"].tensor[PACKED].double())
 
 
 def from_the_end(x: Tensor, learned: Tensor) -> Tensor:
@@ -107,8 +128,17 @@ def summed(x: Tensor, _: Tensor) -> Tensor:
     return x + torch.arange(x.shape[1]).float().cumsum(0)[:, None]
 
 
-def first_rows(x: Tensor, learned: Tensor) -> Tensor:
-    return x + learned[: x.shape[1]]
+def last_rows(x: Tensor, learned: Tensor) -> Tensor:
+    return x + learned[POSITIONS - x.shape[1] :]
+
+
+def columns(x: Tensor, learned: Tensor) -> Tensor:
+    return x @ (x.transpose(1, 2) @ learned[: x.shape[1]])
+
+
+def longer(x: Tensor, _: Tensor) -> Tensor:
+    place = torch.arange(x.shape[1]).float()[None, :, None].expand(1, x.shape[1], CHANNELS)
+    return torch.cat((place, x), 1)[:, x.shape[1] :]
 
 
 def addresses(x: Tensor, _: Tensor) -> Tensor:
@@ -131,7 +161,9 @@ def sorted_rows(x: Tensor, _: Tensor) -> Tensor:
         (from_the_end, "number of tokens"),
         (share_of_the_text, "number of tokens"),
         (number_of_tokens, "number of tokens"),
-        (first_rows, "number of tokens"),
+        (last_rows, "number of tokens"),
+        (columns, "not known to keep rows apart"),
+        (longer, "not known to keep rows apart"),
         (summed, "depends on its position alone"),
         (addresses, "not known to keep rows apart"),
         (pairs, "not known to keep rows apart"),
