@@ -12,8 +12,14 @@ RESULT = "Result"
 
 NumPrompts = Annotated[int, option("--num-prompts", help="Requests to send.", panel=WORKLOAD)]
 InputLen = Annotated[
-    int,
-    option("--random-input-len", "--input-len", help="Mean prompt tokens.", panel=WORKLOAD),
+    int | None,
+    option(
+        "--random-input-len",
+        "--input-len",
+        help="Mean tokens of random prompts. "
+        "When absent: paragraphs of Python's documentation, as long as they are.",
+        panel=WORKLOAD,
+    ),
 ]
 OutputLen = Annotated[
     int | None,
