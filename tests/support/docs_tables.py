@@ -185,11 +185,39 @@ def limit_table() -> str:
     return table(("`ServerSettings` field", "default", "what happens there"), rows)
 
 
+def gguf_architectures() -> str:
+    """Decoders among those that transformers maps."""
+    from transformers import CONFIG_MAPPING
+
+    from llmc.weights.gguf.config import architectures
+
+    rows = []
+    for name in architectures():
+        config = CONFIG_MAPPING[name]()
+        if not config.is_encoder_decoder:
+            rows.append([f"`{name}`", f"`{type(config.get_text_config()).__name__}`"])
+    return table(("architecture", "read as"), rows)
+
+
+def gguf_types() -> str:
+    from llmc.weights.gguf.blocks import GROUP, KEPT, kept_as
+
+    rows = []
+    for kind in KEPT:
+        to = kept_as(kind, 16, 256)
+        assert to is not None
+        bits = (4 if to.format == "int4" else 8) + 32 / GROUP * (2 if to.minimum else 1)
+        rows.append([f"`{kind.name}`", to.format, "yes" if to.minimum else "no", f"{bits:g}"])
+    return table(("type", "held as", "with minimums", "bits a weight in memory"), rows)
+
+
 def tables() -> Mapping[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {
         "engine": engine_table,
         "sampling": sampling_table,
         "limits": limit_table,
+        "gguf architectures": gguf_architectures,
+        "gguf types": gguf_types,
     }
     for name in commands():
         found[f"llmc {name}".strip()] = lambda name=name: flag_table(name)  # type: ignore[misc]
