@@ -42,12 +42,21 @@ class Workload:
     """What to send, as the user described it."""
 
     num_prompts: int
-    input_len: int
+    input_len: int | None
     output_len: int | None
     range_ratio: float
     prefix_len: int
     dataset: Path | None
     seed: int
+
+    @property
+    def is_text(self) -> bool:
+        """Nothing was said of the prompts, so they are real text."""
+        return self.dataset is None and self.input_len is None and self.prefix_len == 0
+
+    @property
+    def random_input_len(self) -> int:
+        return 128 if self.input_len is None else self.input_len
 
     @property
     def random_output_len(self) -> int:
@@ -69,7 +78,7 @@ class Output:
 def throughput(
     config: EngineConfig,
     num_prompts: NumPrompts = 64,
-    input_len: InputLen = 128,
+    input_len: InputLen = None,
     output_len: OutputLen = None,
     range_ratio: RangeRatio = 0.0,
     prefix_len: PrefixLen = 0,
@@ -128,9 +137,7 @@ def latency(
         int,
         option("--batch-size", help="Requests in a batch.", metavar="REQUESTS", panel="Workload"),
     ] = 8,
-    input_len: Annotated[
-        int, option("--input-len", help="Prompt tokens.", metavar="TOKENS", panel="Workload")
-    ] = 32,
+    input_len: InputLen = None,
     output_len: Annotated[
         int, option("--output-len", help="Output tokens.", metavar="TOKENS", panel="Workload")
     ] = 128,
@@ -224,7 +231,7 @@ def serve(
         ),
     ] = 0.0,
     num_prompts: NumPrompts = 100,
-    input_len: InputLen = 128,
+    input_len: InputLen = None,
     output_len: OutputLen = None,
     range_ratio: RangeRatio = 0.0,
     prefix_len: PrefixLen = 0,

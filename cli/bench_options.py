@@ -14,11 +14,12 @@ NumPrompts = Annotated[
     int, option("--num-prompts", help="Requests to send.", metavar="REQUESTS", panel=WORKLOAD)
 ]
 InputLen = Annotated[
-    int,
+    int | None,
     option(
         "--random-input-len",
         "--input-len",
-        help="Mean prompt tokens.",
+        help="Mean tokens of random prompts. "
+        "When absent: paragraphs of Python's documentation, as long as they are.",
         metavar="TOKENS",
         panel=WORKLOAD,
     ),

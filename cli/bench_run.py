@@ -26,7 +26,7 @@ from llmc.load_test.offline import (
     speculation_result,
     usable_token_ids,
 )
-from llmc.load_test.workloads import BenchRequest, load_dataset, random_workload
+from llmc.load_test.workloads import BenchRequest, load_dataset, random_workload, text_workload
 from llmc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -110,13 +110,15 @@ def run_latency(
         )
     started = load_engine(config, stderr_console())
     runs: list[OfflineRun] = []
+    # New prompts each time: a prompt sent twice would come from the prefix cache.
+    batch, skipped = workload.num_prompts, num_iters_warmup
+    drawn = dataclasses.replace(workload, num_prompts=batch * (skipped + num_iters))
+    every = _requests(config, drawn, started.info)
+    check_fits(every, started.info)
     before = started.engine.stats()
     with progress_bar("batches", num_iters_warmup + num_iters) as advance:
         for number in range(num_iters_warmup + num_iters):
-            # New prompts each time: a prompt sent twice would come from the prefix cache.
-            seeded = dataclasses.replace(workload, seed=workload.seed + number)
-            requests = _requests(config, seeded, started.info)
-            check_fits(requests, started.info)
+            requests = every[number * batch : (number + 1) * batch]
             runs.append(run_offline(started.engine, requests, sampling))
             _refuse_failures(runs[-1])
             advance()
@@ -137,7 +139,7 @@ def run_latency(
     result = {
         **_about(config, started.info),
         "batch_size": workload.num_prompts,
-        "input_len": workload.input_len,
+        "input_len": round(float(np.mean([r.prompt_len or 0 for r in every[batch * skipped :]]))),
         "output_len": workload.random_output_len,
         "avg_latency": float(np.mean(seconds)),
         "latencies": seconds,
@@ -166,17 +168,25 @@ def _check_before_loading(output: Output, **counts: int) -> None:
 
 
 def _requests(config: EngineConfig, workload: Workload, info: ModelInfo) -> list[BenchRequest]:
+    encode = _lazy_encoder(config, info)
+    if workload.is_text and info.tokenizer_path is not None:
+        texts = text_workload(
+            num_prompts=workload.num_prompts,
+            output_len=workload.random_output_len,
+            range_ratio=workload.range_ratio,
+            seed=workload.seed,
+        )
+        return [_cut_to_fit(r, encode(r.text or ""), info.max_model_len) for r in texts]
     if workload.dataset is None:
         return random_workload(
             num_prompts=workload.num_prompts,
-            input_len=workload.input_len,
+            input_len=workload.random_input_len,
             output_len=workload.random_output_len,
             token_ids=usable_token_ids(info),
             range_ratio=workload.range_ratio,
             prefix_len=workload.prefix_len,
             seed=workload.seed,
         )
-    encode = _lazy_encoder(config, info)
     requests = load_dataset(
         workload.dataset,
         num_prompts=workload.num_prompts,
@@ -190,6 +200,11 @@ def _requests(config: EngineConfig, workload: Workload, info: ModelInfo) -> list
         else dataclasses.replace(r, token_ids=tuple(encode(r.text or "")))
         for r in requests
     ]
+
+
+def _cut_to_fit(request: BenchRequest, ids: list[int], limit: int) -> BenchRequest:
+    kept = tuple(ids[: max(1, limit - request.output_len)])
+    return dataclasses.replace(request, token_ids=kept, prompt_len=len(kept))
 
 
 def _lazy_encoder(config: EngineConfig, info: ModelInfo) -> Callable[[str], list[int]]:

@@ -18,7 +18,7 @@ from llmc.load_test.client import Target
 from llmc.load_test.metrics import BenchMetrics, RequestTrace
 from llmc.load_test.prompts import random_prompts
 from llmc.load_test.serving import Load, find_model, run_load
-from llmc.load_test.workloads import BenchRequest, load_dataset
+from llmc.load_test.workloads import BenchRequest, load_dataset, text_workload
 
 if TYPE_CHECKING:
     from llmc.text.tokenizer import Tokenizer
@@ -115,10 +115,17 @@ async def _prompts(run: ServeRun, workload: Workload, target: Target) -> list[Be
             output_len=workload.output_len,
             seed=workload.seed,
         )
+    if workload.is_text:
+        return text_workload(
+            num_prompts=wanted,
+            output_len=workload.random_output_len,
+            range_ratio=workload.range_ratio,
+            seed=workload.seed,
+        )
     return await random_prompts(
         target,
         num_prompts=wanted,
-        input_len=workload.input_len,
+        input_len=workload.random_input_len,
         output_len=workload.random_output_len,
         range_ratio=workload.range_ratio,
         prefix_len=workload.prefix_len,

@@ -62,23 +62,28 @@ def dequantize(
     weight: Tensor, scale: Tensor, zero: Tensor | None = None, minimum: Tensor | None = None
 ) -> Tensor:
     """The weight [N, K] in float32."""
-    if weight.dtype == torch.uint8:
-        q = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2)
+    parts = (None if part is None else _from_blocks(part, 1) for part in (zero, minimum))
+    return numbers(_from_blocks(weight, _LINE), _from_blocks(scale, 1), *parts)
+
+
+def numbers(
+    stored: Tensor, scale: Tensor, zero: Tensor | None = None, minimum: Tensor | None = None
+) -> Tensor:
+    """Rows [..., bytes] and what their groups [..., G] have -> what they stand for, [..., K]."""
+    if stored.dtype == torch.uint8:
+        values = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2).float()
     else:
-        q = weight
-    values = _from_blocks(q, q.shape[-1] // CHANNELS).float()
-    groups = _from_blocks(scale, 1)
+        values = stored.float()
     if minimum is not None:
-        return values * _spread(groups, values) + _spread(_from_blocks(minimum, 1), values)
-    if weight.dtype == torch.uint8:
-        offset = torch.full_like(groups, _ZERO) if zero is None else _from_blocks(zero, 1)
-        values = values - _spread(offset, values)
-    return values * _spread(groups, values)
+        return values * _spread(scale, values) + _spread(minimum, values)
+    if stored.dtype == torch.uint8:
+        values = values - (_ZERO if zero is None else _spread(zero, values))
+    return values * _spread(scale, values)
 
 
 def _spread(groups: Tensor, like: Tensor) -> Tensor:
-    """[N, K / group] -> [N, K] float32."""
-    return groups.float().repeat_interleave(like.shape[1] // groups.shape[1], dim=1)
+    """[..., K / group] -> [..., K] float32."""
+    return groups.float().repeat_interleave(like.shape[-1] // groups.shape[-1], dim=-1)
 
 
 def _to_blocks(rows: Tensor, width: int) -> Tensor:

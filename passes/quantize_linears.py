@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from llmc.kernels.quantized_embedding import quantized_embedding
 from llmc.kernels.quantized_linear import (
     Format,
     Part,
@@ -44,7 +45,8 @@ def quantize_linears(
 ) -> Notes:
     """Read a half or a quarter of the bytes. Not exact: the model's numbers change a little.
 
-    Weights that are `stored` in `format`, or with None in any, stay as they are, which is exact.
+    Weights that are `stored` in `format`, or with None in any, stay as they are, which is exact;
+    so do those of embeddings, whose rows `quantized_embedding` widens when they are looked up.
     The output head, if it is not the embedding's weight too, has 8 bits in every format, since its
     errors are the logits' own; a router is not quantized, since a small error can choose another
     expert.
@@ -75,6 +77,8 @@ def quantize_linears(
             parts = _low_bit(graph, weight, to, stored=is_stored)
             fast = emit(graph, quantized_linear.overload, x=given.input, **parts, bias=given.bias)
         replace(node, fast)
+    for node in calls(graph, aten.embedding.default):
+        _keep_embedding(node, kept, format)
     experts = sum("expert_linear" in str(n.target) for n in graph.nodes if n.op == "call_function")
     if experts and format is not None:
         left["routed experts stay as they are stored"] += experts
@@ -101,9 +105,34 @@ def _stored_form(weight: Any, kept: Mapping[str, Quantization]) -> tuple[Quantiz
         return None, "merged weights are stored in different ways, so they are widened"
     if form is None:
         return None, "stored in full, or in a way that the op can't hold exactly"
-    if only_user(weight) is None:
+    if not all(_reads_bits(user, weight) for user in weight.users):
         return None, "the weight is shared with another op, which needs it plain"
     return form, ""
+
+
+def _reads_bits(node: fx.Node, weight: fx.Node) -> bool:
+    """Whether a user of a weight can have it in few bits."""
+    if is_call(node, aten.linear.default):
+        return arguments(node).weight is weight
+    return is_call(node, aten.embedding.default)
+
+
+def _keep_embedding(node: fx.Node, kept: Mapping[str, Quantization], format: Format | None) -> None:
+    """Rows of a weight that is stored in few bits are widened when they are looked up."""
+    given = arguments(node)
+    weight = given.weight
+    to, _ = _stored_form(weight, kept)
+    if to is None or format not in (None, to.format):
+        return
+    assert isinstance(weight, fx.Node)
+    if any(is_call(user, aten.linear.default) for user in weight.users):
+        return  # which needs it plain
+    graph = node.graph
+    with graph.inserting_before(node):
+        parts = _low_bit(graph, weight, to, stored=True)
+        dtype = val(node).dtype
+        fast = emit(graph, quantized_embedding.overload, ids=given.indices, **parts, dtype=dtype)
+    replace(node, fast)
 
 
 def _low_bit(

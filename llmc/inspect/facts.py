@@ -90,7 +90,7 @@ def _facts(stages: Sequence[Stage], layer: int) -> LayerFacts:
             targets = {str(u.target) for u in node.users}
             if any("expert_linear" in t for t in targets):
                 chosen += size
-            elif targets != {"aten.embedding.default"}:
+            elif not all("embedding" in target for target in targets):
                 read += size
         elif isinstance(role, StateInput):
             state += num_bytes(node, skip=(0,))  # [slots, ...]

@@ -5,6 +5,7 @@ The same arguments and seed give the same workload on every machine. Knows no en
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from llmc.errors import ConfigError
 
 CountTokens = Callable[[str], int]
+_SHORTEST_TEXT, _LONGEST_TEXT = 80, 2000  # characters of a prompt from the documentation
 MIN_SHAREGPT_LEN = 4  # shorter turns measure nothing but overhead, as other benchmarks hold too
 
 
@@ -69,6 +71,40 @@ def random_workload(
         ids = tuple(int(t) for t in (*prefix, *rng.choice(allowed, size=num_in).tolist()))
         requests.append(BenchRequest(token_ids=ids, prompt_len=len(ids), output_len=num_out))
     return requests
+
+
+def text_workload(
+    *, num_prompts: int, output_len: int, range_ratio: float = 0.0, seed: int = 0
+) -> list[BenchRequest]:
+    """Paragraphs of Python's own documentation, each of the length that it has.
+
+    Drawn without repeating one before all have been drawn; a round of repeats starts with its
+    number, so that no prompt is another's prefix.
+    """
+    if num_prompts < 1:
+        raise ConfigError(f"the number of prompts must be at least 1, got {num_prompts}")
+    rng = np.random.default_rng(seed)
+    known = _paragraphs()
+    outputs = random_lengths(output_len, range_ratio, num_prompts, rng)
+    requests = []
+    for i, num_out in enumerate(outputs):
+        turn, at = divmod(i, len(known))
+        if at == 0:
+            order = rng.permutation(len(known))
+        text = known[order[at]]
+        requests.append(
+            BenchRequest(text=f"{turn + 1}. {text}" if turn else text, output_len=num_out)
+        )
+    return requests
+
+
+@functools.cache
+def _paragraphs() -> tuple[str, ...]:
+    from pydoc_data.topics import topics
+
+    found = (p for name in sorted(topics) for p in str(topics[name]).split("\n\n"))
+    texts = dict.fromkeys(" ".join(p.split()) for p in found)
+    return tuple(t for t in texts if _SHORTEST_TEXT <= len(t) <= _LONGEST_TEXT)
 
 
 def load_dataset(

@@ -130,8 +130,8 @@ def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
         return _open_file(path / others[0])
     if list(path.glob("*.bin")) or list(path.glob("*.pt")):
         raise CheckpointError(
-            f"{path.name!r} holds only pickled weights (.bin, .pt), which can run code when read; "
-            "convert them to safetensors first"
+            f"{path.name!r} holds only pickled weights, none of them named pytorch_model*.bin; "
+            "take a checkpoint in safetensors"
         )
     raise CheckpointError(
         f"{path.name!r} has no model.safetensors and no model.safetensors.index.json; "

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from llmc.kernels.cpu.build import cache_dir
 from llmc.weights.checkpoint import Readable, open_checkpoint
 from llmc.weights.gguf.model import INDEX, gguf_files, open_gguf
+from llmc.weights.pickled import converted, pickled_files
 from llmc.weights.quantized.quantization_config import StoredQuantization
 from llmc.weights.quantized.stored_weights import dequantized
 
@@ -29,8 +31,12 @@ def open_tensors(
     if is_gguf(folder):
         found = open_gguf(folder).items()
         return {name: dataclasses.replace(tensor, dtype=dtype) for name, tensor in found}
+    if pickled := pickled_files(folder):
+        folder = converted(pickled, cache_dir())
     return dequantized(open_checkpoint(folder), stored, dtype)
 
 
 def weight_files(folder: Path) -> Iterable[Path]:
-    return gguf_files(folder) if is_gguf(folder) else sorted(folder.glob("*.safetensors"))
+    if is_gguf(folder):
+        return gguf_files(folder)
+    return pickled_files(folder) or sorted(folder.glob("*.safetensors"))

@@ -17,6 +17,7 @@ from llmc.load_test.workloads import (
     load_dataset,
     random_lengths,
     random_workload,
+    text_workload,
 )
 
 
@@ -153,3 +154,13 @@ def test_departures_keep_the_rate_and_the_burstiness(burstiness: float) -> None:
     gaps = np.diff([0.0, *times])
     # The coefficient of variation of a gamma distribution is 1 / sqrt(shape).
     assert np.std(gaps) / np.mean(gaps) == pytest.approx(burstiness**-0.5, rel=0.15)
+
+
+def test_text_is_pythons_documentation_and_never_the_same_twice() -> None:
+    requests = text_workload(num_prompts=3000, output_len=9, seed=1)
+    texts = [r.text or "" for r in requests]
+    assert len(set(texts)) == 3000 and {r.output_len for r in requests} == {9}
+    assert min(map(len, texts)) >= 80 and max(map(len, texts)) <= 2010
+    assert len({len(t) for t in texts}) > 100, "lengths are natural"
+    assert requests == text_workload(num_prompts=3000, output_len=9, seed=1)
+    assert requests[:5] != text_workload(num_prompts=5, output_len=9, seed=2)

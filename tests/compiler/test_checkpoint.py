@@ -165,7 +165,7 @@ def test_an_unknown_dtype(tmp_path: Path) -> None:
 
 def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    refused(tmp_path, "only pickled weights", "convert them to safetensors first")
+    refused(tmp_path, "only pickled weights", "take a checkpoint in safetensors")
 
 
 def test_no_weights_at_all(tmp_path: Path) -> None:

@@ -28,11 +28,6 @@ from llmc.weights.tensors import open_tensors
 Type = GGMLQuantizationType
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path / "cache"))
-
-
 def theirs(path: Path, folder: Path) -> dict[str, torch.Tensor]:
     """Every parameter as transformers' own loader widens it."""
     with torch.device("meta"):

@@ -1,0 +1,127 @@
+"""Checkpoints in torch's pickled form (.bin) -> safetensors in the cache, made once.
+
+A pickle can run code when it is read. So it is read by torch's restricted loader, which knows
+tensors and nothing else, in a child process that has no more memory, time and disk than it needs:
+`python -P -m llmc.weights.pickled FILE OUT`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from llmc.errors import CheckpointError, reason_of
+
+_MOST_SECONDS = 1800
+_SPARE_BYTES = 16 << 30  # of address space, for torch itself
+
+
+def pickled_files(folder: Path) -> list[Path]:
+    """The weights of a directory that has no others."""
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
+        return []
+    return sorted(folder.glob("pytorch_model*.bin"))
+
+
+def converted(files: list[Path], cache: Path) -> Path:
+    """A directory with the same tensors as safetensors. CheckpointError for what can't be read."""
+    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:32]
+    made = cache / "safetensors" / key
+    if made.is_dir():
+        return made
+    made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=made.parent))
+    try:
+        names: dict[str, str] = {}
+        for number, file in enumerate(files):
+            out = f"model-{number:05d}.safetensors"
+            found = _convert(file, folder / out)
+            if repeated := sorted(names.keys() & found):
+                raise CheckpointError(f"{file.name} repeats tensor {repeated[0]!r}")
+            names.update(dict.fromkeys(found, out))
+        index = {"metadata": {}, "weight_map": names}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        try:
+            os.rename(folder, made)
+        except OSError:  # another process was as fast
+            if not made.is_dir():
+                raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return made
+
+
+def _convert(file: Path, out: Path) -> list[str]:
+    """The names of a file's tensors, which are in `out` then."""
+    command = [sys.executable, "-P", "-m", __name__, str(file.resolve()), str(out)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as e:
+        raise CheckpointError(f"{file.name} took more than {_MOST_SECONDS} s to read") from e
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+        if done.returncode == 0:
+            return list(answer["names"])
+        reason = str(answer["error"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        reason = f"its reader ended with {done.returncode}"
+    raise CheckpointError(
+        f"{file.name} can't be read as plain tensors: {reason}; take a checkpoint in safetensors"
+    )
+
+
+def main(source: str, out: str) -> int:
+    """The child: one line of JSON on stdout."""
+    import torch
+    from safetensors.torch import save_file
+
+    _limit(os.path.getsize(source))
+    try:
+        loaded = torch.load(source, map_location="cpu", weights_only=True)
+        if not isinstance(loaded, dict):
+            raise ValueError(f"it holds a {type(loaded).__name__} instead of tensors by name")
+        tensors = {str(n): t.clone().contiguous() for n, t in loaded.items() if _is_plain(t)}
+        if len(tensors) != len(loaded):
+            raise ValueError("it holds other things than tensors")
+        save_file(tensors, out, metadata={"format": "pt"})
+    except Exception as e:  # what a file makes a loader raise is anything
+        sys.stdout.write(json.dumps({"error": reason_of(e)}) + "\n")
+        return 1
+    sys.stdout.write(json.dumps({"names": list(tensors)}) + "\n")
+    return 0
+
+
+def _is_plain(value: object) -> bool:
+    import torch
+
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _limit(size: int) -> None:
+    """To a few copies of the file in memory, two on disk, and minutes of computing."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return
+    wanted = (
+        (resource.RLIMIT_AS, _SPARE_BYTES + 4 * size),
+        (resource.RLIMIT_FSIZE, (64 << 20) + 2 * size),
+        (resource.RLIMIT_CPU, _MOST_SECONDS),
+    )
+    for kind, most in wanted:
+        _, hard = resource.getrlimit(kind)
+        low = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (low, low))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""Pickled checkpoints: the same tensors as safetensors, and nothing that a pickle would run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmc.errors import CheckpointError
+from llmc.weights.tensors import open_tensors
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    return tmp_path / "model"
+
+
+def test_shards_are_converted_once(folder: Path, tmp_path: Path) -> None:
+    shared = torch.randn(4, 6)
+    torch.save({"a": shared, "b": shared}, folder / "pytorch_model-00001-of-00002.bin")
+    torch.save({"c": torch.arange(3.0).bfloat16()}, folder / "pytorch_model-00002-of-00002.bin")
+    found = open_tensors(folder, None, torch.float32)
+    assert sorted(found) == ["a", "b", "c"]
+    assert torch.equal(found["b"].read(), shared) and found["c"].dtype == torch.bfloat16
+    made = list((tmp_path / "cache" / "safetensors").iterdir())
+    again = open_tensors(folder, None, torch.float32)
+    assert list((tmp_path / "cache" / "safetensors").iterdir()) == made and len(made) == 1
+    assert sorted(again) == sorted(found)
+
+
+class Harmful:
+    """Would make a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_code_in_a_pickle_is_not_run(folder: Path, tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    torch.save({"a": Harmful(trap)}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="can't be read as plain tensors"):
+        open_tensors(folder, None, torch.float32)
+    assert not trap.exists()
+
+
+def test_what_is_no_checkpoint(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04nonsense" * 10)
+    with pytest.raises(CheckpointError, match="pytorch_model.bin can't be read as plain tensors"):
+        open_tensors(folder, None, torch.float32)
+    torch.save({"a": torch.ones(2), "step": 3}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="other things than tensors"):
+        open_tensors(folder, None, torch.float32)
