@@ -1,4 +1,4 @@
-"""One run of `llmc chat`: get a backend, greet, ask or loop, give the backend back."""
+"""One run of `llmc chat`: open a backend, greet, ask or loop, close the backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A certificate on screen: the verdict, the numbers behind it, and what to do when it is no."""
+"""A certificate on screen: the verdict, the numbers behind it, and what to do when it failed."""
 
 from __future__ import annotations
 

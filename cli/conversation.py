@@ -1,4 +1,4 @@
-"""State of a chat, without a terminal: messages, settings, what answers cost, what to say of it.
+"""State of a chat, without a terminal: messages, settings, token counts and times.
 
 `chat_commands` change it, `chat_terminal` shows it, `chat_backends` answer it; none is known here.
 """

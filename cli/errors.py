@@ -1,6 +1,6 @@
 """What the user sees when a command fails: `error: ...`, perhaps `hint: ...`, and an exit code.
 
-2 is the user's to fix (a flag, a model, a request), 1 is ours or the machine's, 130 is Ctrl-C.
+2: the user can fix it (a flag, a model, a request); 1: llmc or the machine failed; 130: Ctrl-C.
 """
 
 from __future__ import annotations

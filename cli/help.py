@@ -22,7 +22,7 @@ class HelpCommand(TyperCommand):
             record = param.get_help_record(ctx)
             if record is not None:
                 is_argument = param.param_type_name == "argument"
-                names = param.metavar if is_argument else record[0]  # without its type's name
+                names = str(param.metavar) if is_argument else record[0]  # without its type
                 panels.setdefault(_panel(param), []).append((names, record[1]))
         general = panels.pop("Options", [])
         for title, records in [*panels.items(), ("Options", general)]:

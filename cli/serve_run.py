@@ -1,9 +1,9 @@
-"""`llmc serve` after its flags: take the port, load the model, say where it is, serve.
+"""`llmc serve` after its flags: take the port, load the model, print the address, serve.
 
-The port comes first: that it is taken is then known at once and not after a model was loaded.
+The port comes first, so that a taken port is an error at once and not after the model was loaded.
 
     this process (HTTP, text) --ZeroMQ--> engine process     unless --no-engine-process
-    further API processes ----ZeroMQ-->                      with --api-workers
+    more API processes -------ZeroMQ-->                      with --api-workers
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How the suite is spread over processes: pytest-xdist, with the options in pyproject.toml.
+"""How the suite is spread over processes, where pytest-xdist is installed: one worker per core.
 
-A file's tests stay on one worker, for the sake of what its fixtures make; tests with an
-`xdist_group` of their own (tests/parity: one for each model family) share that across files.
+A file's tests stay on one worker, for the sake of what its fixtures make; tests with
+an `xdist_group` (tests/parity: one for each model family) share that across files.
 """
 
 from __future__ import annotations
@@ -23,11 +23,16 @@ if IN_WORKER:  # before torch is imported: workers must not compete for the same
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_workers)))
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One worker a core; none for single files, which run sooner in this process."""
-    if all(".py" in argument for argument in config.args):
-        return 0
-    return min(MOST_WORKERS, _num_cores())
+@pytest.hookimpl(tryfirst=True)  # before xdist's own
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Workers unless `-n` was given. None for single files, which run sooner in this process."""
+    if IN_WORKER or not config.pluginmanager.hasplugin("xdist") or config.option.usepdb:
+        return
+    if config.option.numprocesses is None:
+        are_files = all(".py" in argument for argument in config.args)
+        config.option.numprocesses = 0 if are_files else min(MOST_WORKERS, _num_cores())
+        config.option.dist = "loadgroup"
+        config.option.loadscopereorder = False  # the order is that of the hook below
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook

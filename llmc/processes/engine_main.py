@@ -47,7 +47,7 @@ def main(start: Start | None = None) -> int:
         if not line:
             return 0
         try:
-            order = from_line(line, EngineOrder)
+            order: EngineOrder = from_line(line, EngineOrder)
         except WireError as exc:
             report(describe_failure(exc))
             return 1

@@ -130,7 +130,7 @@ class Unpacker(Generic[T]):
     """Reads the messages of one direction, which are of one of `types`."""
 
     def __init__(self, types: Sequence[type]) -> None:
-        self._decoders = {
+        self._decoders: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
             kind.__name__.encode(): msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
             for kind in types
         }
@@ -155,7 +155,7 @@ def to_line(message: object) -> bytes:
     return _JSON.encode((VERSION, type(message).__name__, message)) + b"\n"
 
 
-def from_line(line: bytes, *types: type[T]) -> T:
+def from_line(line: bytes, *types: type) -> Any:
     """The message of a line, which must be of one of `types`."""
     try:
         version, name, payload = msgspec.json.decode(line, type=tuple[str, str, msgspec.Raw])

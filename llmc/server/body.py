@@ -57,7 +57,7 @@ def _check_headers(request: Request) -> None:
 
 
 async def _read(request: Request, limit: int) -> bytes:
-    """Counts bytes as they come: Content-Length may be absent or a lie."""
+    """Counts bytes as they come: Content-Length may be absent or wrong."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared[:20]) > limit:
         raise _too_large(limit)

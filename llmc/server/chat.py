@@ -83,7 +83,7 @@ async def prepare_messages(
         messages,
         sampling,
         tools=tools,
-        # Said or not, a new turn can't begin inside the one that is continued.
+        # Whatever was asked, a new turn can't begin inside the one that is continued.
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
         template_kwargs=extra,
@@ -115,7 +115,7 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
 
 
 class ChatCall:
-    """Writes down the answer of one chat call."""
+    """Builds the answer of one chat call."""
 
     def __init__(
         self, llm: AsyncLLM, body: ChatBody, model: str, source: Input, use: ToolUse | None

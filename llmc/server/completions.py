@@ -65,7 +65,7 @@ async def create_completion(request: Request) -> GenerationResponse:
 
 
 def _prompt_logprobs(body: CompletionBody) -> int | None:
-    """Those that are asked for, and those that an echo shows."""
+    """The requested log-probabilities, and those that an echo shows."""
     counts = (body.prompt_logprobs, body.logprobs if body.echo else None)
     return max((count for count in counts if count is not None), default=None)
 
@@ -92,7 +92,7 @@ def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
 
 
 class CompletionCall:
-    """Writes down the answer of one call; choices of all prompts are numbered through."""
+    """Builds the answer of one call; choices are numbered consecutively over all prompts."""
 
     def __init__(
         self, llm: AsyncLLM, body: CompletionBody, model: str, sources: Sequence[Input]

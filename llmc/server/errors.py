@@ -1,4 +1,4 @@
-"""Every error leaves the server in OpenAI's shape, whoever raised it.
+"""Every error leaves the server in OpenAI's shape, wherever it was raised.
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """
@@ -19,7 +19,7 @@ from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 log = logging.getLogger(__name__)
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-MAX_MESSAGE = 1000  # an error repeats no more than this of what it complains about
+MAX_MESSAGE = 1000  # characters of the user's input that an error repeats
 RETRY_AFTER_S = "1"
 
 # status -> (type, code), where nothing better is known
@@ -118,7 +118,7 @@ async def unknown_route(request: Request, exc: Exception) -> Response:
 
 
 def _of_validation(exc: ValidationError) -> ApiError:
-    """The first of pydantic's complaints, with the path of the field as OpenAI writes it."""
+    """The first of pydantic's errors, with the path of the field as OpenAI writes it."""
     errors = exc.errors(include_url=False, include_context=False)
     first = errors[0]
     param = _path(first["loc"])

@@ -28,7 +28,7 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Guard:
-    """Decides who may pass, and stamps every response with its request id."""
+    """Decides who may pass, and adds the request id to every response."""
 
     def __init__(
         self, app: ASGIApp, *, settings: ServerSettings, is_draining: Callable[[], bool]
@@ -76,7 +76,7 @@ class Guard:
             self._admit(scope)
             await self._app(scope, receive, send)
         except Exception as exc:
-            if outcome.status:  # too late for a status: the connection breaks off
+            if outcome.status:  # too late for a status: the connection is closed
                 raise
             await error_response(as_api_error(exc))(scope, receive, send)
 

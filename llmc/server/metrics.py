@@ -1,8 +1,8 @@
-"""Prometheus metrics under `llmc:`, with the suffixes that dashboards for such servers know.
+"""Prometheus metrics under `llmc:`, with the suffixes that vLLM uses.
 
-Gauges and token counters come from the engine's own statistics when they are asked for; latencies
-are seen here, where the tokens leave. With several API processes those are added up over all of
-them, by way of files in a folder that PROMETHEUS_MULTIPROC_DIR names.
+Gauges and token counters are read from the engine's statistics on each scrape; latencies are
+measured here, where the tokens leave. With several API processes latencies are summed over all of
+them, through files in the folder PROMETHEUS_MULTIPROC_DIR.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Metrics:
 
 
 class Watch:
-    """Times the tokens of one call as they pass by."""
+    """Times the tokens of one call as they are sent."""
 
     def __init__(self, metrics: Metrics, stream: Stream) -> None:
         self._metrics = metrics
@@ -108,7 +108,7 @@ class Watch:
                 self._metrics.finished(delta.finish_reason)
 
     def close(self) -> None:
-        """The call is over: what is known of its requests goes into the histograms."""
+        """The call is over: record its requests in the histograms."""
         for request in self._stream.requests:
             if request.first_token is None:
                 continue
@@ -126,7 +126,7 @@ class Watch:
 
 
 class _EngineCollector:
-    """The engine's statistics as metrics, read when they are asked for."""
+    """The engine's statistics as metrics, read on each scrape."""
 
     def __init__(self, llm: AsyncLLM, model_name: str) -> None:
         self._llm = llm

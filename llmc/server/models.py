@@ -16,7 +16,7 @@ def served_names(llm: AsyncLLM, names: Any) -> tuple[str, ...]:
 
 
 def model_name(request: Request, wanted: str | None) -> str:
-    """The name to answer with. Absent means the one model there is; another one is a 404."""
+    """The name to answer with. Absent means the served model; any other name is a 404."""
     names: tuple[str, ...] = request.app.state.names
     if wanted is None:
         return names[0]

@@ -55,7 +55,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, data: Any) -> Any:
-        """Nulls and unsupported fields that ask for nothing go; those that ask are refused."""
+        """Drop nulls and unsupported fields without effect; refuse the other unsupported fields."""
         kept = {}
         for name, value in data.items():
             if name in UNSUPPORTED and name not in cls.model_fields:
@@ -141,7 +141,7 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
 
-    # These change nothing in what is generated, so they are taken and forgotten.
+    # These do not change what is generated, so they are accepted and ignored.
     user: Any = None
     metadata: Any = None
     store: Any = None

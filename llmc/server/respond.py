@@ -2,7 +2,7 @@
 
 client gone ----------> work cancelled -> requests aborted -> blocks free
 reader stalled -------> the same after `stalled_reader_s`
-error before the first token -> its own HTTP status;  after it -> an error event in the stream
+error before the first token -> an HTTP status;  after it -> an error event in the stream
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Deltas = Sequence[tuple[int, CompletionDelta]]
 
 
 class Call(Protocol):
-    """What differs between chat and plain completions: how the answer is written down."""
+    """What differs between chat and plain completions: how the answer is built."""
 
     sources: Sequence[Input]
     stream: bool
 
     def chunks(self, stream: Stream, deltas: Deltas) -> Iterable[dict[str, Any]]:
-        """Events for what is new."""
+        """Events for new deltas."""
 
     def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
         """Events after the end, such as the usage."""
@@ -130,7 +130,7 @@ class GenerationResponse:
 
 
 class EventSender:
-    """Server-sent events to one reader, who may be slow, and whom long silence would lose.
+    """Server-sent events to one reader, which may be slow, and which long silence would lose.
 
     A separate timer handles both (`tend`): a timeout around every event would cost more than
     the event.

@@ -1,9 +1,9 @@
 """From settings to a listening server and back to a clean exit.
 
-`bind_socket` comes before the model is loaded, so that a taken port is known in a second. The
+`bind_socket` comes before the model is loaded, so that a taken port is reported at once. The
 first SIGTERM or SIGINT drains: the port stays open and answers 503, running requests end, and
-the exit code is 0. A second signal drops what still runs. When the engine is gone for good the
-server ends by itself, with EngineDeadError.
+the exit code is 0. A second signal drops requests that still run. When the engine is dead for good,
+the server ends with EngineDeadError.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEAD_TIMEOUT_S = 30.0  # from opening, or from the last answer, to the end of a 
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket on host:port (0: any free port), or ConfigError saying who is in the way."""
+    """A socket on host:port (0: any free port), or ConfigError naming the process that holds it."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"can't listen on port {port}; ports are 0 to 65535 (0: any free one)")
     try:
@@ -72,7 +72,7 @@ class Companions(Protocol):
     """Other processes that serve on the same socket (server/workers.py)."""
 
     def end(self) -> None:
-        """Drain, as after a signal. The second time: drop what still runs."""
+        """Drain, as after a signal. The second time: drop requests that still run."""
 
     async def wait(self, timeout_s: float) -> bool:
         """Whether all have ended in time."""
@@ -132,7 +132,7 @@ class Server(uvicorn.Server):
         self.end()
 
     def end(self) -> None:
-        """Drain and exit; the second time drop what still runs."""
+        """Drain and exit; the second time drop requests that still run."""
         self._num_signals += 1
         if self._companions is not None:
             self._companions.end()
@@ -170,7 +170,7 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """One connection. h11 limits how large the head of a request is; this adds how late."""
+    """One connection. h11 limits how large the head of a request is; this adds a deadline."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -210,7 +210,7 @@ def _cannot_bind(host: str, port: int, exc: Exception) -> ConfigError:
 
 
 def _listener(port: int) -> str | None:
-    """Who listens on the port, as far as this user may know."""
+    """The process that listens on the port, if this user may see it."""
     import psutil
 
     try:

@@ -39,7 +39,7 @@ def sampling_params(
 
 
 def priority(llm: AsyncLLM, body: GenerationBody) -> int:
-    """The caller's priority; refused where it would mean nothing."""
+    """The caller's priority; refused where it has no effect."""
     if body.priority and llm.config.scheduling_policy != "priority":
         raise InvalidRequestError(
             "priority needs a server that was started with --scheduling-policy priority; "

@@ -15,7 +15,7 @@ MAX_SEQUENCES = 512  # prompts times n in one call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How the server listens, whom it lets in, and how long it waits. Times in seconds."""
+    """How the server listens, which clients it accepts, and its timeouts in seconds."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -32,7 +32,7 @@ class ServerSettings:
     max_headers: int = 100
     body_timeout_s: float = 30.0
     keep_alive_s: float = 15.0  # a comment on a quiet stream
-    stalled_reader_s: float = 30.0  # then the reader is cut and its request aborted
+    stalled_reader_s: float = 30.0  # then the client is disconnected and its request aborted
     idle_connection_s: int = 30
     shutdown_timeout_s: float = 30.0
     access_log: bool = True

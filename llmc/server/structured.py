@@ -25,7 +25,7 @@ FORMATS = ("text", "json_object", "json_schema")
 
 
 def structured_outputs(body: GenerationBody) -> StructuredOutputs | None:
-    """None when free text is asked for. InvalidRequestError for what is wrong or twice there."""
+    """None for free text. InvalidRequestError for a wrong grammar, or more than one."""
     fields = _asking(body)
     if len(fields) > 1:
         raise InvalidRequestError(

@@ -15,7 +15,7 @@ INTERVAL_S = 10.0
 
 
 async def log_throughput(read: Callable[[], EngineStats], interval_s: float = INTERVAL_S) -> None:
-    """Logs what came since the last line, nothing while idle. Runs until cancelled."""
+    """Logs the throughput since the last line, nothing while idle. Runs until cancelled."""
     before, then = read(), time.monotonic()
     while True:
         await asyncio.sleep(interval_s)

@@ -61,7 +61,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """What an evaluation harness needs to use this tokenizer from afar."""
+    """What an evaluation harness needs to use this tokenizer over HTTP."""
     llm: AsyncLLM = request.app.state.llm
     tokenizer = llm.inputs.need_tokenizer("tokenizer_info")
     hf = tokenizer.hf

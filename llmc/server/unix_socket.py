@@ -16,7 +16,7 @@ from llmc.errors import ConfigError
 
 @contextlib.contextmanager
 def unix_socket(path: str) -> Iterator[socket.socket]:
-    """A socket bound to `path`, which is gone afterwards. ConfigError when something is there."""
+    """A socket bound to `path`, which is removed afterwards. ConfigError when the path exists."""
     _clear(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -33,7 +33,7 @@ def unix_socket(path: str) -> Iterator[socket.socket]:
 
 
 def _clear(path: str) -> None:
-    """Remove a socket that a dead server left behind; anything else stays where it is."""
+    """Remove the socket of a dead server; anything else is left in place."""
     if not os.path.lexists(path):
         return
     if not _is_socket(path):

@@ -1,4 +1,4 @@
-"""A further API process: `python -P -m llmc.server.worker`, started by server/workers.py.
+"""An additional API process: `python -P -m llmc.server.worker`, started by server/workers.py.
 
 A second frontend on the same listening socket and the same engine process. It reads the engine's
 state, and when to end, from its standard input; when that closes, the main process has died, and
@@ -79,7 +79,7 @@ def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line:
         return 0
-    order = from_line(line, WorkerOrder)
+    order: WorkerOrder = from_line(line, WorkerOrder)
     logging.basicConfig(format=order.log_format, level=logging.WARNING)
     logging.getLogger("llmc").setLevel(order.log_level.upper())
     # Before prometheus_client is imported, which reads it then.

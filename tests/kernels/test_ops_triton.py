@@ -26,7 +26,7 @@ PARTS = {"ops": 60, "prompts": 12, "linears": 10, "engine": 2}
 )
 def test_under_the_interpreter(part: str) -> None:
     file = Path(__file__).with_name(f"interpreted_{part}.py")
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     kept = {name: value for name, value in os.environ.items() if "XDIST" not in name}
     done = subprocess.run(
         [*command, "--durations=5", str(file)],

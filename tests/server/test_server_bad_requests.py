@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import uvicorn
 from live_server import Live, live_server
 
 from llmc.text.chat import can_sanitize
@@ -317,10 +318,12 @@ def test_failure_inside_a_stream_is_an_event() -> None:
         live.wait_idle()
 
 
-def test_dead_engine_is_503_everywhere() -> None:
+def test_dead_engine_is_503_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     from llmc.errors import EngineDeadError
 
     with live_server() as live:
+        # Otherwise the server ends within a tenth of a second, which is a race with these requests.
+        monkeypatch.setattr(type(live.server), "on_tick", uvicorn.Server.on_tick)
         live.scripted.runner.fail_next = EngineDeadError("the device is lost")
         first = live.complete()
         assert first.status_code == 503

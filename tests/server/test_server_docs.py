@@ -38,13 +38,13 @@ def test_every_field_of_a_body_is_described() -> None:
 
 def test_fields_that_are_refused_are_named() -> None:
     text = part("Request fields")
-    refused = text[text.index("Known, and refused") :]
+    refused = text[text.index("Refused by name") :]
     assert codes(refused) == set(protocol.UNSUPPORTED)
 
 
 def test_fields_without_effect_are_named() -> None:
     text = part("Request fields")
-    ignored = text[text.index("Accepted, and without") : text.index("Known, and refused")]
+    ignored = text[text.index("Accepted, and without") : text.index("Refused by name")]
     free = {
         name
         for body in (protocol.CompletionBody, protocol.ChatBody)

@@ -100,7 +100,7 @@ def test_a_killed_engine_is_an_error_at_once_and_then_another_engine(live: LiveP
     assert "retry-after" in answer.headers
 
     refused = live.complete()  # the listener stays
-    assert refused.status_code == 503 and "started again" in refused.json()["error"]["message"]
+    assert refused.status_code == 503 and "being restarted" in refused.json()["error"]["message"]
     assert live.status("/ready") == live.status("/health") == 503
     assert 'llmc:engine_up{model_name="scripted"} 0.0' in live.client.get("/metrics").text
     live.supervisor._budget = PLENTY
