@@ -84,17 +84,14 @@ class PlanBuilder:
         request.num_computed = start + 1
         request.num_tokens = start + 2
         request.num_in_flight += 1
-        num_tokens = 1 + len(draft_tokens)
-        self.budget -= num_tokens
-        self.num_samples += num_tokens
         work = RowWork(
-            row=request.row,
-            start=start,
-            num_tokens=num_tokens,
-            sample=True,
-            new_blocks=new_blocks,
-            draft_token_ids=draft_tokens,
+            row=request.row, start=start, num_tokens=1, sample=True, new_blocks=new_blocks
         )
+        if draft_tokens:
+            work.draft_token_ids = draft_tokens
+            work.num_tokens += len(draft_tokens)
+        self.budget -= work.num_tokens
+        self.num_samples += work.num_tokens
         if request.extension is not None:
             request.extension.on_draw(request, work, self.row_masks)
         self.requests.append(request)

@@ -87,7 +87,7 @@ class Scheduler:
         self._num_arrivals += 1
         self.requests[request.request_id] = request
         if self.speculation is not None and request.extension is None:
-            self.speculation.on_add(request)
+            request.extension = self.speculation.drafter(request)
         self.waiting.insert_ranked(request)
         if sibling is not None:
             self._sharing.join(request, sibling)
@@ -302,93 +302,78 @@ class Scheduler:
         builder = self._oldest(plan)
         _check_result(builder, result)
         self._in_flight.popleft()
-        num_running, num_generated = len(self.running), self.num_generated_tokens
-        block_size, num_accepted = self.pool.block_size, 0
+        num_running, num_tokens, num_accepted = len(self.running), 0, 0
+        block_size = self.pool.block_size
         updates: list[RequestUpdate] = []
         logprobs = result.logprobs or repeat(None, builder.num_samples)
         drawn, scores = zip(result.token_ids, logprobs, strict=True), iter(result.scores)
         for request, work in zip(builder.requests, builder.work, strict=True):
             request.num_in_flight -= 1
             token, logprob = next(drawn) if work.sample else _NOTHING_DRAWN
+            rest = list(islice(drawn, len(work.draft_token_ids))) if work.draft_token_ids else ()
             if work.is_scored:
                 end = work.start + work.num_scored
                 request.prompt_scores[work.start : end] = islice(scores, work.num_scored)
-            if work.draft_token_ids:
-                rest = islice(drawn, len(work.draft_token_ids))
-                num_accepted += self._take_drafted(
-                    request, work, [(token, logprob), *rest], updates
-                )
-            elif request.state is FINISHED:
+            if request.state is FINISHED:
                 self.num_wasted_row_steps += 1
             elif work.sample and token is None:
                 updates.append(self._fail(request))
+            elif rest:
+                taken = self._take_drafted(request, work, [(token, logprob), *rest])
+                updates += taken
+                num_tokens += len(taken)
+                num_accepted += len(taken) - 1
             else:
                 num_computed = work.start + work.num_tokens
                 if num_computed // block_size > request.table.num_published:
                     self.rows.on_full_blocks(request, num_computed)
                 if token is not None:
-                    update = self._take_token(request, token, logprob)
+                    num_tokens += 1
+                    update = (
+                        request.append(token, logprob)
+                        if request.extension is None
+                        else request.extension.on_token(request, token, logprob)
+                    )
                     if update is not None:
                         updates.append(update)
                         if update.finish_reason is not None:
                             self.finish(request)
             if request.state is not RUNNING and not request.num_in_flight:
                 self._queues.release(request)
+        self.num_generated_tokens += num_tokens
         if self.bisection:
             self.bisection.on_success(list(zip(builder.requests, builder.work, strict=True)))
         if self.speculation is not None:
             self.speculation.end_step(
                 plan.work,
                 num_running=num_running,
-                num_tokens=self.num_generated_tokens - num_generated,
+                num_tokens=num_tokens,
                 num_accepted=num_accepted,
                 is_last=not self.requests,
             )
         return updates
 
-    def _take_token(
-        self, request: Request, token: int, logprob: TokenLogprobs | None
-    ) -> RequestUpdate | None:
-        if request.extension is None:
-            update: RequestUpdate | None = request.append(token, logprob)
-        else:
-            update = request.extension.on_token(request, token, logprob)
-        self.num_generated_tokens += 1 if update is None else len(update.new_token_ids)
-        return update
-
     def _take_drafted(
-        self,
-        request: Request,
-        work: RowWork,
-        drawn: Sequence[Drawn],
-        updates: list[RequestUpdate],
-    ) -> int:
+        self, request: Request, work: RowWork, drawn: Sequence[Drawn]
+    ) -> list[RequestUpdate]:
         """Take what was drawn after a token and its draft tokens, up to the first draft token that
-        was not accepted. Returns the number of those that were.
+        was not accepted: at least one token.
         """
-        if request.state is FINISHED:
-            self.num_wasted_row_steps += 1
-            return 0
+        updates: list[RequestUpdate] = []
         num_accepted = count_accepted(work.draft_token_ids, [token for token, _ in drawn])
-        num_extra, is_over = -1, False
         for token, logprob in drawn[: num_accepted + 1]:
             if token is None:
-                updates.append(self._fail(request))
-                return num_accepted
-            update = self._take_token(request, token, logprob)
-            assert update is not None
-            updates.append(update)
-            num_extra += 1
-            is_over = update.finish_reason is not None
-            if is_over:
+                return [*updates, self._fail(request)]
+            updates.append(request.append(token, logprob))
+            if updates[-1].finish_reason is not None:
                 break
-        request.num_computed += num_extra
-        request.num_tokens += num_extra
+        request.num_computed += len(updates) - 1
+        request.num_tokens += len(updates) - 1
         if request.num_computed // self.pool.block_size > request.table.num_published:
             self.rows.on_full_blocks(request, request.num_computed)
-        if is_over:
+        if updates[-1].finish_reason is not None:
             self.finish(request)
-        return num_accepted
+        return updates
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
         """The oldest plan in flight could not be run, and the results of those after it are void.

@@ -351,9 +351,11 @@ class DraftModelSpeculation(Speculation):
     def drafter(self, request: Request) -> Drafter:
         return self.model.add(request, self)
 
-    def draft(self, running: Collection[Request]) -> None:
+    def begin_step(self, running: Collection[Request]) -> None:
+        super().begin_step(running)
         if self.num_failures == _MAX_FAILURES:
             self.is_on = False
+        if not self.is_on:
             return
         wanted = []
         for request in running:

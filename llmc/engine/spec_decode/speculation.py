@@ -12,6 +12,7 @@ processors: draft tokens decide how many steps an answer takes, never what it sa
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 from llmc.engine.plan import RowMask, RowWork
@@ -20,7 +21,7 @@ from llmc.engine.spec_decode.policy import SpeculationPolicy
 from llmc.speculative_config import SpeculativeConfig
 
 
-class Speculation:
+class Speculation(ABC):
     """Proposes draft tokens for the requests of one scheduler, and counts what became of them."""
 
     def __init__(self, config: SpeculativeConfig, policy: SpeculationPolicy | None = None) -> None:
@@ -30,23 +31,15 @@ class Speculation:
         self.num_drafts = 0  # steps of a request that had draft tokens
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        self.draft_seconds = 0.0  # that `draft` has taken since the last result
+        self.draft_seconds = 0.0  # spent on drafting since the last result
 
-    def on_add(self, request: Request) -> None:
-        """A request without an extension arrives."""
-        request.extension = self.drafter(request)
-
+    @abstractmethod
     def drafter(self, request: Request) -> Drafter:
-        raise NotImplementedError
+        """The drafter of a request that arrives."""
 
     def begin_step(self, running: Collection[Request]) -> None:
         """A step of these is about to be planned."""
         self.is_on = self.policy.is_on(len(running))
-        if self.is_on:
-            self.draft(running)
-
-    def draft(self, running: Collection[Request]) -> None:
-        """Prepare the draft tokens of all requests, where that is done for all at once."""
 
     def end_step(
         self,
@@ -74,11 +67,11 @@ class Speculation:
         if is_last:
             self.policy.pause()
 
-    def check(self, request_ids: Collection[str]) -> None:
+    def check(self, request_ids: Collection[str]) -> None:  # noqa: B027 - nothing to check here
         """Raise AssertionError where something is kept for a request that is not one of these."""
 
 
-class Drafter(Extension):
+class Drafter(Extension, ABC):
     """Proposes the draft tokens of one request."""
 
     def __init__(self, speculation: Speculation) -> None:
@@ -103,13 +96,13 @@ class Drafter(Extension):
     def on_draw(self, request: Request, work: RowWork, masks: list[RowMask]) -> None:
         self._has_drafted = bool(work.draft_token_ids)
 
+    @abstractmethod
     def expects_draft(self, request: Request) -> bool:
         """Whether there will probably be draft tokens once the token in flight is known."""
-        raise NotImplementedError
 
+    @abstractmethod
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Up to `most` tokens that may follow those of the request, all of which are known."""
-        raise NotImplementedError
 
 
 def count_accepted(draft_tokens: Sequence[int], drawn: Sequence[int | None]) -> int:
