@@ -26,6 +26,7 @@ import msgspec
 
 from llmc.config import EngineConfig
 from llmc.errors import EngineDeadError
+from llmc.model_info import Phase
 from llmc.processes.child import Child, python_module
 from llmc.processes.remote_errors import as_exception, summary
 from llmc.processes.server_processes import EngineUp, Listener, RestartBudget, ServerProcesses
@@ -42,7 +43,6 @@ from llmc.processes.wire import (
     other_version,
     to_line,
 )
-from llmc.startup.start import Phase
 
 log = logging.getLogger(__name__)
 

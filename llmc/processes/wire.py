@@ -22,7 +22,7 @@ from llmc import __version__
 from llmc.config import EngineConfig
 from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
 from llmc.errors import ConfigError, LlmcError
-from llmc.startup.start import ModelInfo, Phase
+from llmc.model_info import ModelInfo, Phase
 
 T = TypeVar("T")
 

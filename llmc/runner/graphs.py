@@ -1,7 +1,7 @@
 """Decode steps captured once per batch size and replayed: no host work between the kernels.
 
 A graph is captured over the step's static buffers with every request a dummy, so capturing
-touches nobody's cache; attention and the sampler are inside. The largest batch comes first and
+touches no request's cache; attention and the sampler are inside. The largest batch comes first and
 the others share its memory.
 """
 
@@ -74,7 +74,7 @@ class CudaGraphs:
 
 
 class DecodeGraphs:
-    """The graphs of the step that runs, by batch size. Those of a step that was exchanged go."""
+    """The graphs of the step that runs, by batch size. Those of a replaced step are dropped."""
 
     def __init__(self, backend: GraphBackend) -> None:
         self._backend = backend

@@ -39,7 +39,16 @@ class ModelFiles:
 
 
 def resolve_model(config: EngineConfig) -> ModelFiles:
-    """Raise CheckpointError where nothing usable stands under the name."""
+    """Raise CheckpointError where nothing usable stands under the name; a hub id is downloaded."""
+    found = find_local(config)
+    if found is not None:
+        return found
+    assert config.model is not None, "no name means the built-in model, which is local"
+    return ModelFiles(name=config.model, path=_checked(_download(config)), is_builtin=False)
+
+
+def find_local(config: EngineConfig) -> ModelFiles | None:
+    """The model's files on this machine; None for a hub id. CheckpointError for a wrong path."""
     if config.model is None:
         from llmc.guide import MODEL_NAME, model_path
 
@@ -57,7 +66,7 @@ def resolve_model(config: EngineConfig) -> ModelFiles:
             f"no model at {config.model!r}: give a directory with config.json and safetensors, "
             "a hub id like `owner/name`, or no model for the built-in one"
         )
-    return ModelFiles(name=config.model, path=_checked(_download(config)), is_builtin=False)
+    return None
 
 
 def _checked(path: Path) -> Path:

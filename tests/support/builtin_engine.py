@@ -7,7 +7,8 @@ from typing import Any
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
-from llmc.startup.start import ModelInfo, start_engine
+from llmc.model_info import ModelInfo
+from llmc.startup.start import start_engine
 from llmc.text.tokenizer import Tokenizer
 
 
