@@ -29,8 +29,8 @@ from llmc.load_test.machine import package_versions
 from llmc.model_info import OnPhase
 from llmc.passes.layers import find_layers
 from llmc.startup.compile import build_as_stored
-from llmc.startup.phases import PhaseClock
 from llmc.startup.resolve import ModelSource
+from llmc.startup.start import PhaseClock
 from llmc.text.tokenizer import Tokenizer
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 

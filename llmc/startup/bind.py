@@ -20,7 +20,7 @@ from llmc.runner.model_runner import ModelRunner
 from llmc.runner.row_states import RowStates
 from llmc.runner.rows import RowTables
 from llmc.runner.swap_space import SwapSpace
-from llmc.startup.load import LoadedModel
+from llmc.startup.compile import LoadedModel
 from llmc.startup.sizing import ModelProfile
 from llmc.startup.verify_packing import LENGTHS
 

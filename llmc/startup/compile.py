@@ -1,4 +1,4 @@
-"""ModelSource -> Program: build, capture and rewrite, or what an earlier start kept of that.
+"""ModelSource -> Program -> weights: build, capture, rewrite (or the cache), then load.
 
 `serve`, `check` and `inspect` all come through `rewrite_options`, and the first two through
 `build_as_stored`. transformers and Dynamo are imported only where a model has to be captured.
@@ -12,17 +12,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from llmc.compiler.cache import ProgramCache, config_digest, program_key
-from llmc.compiler.program import Program, RewriteOptions, rewrite
+from llmc.compiler.program import (
+    Program,
+    RewriteOptions,
+    load_weights,
+    open_weights,
+    rewrite,
+)
 from llmc.errors import CompileError
 from llmc.kernels.cpu.compile import streams_plain_weights
 from llmc.kernels.prompt_table import head_dims, measured_on
 from llmc.passes.logits_processors import user_processors
 from llmc.passes.pipeline import PipelineOptions
 from llmc.passes.user import user_passes
+from llmc.runner import kv_cache
 from llmc.startup.resolve import ModelSource
 from llmc.weights.checkpoint import Readable
-from llmc.weights.quantized.kept_quantized import Held, held_weights
+from llmc.weights.load import DummyWeights, WeightSource
+from llmc.weights.quantized.kept_quantized import Held, held_weights, tell_widened
 
 if TYPE_CHECKING:
     from llmc.compiler.build import BuiltModel
@@ -153,3 +164,47 @@ def _stored_apart(source: ModelSource, aliases: Mapping[str, tuple[str, ...]]) -
         if not all(stored[0].equals(other) for other in stored[1:]):
             return " and ".join(names)
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A program and its weights, ready to be given a cache."""
+
+    source: ModelSource
+    program: Program
+    weights: dict[str, torch.Tensor]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.numel() for weight in self._distinct)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.numel() * weight.dtype.itemsize for weight in self._distinct)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of recurrent layers, for each request; 0 for a model with attention only."""
+        return kv_cache.state_bytes(self.program.states)
+
+    @property
+    def _distinct(self) -> list[torch.Tensor]:
+        return list({id(weight): weight for weight in self.weights.values()}.values())
+
+
+def load_model(model: CompiledModel) -> LoadedModel:
+    """Raises CheckpointError where the checkpoint lacks a weight, or has it in another shape."""
+    source, program = model.source, model.program
+
+    def make_module() -> nn.Module:
+        return (model.built or build_as_stored(source)).module
+
+    weights: WeightSource
+    if source.is_dummy:
+        weights = DummyWeights(source.config.seed)
+    else:
+        tensors = source.open_tensors()
+        if source.stored is not None and source.config.quantization is None:
+            tell_widened(tensors, (role for _, role in program.weight_inputs()))
+        weights = open_weights(program, tensors, make_module)
+    return LoadedModel(source=source, program=program, weights=load_weights(program, weights))

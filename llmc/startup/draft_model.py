@@ -9,9 +9,8 @@ from llmc.engine.spec_decode.draft_model import DraftModel
 from llmc.engine.spec_decode.model_speculation import ModelSpeculation
 from llmc.errors import CheckpointError, ConfigError
 from llmc.speculative_config import SpeculativeConfig
-from llmc.startup.compile import CompiledModel
+from llmc.startup.compile import CompiledModel, LoadedModel, load_model
 from llmc.startup.config_facts import FactsCache
-from llmc.startup.load import LoadedModel, load_model
 from llmc.startup.resolve import ModelSource, resolve
 from llmc.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ from llmc.runner import kv_cache
 from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
 from llmc.startup.bind import StepMode, cache_layout, make_runner
-from llmc.startup.load import LoadedModel
+from llmc.startup.compile import LoadedModel
 from llmc.startup.sizing import ModelProfile, PeakMemory
 from llmc.startup.verify_packing import LENGTHS, verify_packing
 

@@ -10,6 +10,9 @@ same ones. torch is imported once the paths are known to be right.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +22,6 @@ from llmc.engine.spec_decode.speculation import Speculation
 from llmc.model_info import ModelInfo, OnPhase, Phase
 from llmc.speculative_config import SpeculativeConfig
 from llmc.startup.model_files import find_local, resolve_model
-from llmc.startup.phases import PhaseClock
 from llmc.startup.resolve import (
     check_paths,
     pick_async,
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from llmc.runner.model_runner import ModelRunner
     from llmc.startup.background import Upgrade
     from llmc.startup.bind import BoundModel
-    from llmc.startup.load import LoadedModel
+    from llmc.startup.compile import LoadedModel
     from llmc.startup.sizing import ModelProfile, PoolSize
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,25 @@ class Started:
     upgrade: Upgrade | None = None  # steps being compiled, which will replace the one that runs
 
 
+class PhaseClock:
+    """Times phases; keeps each in `phases` and calls `on_phase` with it as it ends."""
+
+    def __init__(self, on_phase: OnPhase | None) -> None:
+        self.phases: list[Phase] = []
+        self._on_phase = on_phase
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[list[str]]:
+        """The block may append details to the list it is given."""
+        start = time.perf_counter()
+        detail: list[str] = []
+        yield detail
+        phase = Phase(name=name, seconds=time.perf_counter() - start, detail=", ".join(detail))
+        self.phases.append(phase)
+        if self._on_phase is not None:
+            self._on_phase(phase)
+
+
 def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Started:
     """Raises ConfigError, CheckpointError or CompileError."""
     clock = PhaseClock(on_phase)
@@ -63,10 +84,9 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         from llmc.kernels.cpu.build import cache_dir
         from llmc.startup.background import compile_in_background, kernels_are_built, start_kernels
         from llmc.startup.bind import StepMode, bind_model
-        from llmc.startup.compile import compile_model, keep
+        from llmc.startup.compile import compile_model, keep, load_model
         from llmc.startup.config_facts import FactsCache
         from llmc.startup.draft_model import draft_in_flight, load_draft, resolve_draft, speculate
-        from llmc.startup.load import load_model
         from llmc.startup.profile import profile_model
         from llmc.startup.sizing import size_pools
 
