@@ -30,7 +30,7 @@ from llmc.load_test.workloads import BenchRequest, load_dataset, random_workload
 from llmc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from llmc.startup.start import ModelInfo
+    from llmc.model_info import ModelInfo
     from llmc.text.tokenizer import Tokenizer
 
 LATENCY_PERCENTILES = (10, 25, 50, 75, 90, 99)

@@ -23,11 +23,11 @@ def command(
             panel=CHECK_PANEL,
         ),
     ] = None,
-    disable_guilty: Annotated[
+    disable_culprit: Annotated[
         bool,
         option(
             "--disable-culprit",
-            help="Certify the model without the pass that is to bisect, and print the switch.",
+            help="Certify the model without the pass that makes a difference; print the switch.",
             panel=CHECK_PANEL,
         ),
     ] = False,
@@ -45,6 +45,9 @@ def command(
     """
     if longest_prompt is not None and longest_prompt < 1:
         raise ConfigError(f"--longest-prompt must be a positive integer, got {longest_prompt}")
+    from llmc.startup.resolve import check_paths
+
+    check_paths(config)  # before torch is imported
     from llmc.cli.check_show import show
     from llmc.cli.console import note, phases, stderr_console
 
@@ -56,7 +59,7 @@ def command(
             certificate = check_model(
                 config,
                 longest_prompt=longest_prompt,
-                disable_guilty=disable_guilty,
+                disable_culprits=disable_culprit,
                 on_phase=on_phase,
             )
     except CompileError as error:

@@ -136,11 +136,11 @@ def _passes_and_kernels(console: Console, certificate: Certificate) -> None:
 def _way_out(console: Console, certificate: Certificate) -> None:
     console.print()
     for culprit in certificate.culprits:
-        console.print(Text(f"  to bisect: {culprit}", style="bold red"))
+        console.print(Text(f"  cause: {culprit}", style="bold red"))
     switches = " ".join(certificate.switches)
-    if certificate.fixed_by and switches:
+    if certificate.is_fixable and switches:
         console.print(Text(f"  without it the model is right; use it with {switches}"))
-    elif not certificate.fixed_by:
+    elif not certificate.is_fixable:
         console.print(Text("  no switch makes it right: please report this model"))
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from llmc.startup.start import ModelInfo, Phase
+    from llmc.model_info import ModelInfo, Phase
 
 NAME_WIDTH = 20
 

@@ -65,6 +65,9 @@ def command(
     memory_bytes = None if memory is None else parse_size(memory, "--memory")
     if graph is not None and not graph.absolute().parent.is_dir():
         raise ConfigError(f"--graph: there is no folder {str(graph.parent)!r} to write into")
+    from llmc.startup.resolve import check_paths
+
+    check_paths(config)  # before torch is imported
     from llmc.cli import inspect_show
     from llmc.cli.console import note, spinner, stderr_console
 

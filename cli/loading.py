@@ -20,6 +20,9 @@ def _options(config: EngineConfig) -> dict[str, Any]:
 
 
 def load_async_llm(config: EngineConfig, console: Console, *, quiet: bool = False) -> AsyncLLM:
+    from llmc.startup.resolve import check_paths
+
+    check_paths(config)
     with phases(console, quiet=quiet) as on_phase:
         from llmc.async_llm import AsyncLLM
 

@@ -167,6 +167,9 @@ def command(
         raise ConfigError("--salt-by-api-key needs at least one --api-key")
     if api_workers > 1 and not engine_process:
         raise ConfigError("--api-workers needs the engine in a separate process")
+    from llmc.startup.resolve import check_paths
+
+    check_paths(config)  # before the imports below, which take a second or more
     from llmc.server.settings import ServerSettings
 
     settings = ServerSettings(

@@ -20,9 +20,11 @@ def require_certificate(config: EngineConfig) -> None:
     if certificate.certified:
         note(console, f"certified on {certificate.created}", style="green")
         return
-    bisect = "; ".join(map(str, certificate.culprits)) or "no cause was found"
-    error = CompileError(f"the rewritten model is not certified, so it is not served: {bisect}")
+    causes = "; ".join(map(str, certificate.culprits)) or "no cause was found"
+    error = CompileError(f"the rewritten model is not certified, so it is not served: {causes}")
     switches = " ".join(certificate.switches)
-    way = f"serve it with {switches}" if certificate.fixed_by and switches else "leave --verify out"
+    way = (
+        f"serve it with {switches}" if certificate.is_fixable and switches else "leave --verify out"
+    )
     error.hint = f"{way}, or see `llmc check`"  # type: ignore[attr-defined]
     raise error

@@ -41,7 +41,8 @@ from llmc.text.tokenizer import Tokenizer
 from llmc.text.tools.tool_format import ToolFormat
 
 if TYPE_CHECKING:
-    from llmc.startup.start import ModelInfo, Phase, Started
+    from llmc.model_info import ModelInfo, Phase
+    from llmc.startup.start import Started
 
 T = TypeVar("T")
 

@@ -32,7 +32,8 @@ from llmc.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llmc.engine.messages import EngineStats
-    from llmc.startup.start import ModelInfo, Phase, Started
+    from llmc.model_info import ModelInfo, Phase
+    from llmc.startup.start import Started
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Outcome = ActiveRequest | InvalidRequestError

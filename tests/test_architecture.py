@@ -25,6 +25,7 @@ LEAVES = (
     "llmc.structured_outputs",
     "llmc.speculative_config",
     "llmc.outputs",
+    "llmc.model_info",
 )
 MAY_IMPORT = {
     "llmc.errors": (),
@@ -34,6 +35,7 @@ MAY_IMPORT = {
     "llmc.speculative_config": ("llmc.errors",),
     "llmc.structured": ("llmc.errors", "llmc.structured_outputs", "llmc.text"),
     "llmc.outputs": LEAVES,
+    "llmc.model_info": (),
     "llmc.kernels": ("llmc.errors",),
     "llmc.passes": ("llmc.errors", "llmc.kernels"),
     "llmc.engine": LEAVES,

@@ -22,8 +22,9 @@ from bench.gpu.timed_runner import TimedRunner
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.options import EngineFeatures, EngineLimits
+from llmc.model_info import ModelInfo
 from llmc.runner.model_runner import ModelRunner
-from llmc.startup.start import ModelInfo, start_engine
+from llmc.startup.start import start_engine
 
 _COMPILE_S = 400.0
 

@@ -1,8 +1,8 @@
-"""Who makes the difference: the compiler, a kernel, a pass, or the capture itself.
+"""What causes a difference: the compiler, a kernel, a pass, or the capture itself.
 
-Takes away from the outside in, each time one thing, and looks whether the difference goes:
-compiled code, fast kernels, then the passes, of which the first ones are switched on again until
-the difference is back. What was found is switched off and the search goes on until none is left.
+One thing after another is switched off, from the outside in, until the difference is gone:
+compiled code, then fast kernels, then passes. Passes are found by bisection. Each one that is
+found stays off, and the search goes on until the step is right.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Good = Callable[[Variant], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """`switch` is what to type to do without it; "" where there is no way."""
+    """`switch` is the option that serves without it; "" where there is none."""
 
     kind: Kind
     name: str
     switch: str
-    layer: int | None = None  # the first whose hidden state is off
+    layer: int | None = None  # the first whose hidden state is wrong
 
     def __str__(self) -> str:
         where = "" if self.layer is None else f", first seen at the output of layer {self.layer}"
@@ -40,13 +40,13 @@ class Culprit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Everything that had to go; `fixed_by` when the step is right without it."""
+    """`is_fixable`: without the culprits the step is right."""
 
     culprits: tuple[Culprit, ...]
-    fixed_by: bool
+    is_fixable: bool
 
 
-def find_blame(
+def bisect(
     subject: Subject,
     variant: Variant,
     good: Good,
@@ -54,20 +54,20 @@ def find_blame(
     captured_is_good: Callable[[], bool],
     first_layer: Callable[[Variant], int | None],
 ) -> Diagnosis:
-    """`variant` is not good. `first_layer` tells the first layer that is off in a run."""
+    """Find what makes `variant` wrong. `first_layer` gives the first wrong layer of a run."""
     if variant.level > 0 and good(replace(variant, level=0)):
         culprit = Culprit(kind="compiler", name=f"-O{variant.level}", switch="-O0")
-        return Diagnosis(culprits=(culprit,), fixed_by=True)
+        return Diagnosis(culprits=(culprit,), is_fixable=True)
     variant = replace(variant, level=0)
     if good(replace(variant, kernels=())):
         found = _kernels(subject, variant, good)
-        return Diagnosis(culprits=found, fixed_by=False)
+        return Diagnosis(culprits=found, is_fixable=False)
     names: list[str] = []
-    fixed_by = False
-    while not fixed_by and (name := _first_wrong_pass(subject, variant, good)) is not None:
+    is_fixable = False
+    while not is_fixable and (name := _first_wrong_pass(subject, variant, good)) is not None:
         names.append(name)
         variant = _switched(variant, name, False)
-        fixed_by = good(variant)
+        is_fixable = good(variant)
     culprits = [
         Culprit(
             kind="pass",
@@ -77,10 +77,10 @@ def find_blame(
         )
         for name in names
     ]
-    if not fixed_by:
+    if not is_fixable:
         kind: Kind = "engine" if captured_is_good() else "capture"
         culprits.append(Culprit(kind=kind, name="", switch="", layer=first_layer(variant)))
-    return Diagnosis(culprits=tuple(culprits), fixed_by=fixed_by)
+    return Diagnosis(culprits=tuple(culprits), is_fixable=is_fixable)
 
 
 def _switched(variant: Variant, name: str, on: bool) -> Variant:
@@ -88,8 +88,8 @@ def _switched(variant: Variant, name: str, on: bool) -> Variant:
 
 
 def _kernels(subject: Subject, variant: Variant, good: Good) -> tuple[Culprit, ...]:
-    """The ops whose fast version alone makes the difference; all, where only several do."""
-    used = kernels_of(subject.rewrite(variant)[0])
+    """The ops whose fast version causes the difference alone; all of them, where none does."""
+    used = kernels_of(subject.rewrite(variant).graph)
     fast = {op: library for op, library in used.items() if library != "reference"}
     alone = [op for op in fast if not good(replace(variant, kernels=(op,)))]
     return tuple(
@@ -98,9 +98,11 @@ def _kernels(subject: Subject, variant: Variant, good: Good) -> tuple[Culprit, .
 
 
 def _first_wrong_pass(subject: Subject, variant: Variant, good: Good) -> str | None:
-    """The pass with which the first passes turn wrong, by bisection; None: wrong without any."""
+    """The pass that makes the first passes wrong, by bisection; None: wrong without any."""
     optional = [
-        p.name for p in subject.passes if not p.required and variant.switches.get(p.name, True)
+        p.name
+        for p in subject.options.passes
+        if not p.required and variant.switches.get(p.name, True)
     ]
 
     def first(count: int) -> Variant:

@@ -84,7 +84,7 @@ class Certificate:
     layers: tuple[LayerResult, ...]
     changed: tuple[ChangedResult, ...]
     culprits: tuple[Culprit, ...]
-    fixed_by: bool  # without the culprits that have a switch the step is right
+    is_fixable: bool  # without the culprits that have a switch the step is right
     notes: tuple[str, ...]
 
     def to_json(self) -> str:
@@ -137,7 +137,7 @@ class CertificateStore:
         return self._root / f"{key}.json"
 
     def load(self, key: str) -> Certificate | None:
-        """None where there is none, or none that can be read or that belongs to somebody else."""
+        """None where there is none, or none that can be read, or that another user owns."""
         path = self.path(key)
         try:
             if path.stat().st_uid != os.getuid():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import importlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -18,24 +17,22 @@ import torch
 
 from llmc.check.bisect import Diagnosis
 from llmc.check.certificate import Certificate, CertificateStore
-from llmc.check.comparison import Comparison
+from llmc.check.comparison import Comparison, compare
 from llmc.check.identity import Identity, identify
 from llmc.check.reference import Reference, run_reference
 from llmc.check.tokens import make_sequences, make_steps
 from llmc.check.variants import RoundedWeights, Subject, Variant, kernels_of
-from llmc.compiler.attention_fallback import build_any, build_plain, capture_any
+from llmc.compiler.attention_fallback import capture_model
 from llmc.config import EngineConfig
 from llmc.kernels.cpu.build import cache_dir, load
 from llmc.load_test.machine import package_versions
-from llmc.passes.base import OUTLINE, check_names
+from llmc.model_info import OnPhase
 from llmc.passes.layers import find_layers
-from llmc.startup.load import untied_config
-from llmc.startup.start import OnPhase, PhaseClock
+from llmc.startup.compile import build_as_stored
+from llmc.startup.resolve import ModelSource
+from llmc.startup.start import PhaseClock
 from llmc.text.tokenizer import Tokenizer
-from llmc.weights.checkpoint import Readable
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
-from llmc.weights.parameters import describe_parameters
-from llmc.weights.tensors import open_tensors
 
 
 def find_certificate(config: EngineConfig) -> Certificate | None:
@@ -53,58 +50,60 @@ def check_model(
     config: EngineConfig,
     *,
     longest_prompt: int | None = None,
-    disable_guilty: bool = False,
+    disable_culprits: bool = False,
     on_phase: OnPhase | None = None,
 ) -> Certificate:
-    """Compare, find who is culprit if need be, and keep the certificate.
+    """Compare, find the cause of a difference, and save the certificate.
 
-    With `disable_guilty` a model that can be fixed_by gets the certificate of the fixed_by options.
+    With `disable_culprits`, if the model is right without them, it is checked again and gets the
+    certificate of those options.
     Raises what loading a model raises, and CompileError where it can't be captured.
     """
     clock = PhaseClock(on_phase)
     with clock.phase("read config") as detail:
         identity = identify(config)
-        detail += [identity.files.name, _plain(identity.dtype), str(identity.device)]
+        source = identity.source
+        detail += [source.files.name, source.dtype_name, str(source.device)]
     with clock.phase("capture") as detail:
+        identity.options.check()
         subject = _subject(identity, longest_prompt)
-        check_names(config.passes, subject.passes)
         layers = find_layers(subject.captured.graph.graph)
         detail.append(f"{layers.count} layers")
         if subject.captured.note:
             detail.append(subject.captured.note)
     with clock.phase("run transformers") as detail:
         reference = run_reference(
-            identity.files.path,
-            copy.deepcopy(identity.hf_config),
-            identity.stored,
+            source.files.path,
+            copy.deepcopy(source.load_hf_config()),
+            source.stored,
             subject.sequences,
-            dtype=identity.dtype,
-            device=identity.device,
+            dtype=source.dtype,
+            device=source.device,
             layers=layers.path,
-            dummy_seed=config.seed if config.load_format == "dummy" else None,
+            dummy_seed=config.seed if source.is_dummy else None,
             trust_remote_code=config.trust_remote_code,
         )
-        detail += [_compared_with(reference, identity.dtype)]
+        detail += [_compared_with(reference, source)]
     with clock.phase("load kernels"):
-        _load_kernels(identity.device)
+        _load_kernels(source.device)
     with clock.phase("run llmc") as detail:
-        found = [Comparison(subject, reference, config.passes, identity.level)]
+        found = [compare(subject, reference, config.passes, identity.level)]
         detail += [f"{len(subject.steps)} steps", f"-O{identity.level}"]
     if reference.has_noise:
         with clock.phase("run llmc in float32") as detail:
             found.append(_compare_float32(identity, reference, longest_prompt))
-    bisect = None
+    diagnosis = None
     wrong = [comparison for comparison in found if not comparison.is_good]
     if wrong:
         with clock.phase("find the cause") as detail:
-            bisect = wrong[-1].find_blame()  # float32 shows it more sharply
-            detail += [str(culprit) for culprit in bisect.culprits]
-    certificate = _certificate(identity, found, bisect)
+            diagnosis = wrong[-1].diagnose()  # float32 shows it more sharply
+            detail += [str(culprit) for culprit in diagnosis.culprits]
+    certificate = _certificate(identity, found, diagnosis)
     if certificate.key:
         CertificateStore(cache_dir()).save(certificate)
-    if disable_guilty and certificate.fixed_by:
+    if disable_culprits and certificate.is_fixable:
         return check_model(
-            cured_config(config, certificate), longest_prompt=longest_prompt, on_phase=on_phase
+            fixed_config(config, certificate), longest_prompt=longest_prompt, on_phase=on_phase
         )
     return certificate
 
@@ -113,16 +112,16 @@ def _compare_float32(
     identity: Identity, reference: Reference, longest_prompt: int | None
 ) -> Comparison:
     """The rewrite itself, free of the rounding that hides small mistakes in a short dtype."""
-    exact = dataclasses.replace(identity, dtype=torch.float32)
-    return Comparison(
-        _subject(exact, longest_prompt, rounded_to=identity.dtype),
+    exact = dataclasses.replace(identity, source=identity.source.in_dtype(torch.float32))
+    return compare(
+        _subject(exact, longest_prompt, rounded_to=identity.source.dtype),
         Reference(exact=reference.exact, rounded=reference.exact),
-        identity.config.passes,
+        identity.options.switches,
         level=0,
     )
 
 
-def cured_config(config: EngineConfig, certificate: Certificate) -> EngineConfig:
+def fixed_config(config: EngineConfig, certificate: Certificate) -> EngineConfig:
     """The same options without the culprits."""
     off = {c.name: False for c in certificate.culprits if c.kind == "pass"}
     compiled = any(c.kind == "compiler" for c in certificate.culprits)
@@ -133,56 +132,39 @@ def cured_config(config: EngineConfig, certificate: Certificate) -> EngineConfig
     )
 
 
-def _open(identity: Identity) -> dict[str, Readable]:
-    return open_tensors(identity.files.path, identity.stored, identity.dtype)
-
-
 def _subject(
     identity: Identity, longest_prompt: int | None, rounded_to: torch.dtype | None = None
 ) -> Subject:
     """`rounded_to`: the weights are first rounded to this dtype, as those that serve are."""
-    config, dtype = copy.deepcopy(identity.hf_config), identity.dtype
-    is_dummy = identity.config.load_format == "dummy"
-    stored = {} if is_dummy else _open(identity)
-    built = build_any(config, dtype)
-    untied = untied_config(config, describe_parameters(built.module).aliases, stored)
-    if untied is not None:
-        config, built = untied, build_any(untied, dtype)
-    captured = capture_any(
-        built,
-        functools.partial(build_plain, config, dtype),
-        identity.device,
-        outline=identity.config.passes.get(OUTLINE, True),
-    )
+    source = identity.source
+    built = build_as_stored(source)
+    captured = capture_model(built, source.device, outline=identity.options.outline)
     encode = None
-    if identity.files.has_tokenizer:
+    if source.files.has_tokenizer:
         tokenizer = Tokenizer.load(
-            identity.files.path, trust_remote_code=identity.config.trust_remote_code
+            source.files.path, trust_remote_code=source.config.trust_remote_code
         )
         encode = tokenizer.encode
     sequences = make_sequences(
         encode,
         vocab_size=captured.vocab_size,
-        max_len=identity.model_len,
+        max_len=source.model_len,
         longest=longest_prompt,
     )
 
-    def open_source() -> WeightSource:
-        source: WeightSource
-        if is_dummy:
-            source = DummyWeights(identity.config.seed)
+    def open_weights() -> WeightSource:
+        weights: WeightSource
+        if source.is_dummy:
+            weights = DummyWeights(source.config.seed)
         else:
-            source = CheckpointWeights(built.module, stored)
-        return source if rounded_to is None else RoundedWeights(source, rounded_to)
+            weights = CheckpointWeights(built.module, source.open_tensors())
+        return weights if rounded_to is None else RoundedWeights(weights, rounded_to)
 
     return Subject(
         built=built,
         captured=captured,
-        parameters=describe_parameters(built.module),
-        open_source=open_source,
         options=identity.options,
-        extra=identity.extra,
-        device=identity.device,
+        open_weights=open_weights,
         cache_dir=cache_dir(),
         sequences=sequences,
         steps=make_steps(sequences),
@@ -196,38 +178,34 @@ def _load_kernels(device: torch.device) -> None:
         load()
 
 
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _compared_with(reference: Reference, dtype: torch.dtype) -> str:
-    used = "float32" if reference.has_noise else _plain(dtype)
+def _compared_with(reference: Reference, source: ModelSource) -> str:
+    used = "float32" if reference.has_noise else source.dtype_name
     return f"eager attention in {used}"
 
 
 def _certificate(
-    identity: Identity, found: Sequence[Comparison], bisect: Diagnosis | None
+    identity: Identity, found: Sequence[Comparison], diagnosis: Diagnosis | None
 ) -> Certificate:
     """`found` begins with the comparison in the dtype that serves; one in float32 may follow."""
     served = found[0]
-    subject = served.subject
-    switches = identity.config.passes
-    graph, _ = subject.rewrite(Variant(switches=switches))
+    subject, source = served.subject, identity.source
+    switches = identity.options.switches
+    graph = subject.rewrite(Variant(switches=switches)).graph
     longest = max(s.prompt_len for s in subject.sequences)
     return Certificate(
         key=identity.key,
         certified=all(comparison.is_good for comparison in found),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        model=identity.files.name,
+        model=source.files.name,
         architecture=type(subject.built.module).__name__,
-        dtype=_plain(identity.dtype),
-        device=str(identity.device),
+        dtype=source.dtype_name,
+        device=str(source.device),
         opt_level=identity.level,
         weights=identity.weights,
         versions=package_versions(),
-        passes={p.name: switches.get(p.name, True) for p in subject.passes},
+        passes={p.name: switches.get(p.name, True) for p in identity.options.passes},
         kernels=kernels_of(graph),
-        compared_with=f"transformers, {_compared_with(served.reference, identity.dtype)}",
+        compared_with=f"transformers, {_compared_with(served.reference, source)}",
         num_sequences=len(subject.sequences),
         num_tokens=sum(len(s.token_ids) for s in subject.sequences),
         num_steps=len(subject.steps),
@@ -240,8 +218,8 @@ def _certificate(
         float32_limit=found[1].limit if len(found) > 1 else None,
         layers=served.layers,
         changed=served.changed,
-        culprits=bisect.culprits if bisect else (),
-        fixed_by=bisect.fixed_by if bisect else False,
+        culprits=diagnosis.culprits if diagnosis else (),
+        is_fixable=diagnosis.is_fixable if diagnosis else False,
         notes=(*served.notes, *_not_reached(subject, longest)),
     )
 

@@ -1,17 +1,19 @@
-"""One model's step against its reference: the measurements, the verdict, and who is to bisect."""
+"""One model's step against its reference: the measurements, the verdict, and the cause."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from llmc.check.bisect import Culprit, Diagnosis, find_blame
+from llmc.check.bisect import Culprit, Diagnosis, bisect
 from llmc.check.certificate import ChangedResult, LayerResult
 from llmc.check.compare import (
     TOLERANCES,
     LogitsDeviation,
+    Tolerance,
     allowed,
     allowed_hidden,
     deviation,
@@ -24,136 +26,158 @@ from llmc.errors import CompileError
 from llmc.passes.base import Pass
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Measures on construction; `find_blame` searches afterwards, where something is wrong.
+    """What `compare` measured, and what it allows."""
 
-    Passes that mean to change the model are off for the comparison with transformers. With them
-    the step is held against the captured graph with the same passes and nothing else.
-    """
-
-    def __init__(
-        self, subject: Subject, reference: Reference, switches: Mapping[str, bool], level: int
-    ) -> None:
-        self.subject = subject
-        self.reference = reference
-        self.stated = TOLERANCES[str(subject.built.dtype).removeprefix("torch.")]
-        self.noise = self._measure(reference.rounded.logits) if reference.has_noise else None
-        self.limit = allowed(self.stated, self.noise)
-        self.notes: list[str] = []
-        changing = [
-            p
-            for p in subject.passes
-            if p.changes_model and switches.get(p.name, True) and subject.matches(p)
-        ]
-        off = dict.fromkeys((p.name for p in changing), False)
-        self.variant = Variant(switches={**switches, **off}, level=level)
-        tapped = self._tapped(self.variant)
-        self.layers = self._layer_results(tapped) if tapped else ()
-        self.logits = self._measure(subject.run(Variant(switches=self.variant.switches)))
-        self.compiled = self._measure(subject.run(self.variant)) if level else None
-        self.changed = self._changed(changing, switches)
+    subject: Subject
+    reference: Reference
+    variant: Variant  # that was compared: passes that mean to change the model are off
+    stated: Tolerance  # of the dtype
+    limit: Tolerance  # the same, with the model's own rounding
+    noise: LogitsDeviation | None  # of the model's own rounding
+    logits: LogitsDeviation
+    compiled: LogitsDeviation | None  # the same at -O1 and above
+    layers: tuple[LayerResult, ...]  # none where hidden states can't be compared
+    changed: tuple[ChangedResult, ...]
+    notes: tuple[str, ...]
 
     @property
     def is_good(self) -> bool:
         return (
-            within(self.logits, self.limit)
-            and (self.compiled is None or within(self.compiled, self.limit))
+            self._allows(self.logits)
+            and self._allows(self.compiled)
             and all(layer.is_good for layer in self.layers)
             and all(changed.is_good for changed in self.changed)
         )
 
-    def find_blame(self) -> Diagnosis:
-        """Bisect; what the hidden states alone show is looked for in the hidden states."""
+    def diagnose(self) -> Diagnosis:
+        """Bisect by the logits and, where they can be compared, by the hidden states."""
         wrong = tuple(
             Culprit(kind="pass", name=c.name, switch=f"--disable-pass {c.name}")
             for c in self.changed
             if not c.is_good
         )
-        logits_good = self._good_logits(self.logits) and self._good_logits(self.compiled)
+        logits_good = self._allows(self.logits) and self._allows(self.compiled)
         if logits_good and all(layer.is_good for layer in self.layers):
-            return Diagnosis(culprits=wrong, fixed_by=True)
-        found = find_blame(
+            return Diagnosis(culprits=wrong, is_fixable=True)
+        found = bisect(
             self.subject,
             self.variant,
-            self._good,
-            captured_is_good=lambda: self._good_logits(self._measure(self.subject.run_captured())),
+            self._is_good,
+            captured_is_good=lambda: self._allows(self._measure(self.subject.run_captured())),
             first_layer=self._first_layer,
         )
-        return Diagnosis(culprits=(*found.culprits, *wrong), fixed_by=found.fixed_by)
+        return Diagnosis(culprits=(*found.culprits, *wrong), is_fixable=found.is_fixable)
 
-    def _good(self, variant: Variant) -> bool:
-        """Hidden states too, where they can be told: a norm may hide a mistake from the logits."""
-        tapped = self._tapped(variant) if self.layers and variant.level == 0 else None
+    def _is_good(self, variant: Variant) -> bool:
+        """Hidden states too, where there are any: a norm may hide a mistake from the logits."""
+        tapped = None
+        if self.layers and variant.level == 0:
+            tapped, _ = _run_tapped(self.subject, self.reference, variant)
         if tapped is None:
-            return self._good_logits(self._measure(self.subject.run(variant)))
-        layers = self._layer_results(tapped)
-        return self._good_logits(self._measure(tapped.logits)) and all(x.is_good for x in layers)
-
-    def _good_logits(self, found: LogitsDeviation | None) -> bool:
-        return found is None or within(found, self.limit)
+            return self._allows(self._measure(self.subject.run(variant)))
+        layers = _layer_results(tapped, self.reference, self.stated)
+        return self._allows(self._measure(tapped.logits)) and all(x.is_good for x in layers)
 
     def _first_layer(self, variant: Variant) -> int | None:
-        tapped = self._tapped(variant)
-        results = self._layer_results(tapped) if tapped else ()
+        tapped, _ = _run_tapped(self.subject, self.reference, variant)
+        results = _layer_results(tapped, self.reference, self.stated) if tapped else ()
         return next((x.layer for x in results if not x.is_good), None)
 
+    def _allows(self, found: LogitsDeviation | None) -> bool:
+        return found is None or within(found, self.limit)
+
     def _measure(self, logits: list[Tensor]) -> LogitsDeviation:
-        return logits_deviation(self.reference.exact.logits, logits, 2 * self.stated.relative)
+        return _measure(logits, self.reference, self.stated)
 
-    def _tapped(self, variant: Variant) -> Run | None:
-        """A run that also gives hidden states; None, and a note, where they can't be told."""
-        try:
-            run = self.subject.run_tapped(variant)
-        except CompileError as e:
-            self._note(f"hidden states are not compared: {e}")
-            return None
-        if _shapes(run) != _shapes(self.reference.exact):
-            self._note("hidden states are not compared: the model's layers return others")
-            return None
-        return run
 
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
+def compare(
+    subject: Subject, reference: Reference, switches: Mapping[str, bool], level: int
+) -> Comparison:
+    """Run the step without the passes that mean to change the model, and compare it with
+    transformers; with each of those, compare it with the captured graph after the same pass."""
+    stated = TOLERANCES[str(subject.built.dtype).removeprefix("torch.")]
+    noise = None
+    if reference.has_noise:
+        noise = _measure(reference.rounded.logits, reference, stated)
+    changing = [
+        p
+        for p in subject.options.passes
+        if p.changes_model and switches.get(p.name, True) and subject.matches(p)
+    ]
+    off = dict.fromkeys((p.name for p in changing), False)
+    plain = Variant(switches={**switches, **off})
+    variant = Variant(switches=plain.switches, level=level)
+    tapped, note = _run_tapped(subject, reference, plain)
+    logits = _measure(subject.run(plain), reference, stated)
+    compiled = _measure(subject.run(variant), reference, stated) if level else None
+    late = [p for p in changing if p.place == "late"]
+    notes = [note] if note else []
+    notes += [f"{p.name} changes the model late, so nothing can be compared with it" for p in late]
+    return Comparison(
+        subject=subject,
+        reference=reference,
+        variant=variant,
+        stated=stated,
+        limit=allowed(stated, noise),
+        noise=noise,
+        logits=logits,
+        compiled=compiled,
+        layers=_layer_results(tapped, reference, stated) if tapped else (),
+        changed=_compare_changed(subject, changing, switches, stated),
+        notes=tuple(notes),
+    )
 
-    def _layer_results(self, run: Run) -> tuple[LayerResult, ...]:
-        exact, rounded = self.reference.exact.hidden, self.reference.rounded.hidden
-        results = []
-        for i, (want, have) in enumerate(zip(exact, run.hidden, strict=True)):
-            noise = deviation(want, rounded[i]) if self.reference.has_noise else None
-            found = deviation(want, have)
-            results.append(
-                LayerResult(
-                    layer=i,
-                    max_abs=found.max_abs,
-                    relative=found.relative,
-                    limit=allowed_hidden(self.stated, noise),
-                )
-            )
-        return tuple(results)
 
-    def _changed(
-        self, changing: list[Pass], switches: Mapping[str, bool]
-    ) -> tuple[ChangedResult, ...]:
-        results = []
-        for p in changing:
-            others = {q.name: False for q in changing if q is not p}
-            if p.place == "late":
-                self.notes.append(f"{p.name} changes the model late, so nothing can vouch for it")
-                continue
-            wanted = self.subject.run_captured((p,))
-            have = self.subject.run(Variant(switches={**switches, **others}))
-            found = logits_deviation(wanted, have, 2 * self.stated.relative)
-            results.append(
-                ChangedResult(
-                    name=p.name,
-                    logits=found,
-                    limit=self.stated,
-                    is_good=within(found, self.stated),
-                )
-            )
-        return tuple(results)
+def _measure(logits: list[Tensor], reference: Reference, stated: Tolerance) -> LogitsDeviation:
+    return logits_deviation(reference.exact.logits, logits, 2 * stated.relative)
+
+
+def _run_tapped(subject: Subject, reference: Reference, variant: Variant) -> tuple[Run | None, str]:
+    """A run that also gives hidden states; None, and the reason, where it can't."""
+    try:
+        run = subject.run_tapped(variant)
+    except CompileError as e:
+        return None, f"hidden states are not compared: {e}"
+    if _shapes(run) != _shapes(reference.exact):
+        return None, "hidden states are not compared: the model's layers return others"
+    return run, ""
 
 
 def _shapes(run: Run) -> list[list[torch.Size]]:
     return [[tensor.shape for tensor in layer] for layer in run.hidden]
+
+
+def _layer_results(run: Run, reference: Reference, stated: Tolerance) -> tuple[LayerResult, ...]:
+    exact, rounded = reference.exact.hidden, reference.rounded.hidden
+    results = []
+    for i, (want, have) in enumerate(zip(exact, run.hidden, strict=True)):
+        noise = deviation(want, rounded[i]) if reference.has_noise else None
+        found = deviation(want, have)
+        results.append(
+            LayerResult(
+                layer=i,
+                max_abs=found.max_abs,
+                relative=found.relative,
+                limit=allowed_hidden(stated, noise),
+            )
+        )
+    return tuple(results)
+
+
+def _compare_changed(
+    subject: Subject, changing: Sequence[Pass], switches: Mapping[str, bool], stated: Tolerance
+) -> tuple[ChangedResult, ...]:
+    results = []
+    for p in changing:
+        if p.place == "late":
+            continue
+        others = {q.name: False for q in changing if q is not p}
+        wanted = subject.run_captured((p,))
+        have = subject.run(Variant(switches={**switches, **others}))
+        found = logits_deviation(wanted, have, 2 * stated.relative)
+        results.append(
+            ChangedResult(name=p.name, logits=found, limit=stated, is_good=within(found, stated))
+        )
+    return tuple(results)

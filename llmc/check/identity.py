@@ -2,70 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
+from dataclasses import dataclass, replace
 
 from llmc.check.certificate import certificate_key, fingerprint
 from llmc.compiler.cache import program_key
+from llmc.compiler.program import RewriteOptions
 from llmc.config import EngineConfig
-from llmc.passes.base import Pass
-from llmc.passes.pipeline import PipelineOptions
-from llmc.passes.user import digest, user_passes
-from llmc.startup.load import held_forms, pipeline_options, tensors_of
-from llmc.startup.model_files import ModelFiles, load_config, load_quantization, resolve_model
-from llmc.startup.resolve import check_model_len, model_context, pick_device, pick_dtype, pick_level
-from llmc.weights.quantized.quantization_config import StoredQuantization
+from llmc.startup.compile import rewrite_options
+from llmc.startup.resolve import ModelSource, pick_device, pick_level, resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """All that decides which step will serve. `key` is "" where a pass has no digest."""
+    """Everything that decides which step will serve. `key` is "" where a pass has no digest.
 
-    config: EngineConfig
-    files: ModelFiles
-    hf_config: Any
-    stored: StoredQuantization | None
-    device: torch.device
-    dtype: torch.dtype
+    Logits processors are left out: the logits that they change are what is compared.
+    """
+
+    source: ModelSource
+    options: RewriteOptions
     level: int
-    model_len: int
-    options: PipelineOptions
-    extra: tuple[Pass, ...]
-    weights: str
+    weights: str  # fingerprint
     key: str
 
 
 def identify(config: EngineConfig) -> Identity:
-    files = resolve_model(config)
-    device = pick_device(config.device)
-    hf_config, stored = load_config(files, config), load_quantization(files)
-    check_model_len(config, hf_config)
-    dtype = pick_dtype(config.dtype, hf_config)
-    level = pick_level(config.opt_level, device)
-    model_len = config.max_model_len or model_context(hf_config)
-    held = held_forms(config, stored, tensors_of(files, stored, dtype))
-    options = pipeline_options(config, device, model_len, held)
-    extra = user_passes(config.extra_passes)
-    dummy = config.load_format == "dummy"
-    weights = f"made up from seed {config.seed}" if dummy else fingerprint(files.path)
-    named = digest(extra)
-    key = ""
-    if named is not None:
-        program = program_key(hf_config, dtype, device, options, config.passes, named)
-        key = certificate_key(program, f"{weights} {stored}", device, level)
-    return Identity(
-        config=config,
-        files=files,
-        hf_config=hf_config,
-        stored=stored,
-        device=device,
-        dtype=dtype,
-        level=level,
-        model_len=model_len,
-        options=options,
-        extra=extra,
-        weights=weights,
-        key=key,
-    )
+    source = resolve(config, pick_device(config.device))
+    level = pick_level(config.opt_level, source.device)
+    options = replace(rewrite_options(source), processors=())
+    made_up = f"made up from seed {config.seed}"
+    weights = made_up if source.is_dummy else fingerprint(source.files.path)
+    key = program_key(source.facts.digest, source.dtype, source.device, options)
+    if key:
+        key = certificate_key(key, f"{weights} {source.stored}", source.device, level)
+    return Identity(source=source, options=options, level=level, weights=weights, key=key)

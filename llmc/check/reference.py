@@ -36,7 +36,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """`exact` is what the step is held against; `rounded` the model's own run in its dtype.
+    """`exact` is what the step is compared with; `rounded` the model's own run in its dtype.
 
     They are the same where the dtype is float32, or where a float32 copy does not fit.
     """

@@ -43,7 +43,8 @@ class BuiltModel:
     """The model's module on meta, and the buffers that it computes from its config."""
 
     module: nn.Module
-    config: Any
+    config: Any  # the module's own, with llmc's settings
+    source_config: Any  # what it was built from
     dtype: torch.dtype
     buffers: dict[str, Tensor]  # name -> value, for buffers that no checkpoint holds
 
@@ -54,7 +55,7 @@ def build(config: Any, dtype: torch.dtype, attention: str = interface.NAME) -> B
     `attention` is a name of transformers' attention interface: ours, or `eager` for models whose
     own code spells their attention out.
     """
-    config = copy.deepcopy(config)  # its fields are set below
+    source, config = config, copy.deepcopy(config)  # the copy's fields are set below
     from transformers import AutoModelForCausalLM
 
     interface.register()
@@ -83,14 +84,16 @@ def build(config: Any, dtype: torch.dtype, attention: str = interface.NAME) -> B
     for child in module.modules():
         for cache in (interface.KEY_CACHE, interface.VALUE_CACHE):
             child.register_buffer(cache, torch.empty(0, device="meta"), persistent=False)
-    return BuiltModel(module=module, config=config, dtype=dtype, buffers=buffers)
+    return BuiltModel(
+        module=module, config=config, source_config=source, dtype=dtype, buffers=buffers
+    )
 
 
 def _keep_frequencies(module: nn.Module) -> None:
     """Rotary embeddings that compute their frequencies anew as texts grow keep their first ones.
 
-    Those hold for every context that is served: llmc/rotary.py chose the long ones where they are
-    needed, and `dynamic` ones change only beyond the model's own context.
+    Those hold for every context that is served: compiler/rotary.py chose the long ones where
+    they are needed, and `dynamic` ones change only beyond the model's own context.
     """
     child: Any
     for child in module.modules():

@@ -17,18 +17,20 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import fx
 
+from llmc.compiler.program import Program, RewriteOptions
 from llmc.compiler.serialize import CannotSerialize, dump_graph, load_graph
 from llmc.passes.base import PassReport
+from llmc.passes.user import users_digest
 from llmc.weights.parameters import Parameters
 
 log = logging.getLogger(__name__)
@@ -38,24 +40,14 @@ _STALE_SECONDS = 3600
 _NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedProgram:
-    """What an entry holds: all of a program but its options."""
-
-    graph: fx.GraphModule
-    reports: tuple[PassReport, ...]
-    vocab_size: int
-    parameters: Parameters
-
-
 class ProgramCache:
     """Entries under `root`/programs, one directory a key."""
 
     def __init__(self, root: Path) -> None:
         self._root = root / "programs"
 
-    def load(self, key: str, device: torch.device) -> CachedProgram | None:
-        """None where there is no usable entry."""
+    def load(self, key: str, device: torch.device) -> Program | None:
+        """None where there is no usable entry. Users' logits processors are not in it."""
         entry = self._root / key
         if not entry.is_dir() or entry.stat().st_uid != os.getuid():
             return None
@@ -65,16 +57,19 @@ class ProgramCache:
             data = json.loads((entry / _GRAPH).read_text(encoding="utf-8"))
             constants = load_file(entry / _CONSTANTS)
             parameters = data["parameters"]
-            return CachedProgram(
-                graph=load_graph(data["nodes"], constants, device),
-                reports=tuple(PassReport(**r) for r in data["reports"]),
-                vocab_size=int(data["vocab_size"]),
+            program = Program.of(
+                load_graph(data["nodes"], constants, device),
                 parameters=Parameters(
                     shapes={k: tuple(v) for k, v in parameters["shapes"].items()},
                     aliases={k: tuple(v) for k, v in parameters["aliases"].items()},
                     is_plain=bool(parameters["is_plain"]),
                 ),
+                vocab_size=int(data["vocab_size"]),
+                dtype=getattr(torch, data["dtype"]),
+                device=device,
+                reports=[PassReport(**r) for r in data["reports"]],
             )
+            return replace(program, from_cache=True)
         except (
             OSError,
             SafetensorError,
@@ -88,7 +83,7 @@ class ProgramCache:
             shutil.rmtree(entry, ignore_errors=True)
             return None
 
-    def save(self, key: str, program: CachedProgram) -> None:
+    def save(self, key: str, program: Program) -> None:
         """Keep an entry; a full or read-only disk is a warning, never an error."""
         try:
             nodes, constants = dump_graph(program.graph.graph)
@@ -106,6 +101,7 @@ class ProgramCache:
                 "nodes": nodes,
                 "reports": [asdict(r) for r in program.reports],
                 "vocab_size": program.vocab_size,
+                "dtype": str(program.dtype).removeprefix("torch."),
                 "parameters": asdict(program.parameters),
             }
             save_file(constants, aside / _CONSTANTS)
@@ -134,55 +130,80 @@ def _digest_of(entry: Path) -> str:
     return digest.hexdigest()
 
 
-def program_key(
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    options: Any,
-    switches: Mapping[str, bool],
-    extra: str = "",
-) -> str:
-    """128 bits of all that a rewritten graph depends on. `extra`: a digest of users' passes."""
-    import transformers
-
+def config_digest(config: Any) -> str:
+    """Names a model's config (without its path and dtype) and the code of its class."""
     described = {
         "config": {k: v for k, v in config.to_dict().items() if k not in _NOT_ARCHITECTURE},
         "class": f"{type(config).__module__}.{type(config).__qualname__}",
         "code": _code_digest(type(config)),
-        "dtype": str(dtype),
-        "device": str(device),
-        "options": asdict(options),
-        "switches": dict(switches),
-        "extra": extra,
-        "versions": [torch.__version__, transformers.__version__],
-        "sources": _sources_digest(),
     }
+    return _digest_text(described)
+
+
+def program_key(
+    config: str, dtype: torch.dtype, device: torch.device, options: RewriteOptions
+) -> str:
+    """128 bits of all that a rewritten graph depends on; "" where users' code has no digest.
+
+    `config` is the `config_digest` of the model.
+    """
+    users = users_digest(options.extra, options.processors)
+    if users is None:
+        return ""
+    return _digest_text(
+        {
+            "config": config,
+            "dtype": str(dtype),
+            "device": str(device),
+            "options": asdict(options.pipeline),
+            "switches": dict(options.switches),
+            "extra": users,
+            "versions": [torch.__version__, package_version("transformers")],
+            "sources": sources_digest(),
+        }
+    )
+
+
+def package_version(name: str) -> str:
+    """Of an installed package, without importing it; "" where it is not installed."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version(name)
+    return ""
+
+
+def _digest_text(described: Mapping[str, Any]) -> str:
     text = json.dumps(described, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _code_digest(config_class: type) -> str:
     """Digest of the folder that a registered model's code lies in; transformers has its version."""
-    if config_class.__module__.partition(".")[0] == "transformers":
+    if is_of_transformers(config_class):
         return ""
-    return _digest([str(Path(inspect.getfile(config_class)).parent)])
+    return _digest([str(Path(inspect.getfile(config_class)).parent)], "*.py")
+
+
+def is_of_transformers(config_class: type) -> bool:
+    """Whether a config's class, and with it the model's code, is one of transformers' own."""
+    return config_class.__module__.partition(".")[0] == "transformers"
 
 
 @cache
-def _sources_digest() -> str:
-    """Digest of the code that makes programs: compiler, passes and kernels."""
+def sources_digest() -> str:
+    """Digest of the code that makes programs: compiler, passes, kernels and weights."""
     import llmc.compiler
     import llmc.kernels
     import llmc.passes
+    import llmc.weights
 
-    packages = (llmc.compiler, llmc.passes, llmc.kernels)
-    return _digest([folder for package in packages for folder in package.__path__])
+    packages = (llmc.compiler, llmc.passes, llmc.kernels, llmc.weights)
+    return _digest([folder for package in packages for folder in package.__path__], "**/*.py")
 
 
-def _digest(folders: Iterable[str]) -> str:
-    """Of the Python files right in these folders."""
+def _digest(folders: Iterable[str], pattern: str) -> str:
+    """Of the files in these folders that match."""
     digest = hashlib.blake2b(digest_size=16)
     for folder in folders:
-        for file in sorted(Path(folder).glob("*.py")):
+        for file in sorted(Path(folder).glob(pattern)):
             digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from llmc.compiler.branches import sizes_in_doubt, text_of
 from llmc.compiler.build import BuiltModel, is_unset
 from llmc.compiler.functional import make_functional
 from llmc.compiler.interface import KEY_CACHE, VALUE_CACHE
+from llmc.compiler.program import CapturedModel
 from llmc.compiler.recurrent import replaced_functions
 from llmc.compiler.traceable import lists_to_slices, traceable_torch
 from llmc.errors import CompileError
@@ -37,6 +37,7 @@ from llmc.passes.inputs import (
     WeightInput,
     add_input,
 )
+from llmc.weights.parameters import describe_parameters
 
 # What a model's code may raise where it is handed what it does not expect.
 _MODEL_ERRORS = (
@@ -58,15 +59,6 @@ _REASONS = {
     "data-dependent": "its code needs a number that a tensor holds",
 }
 _EXAMPLE_TOKENS = 19  # unlike any size in a model, so that nothing is equal to it by chance
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedModel:
-    """token_ids [T], positions [T] -> logits [1, T, vocab], with every placeholder labelled."""
-
-    graph: fx.GraphModule
-    vocab_size: int
-    note: str = ""  # how its layers were captured
 
 
 class _LogitsOnly(nn.Module):
@@ -119,7 +111,13 @@ def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedMo
     aten.graph.lint()
     aten.recompile()
     logits: Any = aten.graph.output_node().args[0]
-    return CapturedModel(graph=aten, vocab_size=int(logits.meta["val"].shape[-1]))
+    return CapturedModel(
+        graph=aten,
+        parameters=describe_parameters(built.module),
+        vocab_size=int(logits.meta["val"].shape[-1]),
+        dtype=built.dtype,
+        device=device,
+    )
 
 
 class _Captured(Exception):

@@ -2,7 +2,7 @@
 
 What such a loop does is traced for one expert: its number is plain data then, on which the code may
 branch. Weights that it picks by the number are picked by every row for itself afterwards. Experts
-whose code differs (some give back what they get) are told apart by trying.
+whose code differs (some return what they get) are distinguished by trying.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TURNING = ("t", "transpose")
 
 
 def use_expert_loops(model: nn.Module) -> None:
-    """Modules with the arguments of transformers' experts, but a loop of their own, are traced."""
+    """Modules with the arguments of transformers' experts, but a loop over them, are traced."""
     made: dict[Any, Callable[..., Tensor]] = {}  # equal modules share one function
     for module in model.modules():
         names = list(inspect.signature(module.forward).parameters)
@@ -163,7 +163,7 @@ def _is_pick(node: fx.Node) -> bool:
 
 
 def _by_row(module: nn.Module, expert: int) -> _Kind:
-    """The code of one expert -> code in which every row has an expert of its own."""
+    """The code of one expert -> code in which every row has its own expert."""
     graph = _trace(module, expert)
     rows, weight = (n for n in graph.nodes if n.op == "placeholder")
     with graph.inserting_after(weight):

@@ -1,6 +1,6 @@
 """In-place ops of a captured graph -> their functional forms, so that passes may rely on values.
 
-Only where nobody can tell the difference: the tensor written to is a value of the graph's own, and
+Only where it makes no difference: the tensor written to is computed in the graph itself, and
 no view of it was taken. Others stay; the graph still runs in order.
 """
 

@@ -1,22 +1,20 @@
-"""Config -> Program: build, capture and rewrite; then its weights, and every tensor bound.
+"""The step's graph as data: captured graph -> Program, then the tensors for all of its inputs.
 
-The one module that knows the order of the compiler's stages.
+    CapturedModel --rewrite--> Program --load_weights--> weights --bind--> every tensor of the step
+
+Nothing here imports transformers or Dynamo, so a start that finds its program in the cache needs
+neither.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx, nn
 
-from llmc.compiler.attention_fallback import build_any, build_plain, capture_any
-from llmc.compiler.cache import CachedProgram, ProgramCache, program_key
-from llmc.errors import CompileError
 from llmc.passes.base import OUTLINE, Pass, PassReport, check_names, run_passes
 from llmc.passes.group_caches import CacheGroup, cache_groups
 from llmc.passes.inputs import CacheInput, ConstantInput, StateInput, WeightInput, input_of
@@ -25,12 +23,46 @@ from llmc.passes.lower_kernels import lower_kernels
 from llmc.passes.page_attention import CacheSpec
 from llmc.passes.pipeline import PipelineOptions, pipeline
 from llmc.passes.slot_state import StateSpec
-from llmc.passes.user import users_digest
 from llmc.weights.checkpoint import Readable
 from llmc.weights.load import CheckpointWeights, DirectWeights, WeightSource, make_weights
-from llmc.weights.parameters import Parameters, describe_parameters
+from llmc.weights.parameters import Parameters
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedModel:
+    """token_ids [T], positions [T] -> logits [1, T, vocab], with every placeholder labelled."""
+
+    graph: fx.GraphModule
+    parameters: Parameters
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+    note: str = ""  # how its layers were captured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewriteOptions:
+    """What the passes need to know of the engine, and which of them run."""
+
+    pipeline: PipelineOptions
+    switches: Mapping[str, bool]
+    extra: tuple[Pass, ...] = ()  # passes of users
+    processors: tuple[LogitsProcessor, ...] = ()  # of users
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return pipeline(self.pipeline, self.extra, self.processors)
+
+    @property
+    def outline(self) -> bool:
+        """Whether layers that repeat are captured once."""
+        return self.switches.get(OUTLINE, True)
+
+    def check(self) -> None:
+        """ConfigError for a switch that names no pass, or switches off a required one."""
+        check_names(self.switches, self.passes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +74,6 @@ class Program:
 
     graph: fx.GraphModule
     parameters: Parameters
-    make_module: Callable[[], nn.Module]  # the module on meta; made at most once
-    processors: tuple[LogitsProcessor, ...]  # of users; what they do is in the graph
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
@@ -51,14 +81,32 @@ class Program:
     groups: tuple[CacheGroup, ...]  # layers that share a block table
     states: tuple[StateSpec, ...]
     reports: tuple[PassReport, ...]
-    from_cache: bool
-    capture_note: str  # how its layers were captured, where that was done now
-    keep: Callable[[], None]  # save it for the next start; call once it has proved itself
+    processors: tuple[LogitsProcessor, ...] = ()  # of users; what they do is in the graph
+    capture_note: str = ""  # how its layers were captured, if this start captured them
+    from_cache: bool = False
 
-    @property
-    def module(self) -> nn.Module:
-        """The module on meta; building it imports the model's code, so warm starts go without."""
-        return self.make_module()
+    @staticmethod
+    def of(
+        graph: fx.GraphModule,
+        *,
+        parameters: Parameters,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        reports: Sequence[PassReport],
+    ) -> Program:
+        """With the caches and states that the graph's placeholders ask for."""
+        return Program(
+            graph=graph,
+            parameters=parameters,
+            vocab_size=vocab_size,
+            dtype=dtype,
+            device=device,
+            caches=_caches(graph),
+            groups=cache_groups(graph.graph),
+            states=_states(graph),
+            reports=tuple(reports),
+        )
 
     @property
     def num_layers(self) -> int:
@@ -67,7 +115,7 @@ class Program:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """In all layers. Where there are several groups, all caches have one shape."""
+        """In all layers. With several groups, all caches have one shape."""
         total = sum(cache.bytes_per_token for cache in self.caches)
         return total * self.num_layers // max(1, len(self.caches))
 
@@ -78,71 +126,35 @@ class Program:
                 yield node, role
 
 
-def compile_program(
-    config: Any,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    options: PipelineOptions,
-    switches: Mapping[str, bool],
-    extra: Sequence[Pass] = (),
-    processors: Sequence[LogitsProcessor] = (),
-    cache: ProgramCache | None = None,
+OnPass = Callable[[Pass, fx.GraphModule, PassReport], None]
+
+
+def rewrite(
+    captured: CapturedModel, options: RewriteOptions, on_pass: OnPass | None = None
 ) -> Program:
-    """Build, capture and rewrite; no weight is read. CompileError where the model can't be served.
+    """Apply the passes to a copy of the captured graph.
 
-    `extra` are passes of users, `processors` their logits processors. What an earlier start left in
-    `cache` is used instead of capturing again.
+    `on_pass` is called with each pass, a copy of the graph after it, and its report.
     """
-    passes = pipeline(options, extra, processors)
-    check_names(switches, passes)
-    make = functools.cache(lambda: build_any(config, dtype))
-    named = users_digest(extra, processors)
-    if named is None:  # no name tells what these make apart
-        cache = None
-    key = program_key(config, dtype, device, options, switches, named or "") if cache else ""
-    entry = cache.load(key, device) if cache else None
-    if entry is None:
-        outline = switches.get(OUTLINE, True)
-        plain = functools.partial(build_plain, config, dtype)
-        captured = capture_any(make(), plain, device, outline=outline)
-        graph, reports = run_passes(captured.graph, passes, switches)
-        entry = CachedProgram(
-            graph=graph,
-            reports=tuple(reports),
-            vocab_size=captured.vocab_size,
-            parameters=describe_parameters(make().module),
-        )
-        found, note = False, captured.note
+    options.check()
+    if on_pass is None:
+        graph, reports = run_passes(captured.graph, options.passes, options.switches)
     else:
-        graph, found, note = entry.graph, True, ""
-    caches, states = _caches(graph), _states(graph)
-    if not caches and not states:
-        raise CompileError(
-            "no attention and no recurrence was found in the model's graph, so nothing in it would "
-            "see more than the newest token"
-        )
-
-    def keep() -> None:
-        if cache is not None and not found:
-            cache.save(key, entry)
-
-    return Program(
-        graph=graph,
-        parameters=entry.parameters,
-        make_module=lambda: make().module,
-        processors=tuple(processors),
-        vocab_size=entry.vocab_size,
-        dtype=dtype,
-        device=device,
-        caches=caches,
-        groups=cache_groups(graph.graph),
-        states=states,
-        reports=entry.reports,
-        from_cache=found,
-        capture_note=note,
-        keep=keep,
+        graph, reports = captured.graph, []
+        for p in options.passes:
+            switch = {p.name: options.switches.get(p.name, True)}
+            graph, found = run_passes(graph, (p,), {} if switch[p.name] else switch)
+            on_pass(p, graph, found[0])
+            reports += found
+    program = Program.of(
+        graph,
+        parameters=captured.parameters,
+        vocab_size=captured.vocab_size,
+        dtype=captured.dtype,
+        device=captured.device,
+        reports=reports,
     )
+    return replace(program, processors=options.processors, capture_note=captured.note)
 
 
 def lowered(program: Program) -> fx.GraphModule:
@@ -186,14 +198,19 @@ def _states(graph: fx.GraphModule) -> tuple[StateSpec, ...]:
     return tuple(sorted(specs, key=lambda s: s.call))
 
 
-def open_weights(program: Program, tensors: Mapping[str, Readable]) -> WeightSource:
-    """The checkpoint's tensors as the program's parameters, by name where that is all it takes."""
+def open_weights(
+    program: Program, tensors: Mapping[str, Readable], make_module: Callable[[], nn.Module]
+) -> WeightSource:
+    """The checkpoint's tensors as the program's parameters, by name where that is all it takes.
+
+    Otherwise transformers' rules convert them, which need the model's module (on meta).
+    """
     if program.parameters.is_plain:
         names = {part for _, role in program.weight_inputs() for part in role.parts}
         direct = DirectWeights(program.parameters, tensors)
         if direct.covers(names):
             return direct
-    return CheckpointWeights(program.module, tensors)
+    return CheckpointWeights(make_module(), tensors)
 
 
 def load_weights(program: Program, source: WeightSource) -> dict[str, Tensor]:
@@ -212,7 +229,7 @@ def graph_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """The same for any graph of a model. `dtype` is that of the model."""
+    """The same for any graph of a model, whose dtype is `dtype`."""
     made: dict[WeightInput, Tensor] = {}
     weights = {}
     for node in graph.graph.nodes:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from llmc.engine.messages import AbortRequest, AddRequest, EngineOutputs, EngineStats
 
 if TYPE_CHECKING:
-    from llmc.startup.start import ModelInfo
+    from llmc.model_info import ModelInfo
 
 Message = AddRequest | AbortRequest
 

@@ -15,7 +15,8 @@ from llmc.text.template_file import read_template
 from llmc.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llmc.startup.start import ModelInfo, Phase, Started
+    from llmc.model_info import ModelInfo, Phase
+    from llmc.startup.start import Started
 
 
 class EngineOptions(TypedDict, total=False):

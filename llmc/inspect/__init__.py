@@ -1,4 +1,4 @@
-"""What llmc makes of a model, told from its config.json alone: no weights, no GPU, seconds.
+"""What llmc makes of a model, from its config.json alone: no weights, no GPU, seconds.
 
 inspect.inspect_model   EngineConfig -> Inspection (facts, layers, passes, kernels)
 fit                     what fits in some memory, how fast a bandwidth lets it decode

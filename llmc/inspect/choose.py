@@ -1,4 +1,4 @@
-"""Which version of each op will run, told without building or launching any.
+"""Which version of each op will run, without building or launching any.
 
 As `passes/lower_kernels.py` will choose, except that C++ ops that are yet to be built, and Triton
 ops on a machine without a GPU, count as there.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import functools
 import re
 import time
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from typing import Any
 
 import torch
 
-from llmc.compiler.attention_fallback import build_any, build_plain, capture_any
+from llmc.compiler.attention_fallback import build_model, capture_model
 from llmc.compiler.build import BuiltModel
 from llmc.config import EngineConfig
 from llmc.engine.kv.layout import WHOLE, AttentionWindow
@@ -23,17 +21,11 @@ from llmc.inspect.facts import LayerFacts, layer_facts, num_bytes, size_hint, to
 from llmc.inspect.fit import Sizes, cache_kinds
 from llmc.inspect.shorten import Shortened, shorten
 from llmc.inspect.stages import Stage, change, run_stages
-from llmc.passes.base import OUTLINE
 from llmc.passes.group_caches import widest
 from llmc.passes.inputs import StepInput
-from llmc.passes.logits_processors import user_processors
-from llmc.passes.pipeline import pipeline
-from llmc.passes.user import user_passes
-from llmc.startup.load import pipeline_options, tensors_of
-from llmc.startup.model_files import ModelFiles, load_config, load_quantization, resolve_model
-from llmc.startup.resolve import check_model_len, model_context, pick_device, pick_dtype
+from llmc.startup.compile import rewrite_options
+from llmc.startup.resolve import ModelSource, pick_device, resolve
 from llmc.weights.quantized.kept_quantized import Held, expected_weights, held_weights
-from llmc.weights.quantized.quantization_config import StoredQuantization
 from llmc.weights.tensors import is_gguf
 
 _LIVE_VALUES = 4  # of the largest value of a step, that many are taken to live at once
@@ -81,29 +73,18 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
     """Raises CheckpointError and CompileError as loading would, CompileError with the reason why
     the model can't be served."""
     config = dataclasses.replace(config, load_format="dummy")  # a hub model's weights stay there
-    files = resolve_model(config)
-    hf_config = load_config(files, config)
-    stored = load_quantization(files)
-    check_model_len(config, hf_config)
     device = torch.device("cuda") if config.device == "cuda" else pick_device(config.device)
-    dtype = pick_dtype(config.dtype, hf_config)
-    model_len = config.max_model_len or model_context(hf_config)
-    extra = user_passes(config.extra_passes)
-    processors = user_processors(config.logits_processors)
+    source = resolve(config, device)
     start = time.perf_counter()
     built, shortened, stages = None, None, None
     for keep_all in (True,) if all_layers else (False, True):
-        built = build_any(copy.deepcopy(hf_config), dtype)
+        built = build_model(source.load_hf_config(), source.dtype)
         parameters = sum(p.numel() for p in built.module.parameters())
-        held = _held(config, stored, files, built)
-        options = pipeline_options(config, device, model_len, held)
-        passes = pipeline(options, extra, processors)
+        options = rewrite_options(source, _held(source, built))
         shortened = shorten(built.module, built.config, keep_all=keep_all)
-        plain = functools.partial(_plain, hf_config, dtype, keep_all)
-        outline = config.passes.get(OUTLINE, True)
         try:
-            captured = capture_any(built, plain, device, outline=outline)
-            stages = run_stages(captured.graph, passes, config.passes)
+            captured = capture_model(built, device, outline=options.outline)
+            stages = run_stages(captured, options)
             break
         except CompileError:
             if shortened.is_whole:
@@ -111,46 +92,38 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
     assert built is not None and shortened is not None and stages is not None
     seconds = time.perf_counter() - start
     facts = layer_facts(stages, shortened)
+    model_len = source.model_len
     sizes = _sizes(config, facts, stages[-1], model_len, captured.vocab_size)
     idle = sizes.expert_bytes * (1 - sizes.num_chosen / max(1, sizes.num_experts))
     return Inspection(
-        model=files.name,
+        model=source.files.name,
         architecture=type(built.module).__name__,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=source.dtype_name,
         device=str(device),
         num_parameters=parameters,
-        num_active_parameters=parameters - round(idle / dtype.itemsize),
+        num_active_parameters=parameters - round(idle / source.dtype.itemsize),
         max_model_len=model_len,
         vocab_size=captured.vocab_size,
         num_layers=shortened.num_layers,
         num_captured=shortened.num_captured,
         capture_seconds=seconds,
         layers=facts,
-        passes=_pass_facts(stages, shortened, {p.name for p in extra}),
+        passes=_pass_facts(stages, shortened, {p.name for p in options.extra}),
         kernels=choose_kernels(stages[-1], device, shortened.copies),
         sizes=sizes,
         stages=tuple(stages),
     )
 
 
-def _held(
-    config: EngineConfig, stored: StoredQuantization | None, files: ModelFiles, built: BuiltModel
-) -> Held:
-    """Weights that would stay as they are stored; by config.json alone where no file is at hand."""
-    if config.quantization == "none":
+def _held(source: ModelSource, built: BuiltModel) -> Held:
+    """Weights that keep their stored form; by config.json alone where there are no weight files."""
+    files = source.files.path
+    is_plain = source.stored is None and not is_gguf(files)
+    if is_plain or source.config.quantization == "none":
         return ()
-    if stored is None and not is_gguf(files.path):
-        return ()
-    if stored is not None and not any(files.path.glob("*.safetensors")):
-        return expected_weights(stored, built.module)
-    return held_weights(tensors_of(files, stored, built.dtype)())
-
-
-def _plain(hf_config: Any, dtype: torch.dtype, keep_all: bool) -> BuiltModel:
-    """The model in its plainest form, with as many layers."""
-    built = build_plain(copy.deepcopy(hf_config), dtype)
-    shorten(built.module, built.config, keep_all=keep_all)
-    return built
+    if source.stored is not None and not any(files.glob("*.safetensors")):
+        return expected_weights(source.stored, built.module)
+    return held_weights(source.open_tensors())
 
 
 def _pass_facts(

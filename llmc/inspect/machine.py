@@ -14,7 +14,7 @@ _MEASURED_BYTES = 256 << 20  # more than caches hold
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Bytes, and bytes a second. None: not asked for, and not to be told from here."""
+    """Bytes, and bytes a second. None: not given, and not known on this machine."""
 
     memory_bytes: int | None
     bandwidth: float | None

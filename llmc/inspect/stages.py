@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import fx
 
-from llmc.passes.base import Pass, PassReport, check_names, histogram, op_name, run_passes
+from llmc.compiler.program import CapturedModel, RewriteOptions, rewrite
+from llmc.passes.base import Pass, PassReport, histogram, op_name
 from llmc.passes.layers import Layers, find_layers
 
 
@@ -25,18 +26,16 @@ class Stage:
         return sum(histogram(self.graph).values())
 
 
-def run_stages(
-    captured: fx.GraphModule, passes: Sequence[Pass], switches: Mapping[str, bool]
-) -> list[Stage]:
-    """One pass at a time; a pass that is off leaves the same graph."""
-    check_names(switches, passes)
-    graph = captured
+def run_stages(captured: CapturedModel, options: RewriteOptions) -> list[Stage]:
+    """The captured graph, then the graph after each pass; a pass that is off leaves the same."""
+    graph = captured.graph
     stages = [Stage(graph=graph, layers=find_layers(graph.graph), rewrite=None, report=None)]
-    for p in passes:
-        own = {p.name: False} if not switches.get(p.name, True) else {}
-        graph, (report,) = run_passes(graph, (p,), own)
+
+    def add(p: Pass, graph: fx.GraphModule, report: PassReport) -> None:
         layers = find_layers(graph.graph)
         stages.append(Stage(graph=graph, layers=layers, rewrite=p, report=report))
+
+    rewrite(captured, options, on_pass=add)
     return stages
 
 

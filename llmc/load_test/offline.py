@@ -21,7 +21,7 @@ from llmc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from llmc.frontend.engine_options import Engine
-    from llmc.startup.start import ModelInfo
+    from llmc.model_info import ModelInfo
 
 _RUNS = itertools.count()
 

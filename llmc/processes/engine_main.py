@@ -22,8 +22,9 @@ from llmc.processes.parent_watch import die_with_parent, leave_signals_to_parent
 
 if TYPE_CHECKING:
     from llmc.config import EngineConfig
+    from llmc.model_info import Phase
     from llmc.processes.wire import EngineOrder
-    from llmc.startup.start import Phase, Started
+    from llmc.startup.start import Started
 
 Start = Callable[["EngineConfig", Callable[["Phase"], None]], "Started"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from llmc.structured.trial import Trial, TrialSetup
 
 if TYPE_CHECKING:
-    from llmc.startup.start import ModelInfo
+    from llmc.model_info import ModelInfo
 
 
 def make_trial(info: ModelInfo) -> Trial:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from llmc.engine.messages import EngineStats
-from llmc.startup.start import ModelInfo
+from llmc.model_info import ModelInfo
 
 DELAYS_S = (0.5, 2.0, 8.0)  # before the first, second and third restart within WINDOW_S
 WINDOW_S = 600.0

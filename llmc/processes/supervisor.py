@@ -24,6 +24,7 @@ from typing import Any
 
 from llmc.config import EngineConfig
 from llmc.errors import EngineDeadError
+from llmc.model_info import Phase
 from llmc.processes.child import Child, python_module
 from llmc.processes.remote_errors import as_exception, summary
 from llmc.processes.server_processes import EngineUp, Listener, RestartBudget, ServerProcesses
@@ -35,7 +36,6 @@ from llmc.processes.wire import (
     from_line,
     to_line,
 )
-from llmc.startup.start import Phase
 
 log = logging.getLogger(__name__)
 

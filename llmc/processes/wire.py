@@ -24,7 +24,7 @@ from llmc import __version__
 from llmc.config import EngineConfig
 from llmc.engine.messages import AbortRequest, AddRequest, EngineOutputs, EngineStats
 from llmc.errors import ConfigError, LlmcError
-from llmc.startup.start import ModelInfo, Phase
+from llmc.model_info import ModelInfo, Phase
 
 T = TypeVar("T")
 

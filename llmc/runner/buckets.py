@@ -1,7 +1,7 @@
 """Which batch sizes decode steps are padded to, and whether another one would pay.
 
 A captured graph serves one batch size. The default sizes bound the waste for any load; a load
-that stays at one size in between gets a size of its own.
+that stays at one size in between gets its own bucket.
 """
 
 from __future__ import annotations

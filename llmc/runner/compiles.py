@@ -1,7 +1,7 @@
 """Counts what is compiled while a step is being launched. A running engine should never do that:
 what it can reach is built at start or in the background.
 
-Triton and torch.compile tell of their compilations through hooks; those that happen on the
+Triton and torch.compile report compilations to hooks; those that happen on the
 thread that launches, while it launches, are counted.
 """
 

@@ -98,7 +98,7 @@ _NO_PROMPTS = Prompts()
 
 
 def _prompts(plan: StepPlan, padding: int, dummy_tokens: int) -> Prompts:
-    """Dummies are fresh prompts, so that a dummy run computes what real ones will."""
+    """Dummies look like requests, so that a dummy run uses the kernels that those will use."""
     if dummy_tokens == 1 and not (plan.work and plan.work[-1].num_tokens >= MIN_TOKENS):
         return _NO_PROMPTS
     lengths = [(work.num_tokens, work.start + work.num_tokens) for work in plan.work]

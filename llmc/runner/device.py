@@ -31,7 +31,7 @@ class Device(Protocol):
         """-> int32 words on the device, to be used by the step that is being launched."""
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
-        """Start to bring tensors home; they may be overwritten by steps launched later."""
+        """Start to copy tensors to the host; they may be overwritten by steps launched later."""
 
 
 class _Here:
@@ -101,11 +101,11 @@ class CudaDevice:
         return sent
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
-        home = []
+        copies = []
         for tensor in tensors:
             pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            home.append(pinned.copy_(tensor, non_blocking=True))
-        return _Event(home)
+            copies.append(pinned.copy_(tensor, non_blocking=True))
+        return _Event(copies)
 
 
 def open_device(device: torch.device, *, max_in_flight: int) -> Device:

@@ -31,7 +31,7 @@ def gather_logprobs(logits: Tensor, tokens: Tensor, picks: Tensor, most: int) ->
 
 
 def read_result(delta: Delta, tokens: Sequence[int], gathered: Sequence[Tensor]) -> StepResult:
-    """The tokens of all samples and what `gather_logprobs` brought home of some of them."""
+    """The tokens of all samples and what `gather_logprobs` fetched of some of them."""
     drawn = [i for i in range(len(tokens)) if i not in delta.scored]
     ids = [tokens[i] if tokens[i] >= 0 else None for i in drawn]
     if not gathered:

@@ -2,7 +2,7 @@
 
     plan -> delta (host) -> write_segments, prepare_step -> step or its CUDA graph -> tokens
                                                                |-> rows, for the next step
-                                                               |-> host, when somebody asks
+                                                               |-> host, when its result is read
 
 `launch` never waits for the device and `collect` waits for that step only, so that a step can be
 planned and launched while the one before it runs.
@@ -111,7 +111,7 @@ class ModelRunner:
             raise classified(error) from error
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Send the plan's delta, queue the step, and start to bring its tokens home."""
+        """Send the plan's delta, queue the step, and start the copy of its tokens to the host."""
         with torch.inference_mode(), self._watch.launching():
             step = self.step  # another thread may swap it meanwhile
             shape = self._shape(plan, step)
@@ -120,13 +120,13 @@ class ModelRunner:
                 return Launched(delta=delta, download=None)
             inputs = self._prepare(delta, sent)
             tokens, logits = self._compute(step, shape, inputs)
-            home = [tokens[: delta.num_sampled]]
+            outputs = [tokens[: delta.num_sampled]]
             if delta.wanted:
                 picks = sent[delta.picks : delta.picks + len(delta.wanted)]
                 if delta.scored:
                     tokens = chosen_tokens(tokens, inputs, self.rows.tables["history"])
-                home += gather_logprobs(logits, tokens, picks, max(delta.wanted))
-            return Launched(delta=delta, download=self._device.download(home))
+                outputs += gather_logprobs(logits, tokens, picks, max(delta.wanted))
+            return Launched(delta=delta, download=self._device.download(outputs))
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a step and read what it drew."""
@@ -136,20 +136,20 @@ class ModelRunner:
         return read_result(launched.delta, drawn.tolist(), gathered)
 
     def logits(self, plan: StepPlan) -> Tensor:
-        """The unprocessed logits [rows that sample, V] of a plan; its draws are nobody's."""
+        """The unprocessed logits [rows that sample, V] of a plan; its draws are dropped."""
         with torch.inference_mode():
             shape = self._shape(plan, self.step)
             delta, sent = self._send(plan, shape)
             _, logits = self._run(self.step, self._prepare(delta, sent))
             return logits[: delta.num_sampled].clone()
 
-    def rehearse(self, rows: int, tokens_each: int = 1) -> None:
-        """Run a step of dummies, which touch nobody's cache: for its memory, and its kernels."""
+    def dummy_run(self, rows: int, tokens_each: int = 1) -> None:
+        """Run a step of dummies, which write to no request's cache: for its memory and kernels."""
         with torch.inference_mode():
             self._run(self.step, self._dummies(StepShape(rows * tokens_each, rows, rows)))
 
     def warm_up(self) -> None:
-        """Rehearse the shapes by which kernels are chosen: rows and tokens by powers of two.
+        """Run the shapes by which kernels are chosen: rows and tokens by powers of two.
 
         What compiles is compiled here, once per machine: kernels are kept on disk.
         """
@@ -158,7 +158,7 @@ class ModelRunner:
             tokens = 1
             most = min(self.rows.max_model_len, self._buffers.max_tokens // rows)
             while tokens <= most:
-                self.rehearse(rows, tokens)
+                self.dummy_run(rows, tokens)
                 tokens *= 2
             rows *= 2
 

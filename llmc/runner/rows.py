@@ -131,7 +131,7 @@ class RowTables:
         return words.view(dtype).view(rows, -1)
 
     def _check_row(self, row: int, num_tokens: int) -> None:
-        """Kernels take places on trust: one outside the tables would be another table's memory."""
+        """Kernels don't check places: one outside the tables would write to foreign memory."""
         if not 0 <= row < self.padding_row or num_tokens > self.max_model_len:
             raise ValueError(
                 f"row {row} with {num_tokens} tokens; there are {self.padding_row} rows of "

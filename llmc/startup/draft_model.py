@@ -1,4 +1,4 @@
-"""The draft model of `speculative_config`, started beside the model that it guesses for."""
+"""The draft model of `speculative_config`, started beside the model that it drafts for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from llmc.engine.options import EngineLimits
 from llmc.engine.spec_decode.draft_model import DraftModel, DraftModelSpeculation
 from llmc.errors import CheckpointError, ConfigError
 from llmc.speculative_config import SpeculativeConfig
-from llmc.startup.load import LoadedModel, ModelSource, compile_model, find_model, load_model
+from llmc.startup.compile import CompiledModel, LoadedModel, load_model
+from llmc.startup.config_facts import FactsCache
+from llmc.startup.resolve import ModelSource, resolve
 from llmc.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 _FOREIGN = 0.01
 
 
-def find_draft(target: ModelSource) -> ModelSource | None:
+def resolve_draft(target: ModelSource, facts_cache: FactsCache | None = None) -> ModelSource | None:
     """The draft model that the target's config names, if any. ConfigError where their vocabularies
     differ."""
     drafting = target.config.speculative_config
@@ -40,7 +42,7 @@ def find_draft(target: ModelSource) -> ModelSource | None:
         # its rows are planned without groups of layers (engine/spec_decode/draft_model.py)
         passes={**target.config.passes, "group_caches": False},
     )
-    source = find_model(config, target.device)
+    source = resolve(config, target.device, facts_cache=facts_cache)
     model_len = min(source.model_len, target.model_len)
     config = dataclasses.replace(config, max_model_len=model_len)
     source = dataclasses.replace(source, config=config)
@@ -48,24 +50,24 @@ def find_draft(target: ModelSource) -> ModelSource | None:
     return source
 
 
-def load_draft(source: ModelSource) -> LoadedModel:
-    """Compiled and read. ConfigError where it can't go back."""
-    program = compile_model(source)
-    if program.states:
+def load_draft(compiled: CompiledModel) -> LoadedModel:
+    """As load_model; ConfigError where the draft model can't be rolled back."""
+    if compiled.program.states:
         raise ConfigError(
-            f"the draft model {source.files.name!r} has recurrent layers, which keep one state a "
-            "request and can't go back to before a rejected token; take one that only attends"
+            f"the draft model {compiled.source.files.name!r} has recurrent layers, which keep one "
+            "state per request and can't be rolled back after a rejected token; take one with "
+            "attention only"
         )
-    return load_model(source, program)
+    return load_model(compiled)
 
 
 def check_vocabulary(draft: ModelSource, target: ModelSource) -> None:
-    """ConfigError where their token ids do not mean the same."""
+    """ConfigError where their token ids have different meanings."""
     ours, theirs = _tokens(target), _tokens(draft)
     problem = ""
     if ours is None or theirs is None:
-        if draft.vocab_size != target.vocab_size:
-            problem = f"{draft.vocab_size} token ids instead of {target.vocab_size}"
+        if draft.facts.vocab_size != target.facts.vocab_size:
+            problem = f"{draft.facts.vocab_size} token ids instead of {target.facts.vocab_size}"
     else:
         differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
         if len(differing) > _FOREIGN * len(ours):
@@ -76,13 +78,13 @@ def check_vocabulary(draft: ModelSource, target: ModelSource) -> None:
             )
     if problem:
         raise ConfigError(
-            f"the draft model {draft.files.name!r} has another vocabulary than "
+            f"the draft model {draft.files.name!r} has a different vocabulary from "
             f"{target.files.name!r}: {problem}; take one with the same tokenizer"
         )
 
 
 def _tokens(source: ModelSource) -> dict[int, str] | None:
-    """By id; None where there is no tokenizer to tell."""
+    """By id; None for a model without a tokenizer."""
     path = source.tokenizer_path
     if path is None:
         return None

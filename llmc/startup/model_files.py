@@ -42,7 +42,16 @@ class ModelFiles:
 
 
 def resolve_model(config: EngineConfig) -> ModelFiles:
-    """Raise CheckpointError where nothing usable stands under the name."""
+    """Raise CheckpointError where nothing usable stands under the name; a hub id is downloaded."""
+    found = find_local(config)
+    if found is not None:
+        return found
+    assert config.model is not None, "no name means the default model, which is local"
+    return ModelFiles(name=config.model, path=_checked(_download(config)), is_default=False)
+
+
+def find_local(config: EngineConfig) -> ModelFiles | None:
+    """The model's files on this machine; None for a hub id. CheckpointError for a wrong path."""
     if config.model in (None, default_model().name):
         chosen = default_model()
         path = model_directory(default_model_path(), chosen.sampling)
@@ -62,7 +71,7 @@ def resolve_model(config: EngineConfig) -> ModelFiles:
             f"no model at {config.model!r}: give a directory with config.json and safetensors, "
             "a .gguf file, a hub id like `owner/name`, or no model for the default one"
         )
-    return ModelFiles(name=config.model, path=_checked(_download(config)), is_default=False)
+    return None
 
 
 def _gguf_in(path: Path) -> Path | None:

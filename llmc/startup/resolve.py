@@ -1,18 +1,173 @@
-"""What an EngineConfig leaves open is chosen here: device, dtype, level, context, end tokens."""
+"""EngineConfig -> ModelSource: which files, what their config says, and what was left open.
+
+`check_paths` needs no torch, so that a wrong path is reported at once.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
-from llmc.startup.model_files import ModelFiles, generation_defaults
+from llmc.startup.config_facts import ConfigFacts, FactsCache, describe, token_ids
+from llmc.startup.model_files import (
+    ModelFiles,
+    find_local,
+    generation_defaults,
+    load_config,
+    load_quantization,
+    resolve_model,
+    tokenizer_end,
+)
+from llmc.text.tokenizer import check_tokenizer_files
+from llmc.weights.quantized.quantization_config import StoredQuantization
 
 if TYPE_CHECKING:
     import torch
 
-_SENSES = ("vision", "image", "video", "audio", "speech")
+    from llmc.weights.checkpoint import Readable
+
+log = logging.getLogger(__name__)
+
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Where a model's files are and what its config says; nothing is compiled or read yet."""
+
+    config: EngineConfig
+    files: ModelFiles
+    facts: ConfigFacts
+    device: torch.device
+    dtype: torch.dtype
+    stored: StoredQuantization | None  # None: the checkpoint's weights are plain
+    load_hf_config: Callable[[], Any]  # imports transformers, once
+    open_tensors: Callable[[], Mapping[str, Readable]]  # the checkpoint's; opened once
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def model_len(self) -> int:
+        """The longest context: as configured, else the model's own."""
+        return self.config.max_model_len or self.facts.context
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        if self.config.tokenizer:
+            return Path(self.config.tokenizer)
+        return self.files.path if self.files.has_tokenizer else None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """generation_config.json's, else config.json's; and the tokenizer's end token.
+
+        A fine-tune may name its new end of turn in the tokenizer alone.
+        """
+        stated = generation_defaults(self.files).get("eos_token_id")
+        ids = self.facts.eos_token_ids if stated is None else token_ids(stated)
+        path = self.tokenizer_path
+        end = tokenizer_end(path) if path else None
+        return ids if end is None or end in ids else (*ids, end)
+
+    @property
+    def sampling_defaults(self) -> dict[str, float]:
+        """Sampling parameters that the model's authors chose, if they are usable numbers."""
+        stored = generation_defaults(self.files)
+        if stored.get("do_sample") is False:
+            return {"temperature": 0.0}
+        return {
+            name: stored[name]
+            for name in _SAMPLING_DEFAULTS
+            if isinstance(stored.get(name), int | float) and not isinstance(stored.get(name), bool)
+        }
+
+    def in_dtype(self, dtype: torch.dtype) -> ModelSource:
+        """The same model computed in another dtype."""
+        tensors = functools.partial(_open_tensors, self.files, self.stored, dtype)
+        return replace(self, dtype=dtype, open_tensors=functools.cache(tensors))
+
+    @property
+    def is_dummy(self) -> bool:
+        """Weights are made up, and no checkpoint is opened."""
+        return self.config.load_format == "dummy"
+
+
+def check_paths(config: EngineConfig) -> None:
+    """Report a wrong path at once: nothing heavy is imported, nothing is downloaded.
+
+    Raises CheckpointError.
+    """
+    drafting = config.speculative_config
+    for name in (config.model, drafting.model if drafting is not None else config.model):
+        files = find_local(replace(config, model=name, speculative_config=None))
+        if files is not None:
+            load_quantization(files)  # reads config.json
+    if config.tokenizer is not None:
+        check_tokenizer_files(Path(config.tokenizer))
+
+
+def resolve(
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    files: ModelFiles | None = None,
+    facts_cache: FactsCache | None = None,
+) -> ModelSource:
+    """Raises CheckpointError where there is no such model, ConfigError where its context is too
+    short.
+
+    `files`, if they are found already. transformers reads the config, unless `facts_cache` has
+    kept what it made of it.
+    """
+    files = files or resolve_model(config)
+    stored = load_quantization(files)
+    load_hf_config = functools.cache(functools.partial(load_config, files, config))
+    facts = facts_cache.load(files, config) if facts_cache is not None else None
+    if facts is None:
+        facts = describe(load_hf_config())
+        if facts_cache is not None:
+            facts_cache.save(files, config, facts, load_hf_config())
+    _check_model_len(config, facts)
+    if facts.unused_parts:
+        named = " and ".join(facts.unused_parts)
+        log.info("%s is served as a text model: its %s parts are not loaded", files.name, named)
+    dtype = pick_dtype(config.dtype, facts.dtype)
+    return ModelSource(
+        config=config,
+        files=files,
+        facts=facts,
+        device=device,
+        dtype=dtype,
+        stored=stored,
+        load_hf_config=load_hf_config,
+        open_tensors=functools.cache(functools.partial(_open_tensors, files, stored, dtype)),
+    )
+
+
+def _open_tensors(
+    files: ModelFiles, stored: StoredQuantization | None, dtype: torch.dtype
+) -> Mapping[str, Readable]:
+    """Opens the checkpoint and reads no weight; quantized ones will be read in `dtype`."""
+    from llmc.weights.tensors import open_tensors
+
+    return open_tensors(files.path, stored, dtype)
+
+
+def _check_model_len(config: EngineConfig, facts: ConfigFacts) -> None:
+    if config.max_model_len is not None and config.max_model_len > facts.context:
+        why = ", of which a sparse indexer sees all (more is not served yet)"
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} exceeds the model's context of {facts.context} "
+            f"tokens{why if facts.dense_context else ''}"
+        )
 
 
 def pick_device(name: str) -> torch.device:
@@ -25,27 +180,19 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def pick_dtype(name: str, hf_config: Any) -> torch.dtype:
-    """`auto` is the checkpoint's dtype, which weights and caches keep in memory.
-
-    CPUs without products of bfloat16 or float16 widen it in registers.
-    """
+def pick_dtype(name: str, stored: str | None) -> torch.dtype:
+    """`auto` is the checkpoint's dtype, on every device."""
     import torch
 
-    if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    stored = getattr(hf_config, "dtype", None) or torch.float32
-    if isinstance(stored, str):
-        stored = getattr(torch, stored, torch.float32)
-    known = stored in (torch.float32, torch.bfloat16, torch.float16)
-    return stored if known else torch.float32
+    known = ("float32", "bfloat16", "float16")
+    dtype: torch.dtype = getattr(torch, name if name != "auto" else str(stored), torch.float32)
+    return dtype if str(dtype).removeprefix("torch.") in known else torch.float32
 
 
 def pick_level(level: int | None, device: torch.device) -> int:
     """The optimization level that will run.
 
-    On CPU, -O0 with C++ ops is as fast as compiled code and starts at once (bench/results).
+    On CPU, -O0 with packed ops is as fast as compiled code and starts at once (bench/results).
     """
     if level is not None:
         return level
@@ -59,71 +206,3 @@ def pick_async(wanted: bool | None, device: torch.device) -> bool:
     a stop that the plan did not foresee costs a row of a step.
     """
     return device.type == "cuda" if wanted is None else wanted
-
-
-def model_context(hf_config: Any) -> int:
-    """Longest context that config.json states, 2048 where it states none."""
-    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-    context = 2048
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
-        value = getattr(text, name, None)
-        if isinstance(value, int) and value > 0:
-            context = value
-            break
-    return min(context, dense_context(hf_config) or context)
-
-
-def unused_parts(hf_config: Any) -> tuple[str, ...]:
-    """What a model has besides its text part, by the names of their configs."""
-    names = [name.removesuffix("_config") for name in getattr(hf_config, "sub_configs", {})]
-    return tuple(n for n in names if n in _SENSES and getattr(hf_config, f"{n}_config", None))
-
-
-def dense_context(hf_config: Any) -> int | None:
-    """Tokens up to which a sparse indexer chooses every key, so that attention is exact when dense.
-
-    None for models without an indexer.
-    """
-    from llmc.compiler.interface import INDEXER_BUDGETS
-
-    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-    for name in INDEXER_BUDGETS:
-        value = getattr(text, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
-
-
-def check_model_len(config: EngineConfig, hf_config: Any) -> None:
-    limit = model_context(hf_config)
-    if config.max_model_len is not None and config.max_model_len > limit:
-        dense = dense_context(hf_config)
-        why = ", of which a sparse indexer sees all (more is not served yet)" if dense else ""
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} exceeds the model's context of {limit} "
-            f"tokens{why}"
-        )
-
-
-def eos_token_ids(hf_config: Any, files: ModelFiles) -> tuple[int, ...]:
-    """End tokens of generation_config.json, else of config.json."""
-    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-    value = generation_defaults(files).get("eos_token_id")
-    if value is None:
-        value = getattr(hf_config, "eos_token_id", None)
-    if value is None:
-        value = getattr(text, "eos_token_id", None)
-    ids = value if isinstance(value, list | tuple) else [value]
-    return tuple(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
-
-
-def sampling_defaults(files: ModelFiles) -> dict[str, float]:
-    """Sampling parameters that the model's authors chose, where they are usable numbers."""
-    stored = generation_defaults(files)
-    if stored.get("do_sample") is False:
-        return {"temperature": 0.0}
-    return {
-        name: stored[name]
-        for name in _SAMPLING_DEFAULTS
-        if isinstance(stored.get(name), int | float) and not isinstance(stored.get(name), bool)
-    }

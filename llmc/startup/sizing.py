@@ -1,14 +1,16 @@
-"""How many blocks fit: measured free memory, less what a profile step was seen to take."""
+"""How many blocks fit: measured free memory, less what the profile says the steps take."""
 
 from __future__ import annotations
 
 import contextlib
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
+from torch import fx
 
 from llmc.config import EngineConfig
 from llmc.engine.kv.layout import CacheLayout
@@ -19,12 +21,23 @@ _CPU_SHARE = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """What a model takes besides its weights, as measured."""
+
+    graph: fx.GraphModule  # with the kernels that were measured, and will serve
+    layout: CacheLayout
+    bytes_beside: int  # activations, CUDA graphs and recurrent states
+    bytes_per_token: int  # of KV cache, in one group of layers
+    prefill_seconds_per_token: float  # 0 where it was not measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSize:
     """The pool that was chosen, and the context that it can hold."""
 
     num_blocks: int
     max_model_len: int
-    pool_tokens: int  # of the longest sequence that fits, alone
+    pool_tokens: int  # the longest sequence that fits when it runs alone
     cache_bytes: int
 
 
@@ -70,6 +83,23 @@ def free_bytes(device: torch.device, config: EngineConfig) -> int:
         free, total = torch.cuda.mem_get_info()
         return int(free - total * (1 - config.gpu_memory_utilization))
     return int(psutil.virtual_memory().available * _CPU_SHARE)
+
+
+def size_pools(
+    config: EngineConfig, device: torch.device, models: Sequence[ModelProfile], model_len: int
+) -> PoolSize:
+    """The blocks that fit of each model's cache: all have as many, of their own size.
+
+    `config` and `model_len` are those of the first model, which is the one that is served.
+    """
+    beside = sum(model.bytes_beside for model in models)
+    return size_pool(
+        config,
+        models[0].layout,
+        bytes_per_token=sum(model.bytes_per_token for model in models),
+        model_len=model_len,
+        available=free_bytes(device, config) - beside,
+    )
 
 
 def size_pool(

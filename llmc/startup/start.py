@@ -1,13 +1,19 @@
-"""EngineConfig -> a running EngineCore: every phase of start-up, timed, in one place."""
+"""EngineConfig -> a running EngineCore. All of start-up, in order, with every phase timed.
+
+    check paths -> resolve -> compile (build, capture, rewrite, or the cache) -> load weights
+    -> profile -> size -> bind -> engine; better steps are compiled in the background
+
+Every stage is a function from one frozen dataclass to the next. A draft model goes through the
+same ones. torch is imported once the paths are known to be right.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmc.config import EngineConfig
@@ -15,70 +21,41 @@ from llmc.engine.core import EngineCore
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.spec_decode.ngram import NgramSpeculation
 from llmc.engine.spec_decode.speculation import Speculation
-from llmc.startup.draft_model import draft_in_flight, find_draft, load_draft, speculate
-from llmc.startup.load import LoadedModel, compile_model, find_model, load_model
-from llmc.startup.resolve import pick_async, pick_device, pick_level, sampling_defaults
+from llmc.model_info import ModelInfo, OnPhase, Phase
+from llmc.speculative_config import SpeculativeConfig
+from llmc.startup.model_files import find_local, resolve_model
+from llmc.startup.resolve import (
+    check_paths,
+    pick_async,
+    pick_device,
+    pick_level,
+    resolve,
+)
 from llmc.structured.begin import GrammarStarter
 
 if TYPE_CHECKING:
     from llmc.runner.model_runner import ModelRunner
     from llmc.startup.background import Upgrade
-    from llmc.startup.profile import ProfiledModel
+    from llmc.startup.bind import BoundModel
+    from llmc.startup.compile import LoadedModel
+    from llmc.startup.sizing import ModelProfile, PoolSize
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """One finished part of start-up."""
-
-    name: str
-    seconds: float
-    detail: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """What a front needs to know of the model that runs. Memory in bytes, lengths in tokens."""
-
-    name: str
-    path: Path
-    tokenizer_path: Path | None
-    max_model_len: int
-    vocab_size: int  # the width of the logits
-    eos_token_ids: tuple[int, ...]
-    dtype: str
-    device: str
-    num_blocks: int
-    block_size: int
-    pool_tokens: int  # of the longest sequence that the blocks hold, alone
-    blocks_per_request: int  # that one of max_model_len tokens holds at most
-    weight_bytes: int
-    kv_bytes_per_token: int
-    state_bytes_per_request: int  # of recurrent layers; 0 for a model that only attends
-    is_default: bool
-    opt_level: int
-    pass_reports: tuple[str, ...] = ()
-    generation_defaults: Mapping[str, float] = field(default_factory=dict)
-    extra_args: tuple[str, ...] = ()  # that its logits processors know
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A running engine and how it came to run."""
+    """A running engine and how it was started."""
 
     engine: EngineCore
     runner: ModelRunner
     info: ModelInfo
     phases: list[Phase]
-    upgrade: Upgrade | None = None  # a compilation under way, whose result will be exchanged in
-
-
-OnPhase = Callable[[Phase], None]
+    upgrade: Upgrade | None = None  # steps being compiled, which will replace the one that runs
 
 
 class PhaseClock:
-    """Times phases and tells about each one as it ends."""
+    """Times phases; keeps each in `phases` and calls `on_phase` with it as it ends."""
 
     def __init__(self, on_phase: OnPhase | None) -> None:
         self.phases: list[Phase] = []
@@ -97,90 +74,144 @@ class PhaseClock:
 
 
 def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Started:
-    """Load, compile and size. Raises ConfigError, CheckpointError or CompileError."""
+    """Raises ConfigError, CheckpointError or CompileError."""
     clock = PhaseClock(on_phase)
-    with clock.phase("read config") as detail:
-        device = pick_device(config.device)
-        source = find_model(config, device)
-        draft_source = find_draft(source)
-        dtype = str(source.dtype).removeprefix("torch.")
-        detail += [source.files.name, dtype, str(device)]
-    from llmc.kernels.cpu.build import cache_dir
-    from llmc.runner import kv_cache
-    from llmc.runner.row_states import RowStates
-    from llmc.startup.bring_up import kernels_are_built, size_pools, start_kernels, start_upgrade
+    check_paths(config)
+    files = find_local(config)
+    if files is None:
+        with clock.phase("download"):
+            files = resolve_model(config)
+    with clock.phase("import torch"):
+        from llmc.compiler.cache import ProgramCache
+        from llmc.kernels.cpu.build import cache_dir
+        from llmc.startup.background import compile_in_background, kernels_are_built, start_kernels
+        from llmc.startup.bind import StepMode, bind_model
+        from llmc.startup.compile import compile_model, keep, load_model
+        from llmc.startup.config_facts import FactsCache
+        from llmc.startup.draft_model import draft_in_flight, load_draft, resolve_draft, speculate
+        from llmc.startup.profile import profile_model
+        from llmc.startup.sizing import size_pools
+
+    device = pick_device(config.device)
+    level = pick_level(config.opt_level, device)
+    programs, facts = ProgramCache(cache_dir()), FactsCache(cache_dir())
+    is_known = facts.load(files, config) is not None
+    with clock.phase("read config" if is_known else "import transformers") as detail:
+        source = resolve(config, device, files=files, facts_cache=facts)
+        draft_source = resolve_draft(source, facts)
+        detail += [source.files.name, source.dtype_name, str(device)]
 
     build = start_kernels(device)
-    level = pick_level(config.opt_level, device)
-    in_flight = 2 if pick_async(config.async_scheduling, device) else 1
     with clock.phase("compile") as detail:
-        program = compile_model(source)
+        compiled = compile_model(source, programs)
+        program = compiled.program
         matched = sum(1 for r in program.reports if r.changed)
-        detail.append(f"{program.num_layers} layers")
-        if program.capture_note:
-            detail.append(program.capture_note)
+        notes = [program.capture_note] if program.capture_note else []
+        detail += [f"{program.num_layers} layers", *notes]
         detail += [f"{matched} passes matched", f"-O{level}"]
-        if program.from_cache:
-            detail.append("from cache")
+        detail += ["from cache"] if program.from_cache else []
     with clock.phase("load weights") as detail:
-        model = load_model(source, program)
+        model = load_model(compiled)
         detail += [
             f"{model.num_parameters / 1e6:.1f}M parameters",
             f"{model.weight_bytes / 2**20:.0f} MiB",
         ]
-    state_bytes = kv_cache.state_bytes(program.states)
-    if state_bytes and config.enable_prefix_caching:
-        log.info(
-            "prefix caching is off: this model's recurrent layers keep one state a request, which "
-            "holds for its newest token alone"
-        )
-    drafting = config.speculative_config
-    if state_bytes and drafting is not None:
-        drafting = None
-        log.info(
-            "speculative decoding is off: this model's recurrent layers keep one state a "
-            "request, which can't go back to before a rejected token"
-        )
-    draft = None
+
+    drafting = _speculation_config(config, model)
+    compiled_models, models = [compiled], [model]
+    in_flight = [2 if pick_async(config.async_scheduling, device) else 1]
     if drafting is not None and draft_source is not None:
         with clock.phase("draft model") as detail:
-            draft = load_draft(draft_source)
-            detail += [draft.source.files.name, f"{draft.weight_bytes / 2**20:.0f} MiB"]
-    with clock.phase("size cache") as detail:
+            compiled_models.append(compile_model(draft_source, programs))
+            models.append(load_draft(compiled_models[-1]))
+            in_flight.append(draft_in_flight(drafting, device))
+            detail += [draft_source.files.name, f"{models[-1].weight_bytes / 2**20:.0f} MiB"]
+
+    with clock.phase("profile"):
         built = kernels_are_built(build)
-        profiled = [_profile(model, built, level, in_flight)]
-        if drafting is not None and draft is not None:
-            profiled.append(_profile(draft, built, level, draft_in_flight(drafting, device)))
-        pool = size_pools(config, device, profiled)
+        modes = [StepMode(level=level, kernels_built=built, max_in_flight=n) for n in in_flight]
+        profiles = [profile_model(one, mode) for one, mode in zip(models, modes, strict=True)]
+        for each in compiled_models:  # verified by now
+            keep(each, programs)
+    with clock.phase("size cache") as detail:
+        pool = size_pools(config, device, profiles, source.model_len)
         bound = [
-            one.bind(pool.num_blocks, min(pool.max_model_len, one.model_len)) for one in profiled
-        ]
-        detail += [
-            f"{pool.num_blocks} blocks of {config.block_size} tokens",
-            f"{pool.cache_bytes / 2**20:.0f} MiB",
-            f"context {pool.max_model_len}",
-        ]
-        swap_room = bound[0].swap_room
-        if swap_room is not None:
-            detail.append(
-                f"swap {swap_room.num_slots} blocks at "
-                f"{swap_room.cost.copy_bytes_per_second / 1e9:.1f} GB/s against "
-                f"{1 / swap_room.cost.prefill_seconds_per_token:.0f} tokens/s"
+            bind_model(
+                one,
+                profile,
+                mode,
+                num_blocks=pool.num_blocks,
+                max_model_len=min(pool.max_model_len, one.source.model_len),
             )
+            for one, profile, mode in zip(models, profiles, modes, strict=True)
+        ]
+        detail += _cache_details(config, pool, bound[0])
         if build is not None and not built:
             detail.append(f"{build.progress}: slow until then")
+
     speculation: Speculation | None = None
     if drafting is not None:
         speculation = (
             NgramSpeculation(drafting)
-            if draft is None
-            else speculate(drafting, draft, bound[1].runner, model, pool)
+            if len(models) == 1
+            else speculate(drafting, models[1], bound[1].runner, model, pool)
         )
+    engine = _make_engine(model, profiles[0], bound[0], pool, speculation)
+    info = _describe(model, profiles[0], pool, level)
+    upgrade = compile_in_background(bound, level, cache_dir())
+    return Started(
+        engine=engine, runner=bound[0].runner, info=info, phases=clock.phases, upgrade=upgrade
+    )
+
+
+def _speculation_config(config: EngineConfig, model: LoadedModel) -> SpeculativeConfig | None:
+    """None, and a line in the log, for a model whose state can't go back."""
+    if model.state_bytes and config.enable_prefix_caching:
+        log.info(
+            "prefix caching is off: this model's recurrent layers keep one state per request, "
+            "which is that of its newest token"
+        )
+    if model.state_bytes and config.speculative_config is not None:
+        log.info(
+            "speculative decoding is off: this model's recurrent layers keep one state per "
+            "request, which can't be rolled back after a rejected token"
+        )
+        return None
+    return config.speculative_config
+
+
+def _cache_details(config: EngineConfig, pool: PoolSize, bound: BoundModel) -> list[str]:
+    details = [
+        f"{pool.num_blocks} blocks of {config.block_size} tokens",
+        f"{pool.cache_bytes / 2**20:.0f} MiB",
+        f"context {pool.max_model_len}",
+    ]
+    if bound.swap_room is not None:
+        cost = bound.swap_room.cost
+        details.append(
+            f"swap {bound.swap_room.num_slots} blocks at "
+            f"{cost.copy_bytes_per_second / 1e9:.1f} GB/s against "
+            f"{1 / cost.prefill_seconds_per_token:.0f} tokens/s"
+        )
+    return details
+
+
+def _make_engine(
+    model: LoadedModel,
+    profile: ModelProfile,
+    bound: BoundModel,
+    pool: PoolSize,
+    speculation: Speculation | None,
+) -> EngineCore:
+    from llmc.runner.row_states import RowStates
+
+    config, program = model.source.config, model.program
+    has_states = bool(model.state_bytes)
     # A checkpoint may name an end token beyond its logits; it can't be drawn, and must not become
     # an index anywhere.
-    eos = tuple(token for token in source.eos_token_ids if 0 <= token < program.vocab_size)
-    engine = EngineCore(
-        bound[0].runner,
+    eos = tuple(t for t in model.source.eos_token_ids if 0 <= t < program.vocab_size)
+    return EngineCore(
+        bound.runner,
         EngineLimits(
             num_blocks=pool.num_blocks,
             block_size=config.block_size,
@@ -193,56 +224,41 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         EngineFeatures(
             eos_token_ids=eos,
             seed=config.seed,
-            enable_prefix_caching=config.enable_prefix_caching and not state_bytes,
-            share_prompts=not state_bytes,
-            swap_room=swap_room,
+            enable_prefix_caching=config.enable_prefix_caching and not has_states,
+            share_prompts=not has_states,
+            swap_room=bound.swap_room,
             scheduling_policy=config.scheduling_policy,
             speculation=speculation,
-            windows=profiled[0].layout.windows,
+            windows=profile.layout.windows,
             grammars=GrammarStarter(
-                source.tokenizer_path, vocab_size=program.vocab_size, eos_token_ids=eos
+                model.source.tokenizer_path, vocab_size=program.vocab_size, eos_token_ids=eos
             ),
             row_states=RowStates(program.processors, program.vocab_size),
         ),
     )
-    info = ModelInfo(
+
+
+def _describe(model: LoadedModel, profile: ModelProfile, pool: PoolSize, level: int) -> ModelInfo:
+    source, program = model.source, model.program
+    return ModelInfo(
         name=source.files.name,
         path=source.files.path,
         tokenizer_path=source.tokenizer_path,
         max_model_len=pool.max_model_len,
         vocab_size=program.vocab_size,
-        eos_token_ids=eos,
-        dtype=dtype,
-        device=str(device),
+        eos_token_ids=tuple(t for t in source.eos_token_ids if t < program.vocab_size),
+        dtype=source.dtype_name,
+        device=str(source.device),
         num_blocks=pool.num_blocks,
-        block_size=config.block_size,
+        block_size=source.config.block_size,
         pool_tokens=pool.pool_tokens,
-        blocks_per_request=profiled[0].layout.blocks_for(pool.max_model_len),
+        blocks_per_request=profile.layout.blocks_for(pool.max_model_len),
         weight_bytes=model.weight_bytes,
         kv_bytes_per_token=program.kv_bytes_per_token,
-        state_bytes_per_request=state_bytes,
+        state_bytes_per_request=model.state_bytes,
         is_default=source.files.is_default,
         opt_level=level,
         pass_reports=tuple(str(r) for r in program.reports),
-        generation_defaults=sampling_defaults(source.files),
+        generation_defaults=source.sampling_defaults,
         extra_args=tuple(name for p in program.processors for name in p.arguments),
-    )
-    upgrade = start_upgrade(bound, level, cache_dir())
-    return Started(
-        engine=engine, runner=bound[0].runner, info=info, phases=clock.phases, upgrade=upgrade
-    )
-
-
-def _profile(model: LoadedModel, built: bool, level: int, max_in_flight: int) -> ProfiledModel:
-    from llmc.startup.profile import ProfiledModel
-
-    return ProfiledModel(
-        model.source.config,
-        model.program,
-        model.weights,
-        model.source.model_len,
-        model.source.device,
-        kernels_built=built,
-        level=level,
-        max_in_flight=max_in_flight,
     )

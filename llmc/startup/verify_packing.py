@@ -1,9 +1,9 @@
-"""Once per architecture: packed requests must not see each other, nor may a prompt feel its cuts.
+"""Once per architecture: packed requests must not see each other, and chunks must not matter.
 
-Packing is right only if nothing mixes tokens but attention and the ops that keep a state. A model
-that sums, convolves or recurs over its tokens otherwise would be captured without a complaint and
-answer from its neighbours' text, or forget what came before a chunk; so two requests are run
-together and alone, one in two pieces, and their logits compared.
+Packing is right only if tokens are mixed by nothing but attention and the ops that keep a state. A
+model that sums, convolves or recurs over its tokens in another way would be captured without a
+complaint, and its answers would depend on the request beside them, or on where a prompt is cut. So
+two requests are run together and alone, one of them in two chunks, and their logits are compared.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def verify_packing(runner: ModelRunner, dtype: torch.dtype) -> None:
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """Relative to `want`; 0 where broken or zero weights tell nothing."""
+    """Relative to `want`; 0 where broken or zero weights leave nothing to compare."""
     scale = want.norm()
     if not torch.isfinite(scale) or scale == 0:
         return 0.0

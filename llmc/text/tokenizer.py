@@ -37,6 +37,15 @@ TOKENIZER_FILES = (
 )
 
 
+def check_tokenizer_files(folder: Path) -> None:
+    """CheckpointError where a directory holds no tokenizer."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{folder} has no tokenizer (looked for {', '.join(TOKENIZER_FILES[:3])} ...); "
+            "give one with tokenizer=DIR, or send token ids instead of text"
+        )
+
+
 class Tokenizer:
     """Encodes prompts and decodes output of one model. Made by `Tokenizer.load`."""
 
@@ -60,11 +69,7 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         folder = Path(path)
-        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-            raise CheckpointError(
-                f"{folder} has no tokenizer (looked for {', '.join(TOKENIZER_FILES[:3])} ...); "
-                "give one with tokenizer=DIR, or send token ids instead of text"
-            )
+        check_tokenizer_files(folder)
         try:
             hf = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=trust_remote_code

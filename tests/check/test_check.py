@@ -18,7 +18,7 @@ from tiny_models import save_checkpoint
 
 from llmc.check import check as check_module
 from llmc.check.certificate import Certificate, CertificateStore, fingerprint, from_json
-from llmc.check.check import check_model, cured_config, find_certificate
+from llmc.check.check import check_model, find_certificate, fixed_config
 from llmc.check.identity import identify
 from llmc.config import EngineConfig
 from llmc.kernels.registry import OPS, Impl
@@ -73,18 +73,18 @@ def test_a_right_rewrite_is_certified_and_found_again(
 def test_a_wrong_pass_is_named_and_can_be_disabled(checkpoint: Path) -> None:
     given = config(checkpoint, extra_passes=[planted.wrong_attention(), planted.wrong_scale()])
     certificate = check_model(given)
-    assert not certificate.certified and certificate.fixed_by
+    assert not certificate.certified and certificate.is_fixable
     found = {c.name: (c.kind, c.layer) for c in certificate.culprits}
     assert found == {"wrong_scale": ("pass", 1), "wrong_attention": ("pass", 0)}
     assert set(certificate.switches) == {
         "--disable-pass wrong_scale",
         "--disable-pass wrong_attention",
     }
-    fixed_by = check_model(given, disable_guilty=True)
-    assert fixed_by.certified
-    assert not fixed_by.passes["wrong_scale"] and not fixed_by.passes["wrong_attention"]
-    assert fixed_by.passes["fuse_rms_norm"], "the innocent ones stay on"
-    assert find_certificate(cured_config(given, certificate)) == fixed_by
+    fixed = check_model(given, disable_culprits=True)
+    assert fixed.certified
+    assert not fixed.passes["wrong_scale"] and not fixed.passes["wrong_attention"]
+    assert fixed.passes["fuse_rms_norm"], "the innocent ones stay on"
+    assert find_certificate(fixed_config(given, certificate)) == fixed
 
 
 def test_bfloat16_hides_a_small_mistake_and_float32_shows_it(checkpoint: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_engine import ScriptedInfo, make_scripted
+from scripted_engine import make_scripted, scripted_info
 
 from llmc.cli import bench_run
 from llmc.cli.main import main
@@ -66,7 +66,7 @@ def test_a_failed_request_is_a_failed_trace() -> None:
 
 
 def test_bytes_and_share_of_bandwidth() -> None:
-    info: Any = ScriptedInfo(weight_bytes=1000, kv_bytes_per_token=10)
+    info = scripted_info(weight_bytes=1000, kv_bytes_per_token=10)
     decode = DecodeSteps(num_steps=4, seconds=2.0, num_tokens=8, context_tokens=50)
     assert decode.bytes_read(info) == 4 * 1000 + 50 * 10
     assert decode.share_of_bandwidth(info, 9000.0) == pytest.approx(4500 / 2.0 / 9000)
@@ -75,14 +75,14 @@ def test_bytes_and_share_of_bandwidth() -> None:
 
 
 def test_a_workload_that_can_not_fit_is_refused() -> None:
-    info: Any = ScriptedInfo(max_model_len=16)
+    info = scripted_info(max_model_len=16)
     check_fits(make_requests(2, output_len=6), info)
     with pytest.raises(InvalidRequestError, match="10 prompt and 7 output tokens exceeds .* 16"):
         check_fits(make_requests(2, output_len=7), info)
 
 
 def test_prompts_hold_no_end_token() -> None:
-    info: Any = ScriptedInfo(vocab_size=10, eos_token_ids=(1, 9))
+    info = scripted_info(vocab_size=10, eos_token_ids=(1, 9))
     assert usable_token_ids(info) == [0, 2, 3, 4, 5, 6, 7, 8]
 
 

@@ -101,7 +101,7 @@ def test_check_names_the_wrong_pass_and_serve_refuses(
     assert main(["check", checkpoint, *FLAGS, "-O0", "--extra-pass", wrong]) == 1
     out, _ = capsys.readouterr()
     assert "NOT certified" in out
-    assert "to bisect: pass wrong_attention, first seen at the output of layer 0" in out
+    assert "cause: pass wrong_attention, first seen at the output of layer 0" in out
     assert "use it with --disable-pass wrong_attention" in out
     config = EngineConfig(
         model=checkpoint,

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_config import compile_config
 from tiny_models import load_reference, make_config, save_checkpoint
 from torch import fx
 
 from llmc.compiler.build import build
 from llmc.compiler.capture import capture
-from llmc.compiler.program import Program, compile_program
+from llmc.compiler.program import Program
 from llmc.passes.pipeline import PipelineOptions
 
 OPTIONS = PipelineOptions(block_size=4, max_positions=128, device_type="cpu")
@@ -31,13 +32,7 @@ class Compiled:
 
 def compile_tiny(family: str, **changes: Any) -> Program:
     dtype = changes.get("dtype", torch.float32)
-    return compile_program(
-        make_config(family, **changes),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        options=OPTIONS,
-        switches={},
-    )
+    return compile_config(make_config(family, **changes), OPTIONS, dtype=dtype)
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 from llmc.weights.checkpoint import open_checkpoint
-from llmc.compiler.program import compile_program, load_weights
+from llmc.compiler.attention_fallback import build_model, capture_model
+from llmc.compiler.program import RewriteOptions, load_weights, rewrite
 from llmc.weights.load import CheckpointWeights
 from llmc.passes.pipeline import PipelineOptions
 from llmc.startup.sizing import PeakMemory
@@ -41,14 +42,13 @@ from llmc.startup.sizing import PeakMemory
 path = Path(sys.argv[1])
 device = torch.device("cpu")
 options = PipelineOptions(block_size=16, max_positions=64, device_type="cpu")
-program = compile_program(
-    AutoConfig.from_pretrained(path), dtype=torch.bfloat16, device=device, options=options,
-    switches={},
-)
+built = build_model(AutoConfig.from_pretrained(path), torch.bfloat16)
+captured = capture_model(built, device)
+program = rewrite(captured, RewriteOptions(pipeline=options, switches={}))
 gc.collect()
 peak = PeakMemory(device)
 peak.start()
-source = CheckpointWeights(program.module, open_checkpoint(path))
+source = CheckpointWeights(built.module, open_checkpoint(path))
 weights = load_weights(program, source)
 grown = peak.grown_by()
 ops = [str(n.target) for n in program.graph.graph.nodes]

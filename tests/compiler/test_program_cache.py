@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from torch import fx
 
 from llmc.compiler import cache as cache_module
-from llmc.compiler.cache import CachedProgram, ProgramCache
+from llmc.compiler.cache import ProgramCache
+from llmc.compiler.program import Program
 from llmc.compiler.serialize import dump_graph
 from llmc.passes.inputs import ConstantInput
 
@@ -29,17 +30,12 @@ WRITERS = 8
 
 
 @pytest.fixture(scope="module")
-def program(dense: Any) -> CachedProgram:
-    made = dense.program
-    return CachedProgram(
-        graph=made.graph,
-        reports=made.reports,
-        vocab_size=made.vocab_size,
-        parameters=made.parameters,
-    )
+def program(dense: Any) -> Program:
+    made: Program = dense.program
+    return made
 
 
-def assert_same(have: CachedProgram | None, want: CachedProgram) -> None:
+def assert_same(have: Program | None, want: Program) -> None:
     assert have is not None
     nodes, constants = dump_graph(want.graph.graph)
     loaded, tensors = dump_graph(have.graph.graph)
@@ -51,14 +47,14 @@ def assert_same(have: CachedProgram | None, want: CachedProgram) -> None:
     assert [str(r) for r in have.reports] == [str(r) for r in want.reports]
 
 
-def test_what_is_saved_is_loaded(program: CachedProgram, tmp_path: Path) -> None:
+def test_what_is_saved_is_loaded(program: Program, tmp_path: Path) -> None:
     cache = ProgramCache(tmp_path)
     assert cache.load(KEY, CPU) is None
     cache.save(KEY, program)
     assert_same(cache.load(KEY, CPU), program)
 
 
-def test_constants_that_share_memory_are_saved(program: CachedProgram, tmp_path: Path) -> None:
+def test_constants_that_share_memory_are_saved(program: Program, tmp_path: Path) -> None:
     """One tensor in two placeholders is kept once, a view of it as a copy."""
     table = torch.randn(4, 6)
     graph = fx.Graph()
@@ -77,12 +73,12 @@ def test_constants_that_share_memory_are_saved(program: CachedProgram, tmp_path:
 
 
 def test_eight_writers_and_readers_at_once(
-    program: CachedProgram, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    program: Program, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A reader finds a whole entry or none, and nobody warns."""
     together = Barrier(WRITERS)
 
-    def write_and_read(_: int) -> CachedProgram | None:
+    def write_and_read(_: int) -> Program | None:
         cache = ProgramCache(tmp_path)
         together.wait(60)
         cache.save(KEY, program)
@@ -116,7 +112,7 @@ def test_a_full_disk_is_a_warning(
     owner: Any,
     name: str,
     fails: Callable[..., Any],
-    program: CachedProgram,
+    program: Program,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -144,7 +140,7 @@ def flip_a_bit(file: Path) -> None:
 def test_a_damaged_entry_is_deleted_and_made_again(
     file: str,
     damage: Callable[[Path], None],
-    program: CachedProgram,
+    program: Program,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -159,7 +155,7 @@ def test_a_damaged_entry_is_deleted_and_made_again(
     assert_same(cache.load(KEY, CPU), program)
 
 
-def test_what_dead_writers_left_is_removed(program: CachedProgram, tmp_path: Path) -> None:
+def test_what_dead_writers_left_is_removed(program: Program, tmp_path: Path) -> None:
     old, new = (tmp_path / "programs" / f".new-{age}" for age in ("old", "new"))
     for path in (old, new):
         path.mkdir(parents=True)

@@ -12,12 +12,14 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_config, save_checkpoint
 from torch import Tensor, nn
 
+from llmc.compiler.attention_fallback import capture_model
 from llmc.compiler.build import build
-from llmc.compiler.program import load_weights
+from llmc.compiler.program import load_weights, rewrite
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
 from llmc.passes.inputs import WeightInput
-from llmc.startup.load import compile_model, find_model
+from llmc.startup.compile import build_as_stored, rewrite_options
+from llmc.startup.resolve import resolve
 from llmc.weights.checkpoint import open_checkpoint
 from llmc.weights.load import CheckpointWeights, DummyWeights, make_weight
 
@@ -84,7 +86,8 @@ def load(module: nn.Module, path: Path) -> dict[str, Tensor]:
 
 def test_a_program_gets_every_weight_in_its_final_form(dense: Any) -> None:
     program = dense.program
-    source = CheckpointWeights(program.module, open_checkpoint(dense.path))
+    module = build(make_config("qwen3"), torch.float32).module
+    source = CheckpointWeights(module, open_checkpoint(dense.path))
     weights = load_weights(program, source)
     plain = dense.reference.state_dict()
     merged = 0
@@ -229,8 +232,9 @@ def test_a_head_that_is_stored_though_embeddings_are_tied(tmp_path: Path, differ
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + float(differs)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    source = find_model(EngineConfig(model=str(tmp_path), device="cpu"), CPU)
-    program = compile_model(source)
+    source = resolve(EngineConfig(model=str(tmp_path), device="cpu"), CPU)
+    built = build_as_stored(source)
+    program = rewrite(capture_model(built, CPU), rewrite_options(source))
     parts = {part for _, role in program.weight_inputs() for part in role.parts}
     assert ({"lm_head.weight", "model.embed_tokens.weight"} <= parts) == differs
     assert bool(program.parameters.aliases) != differs

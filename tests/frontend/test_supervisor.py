@@ -18,10 +18,10 @@ from scripted_process import has_ended, wait_for
 from llmc.cli.errors import describe
 from llmc.config import EngineConfig
 from llmc.errors import LlmcError
+from llmc.model_info import Phase
 from llmc.processes import supervisor as supervisor_module
 from llmc.processes.child import Child, how_it_ended
 from llmc.processes.supervisor import Supervisor, private_folder
-from llmc.startup.start import Phase
 
 CONFIG = EngineConfig()
 

@@ -24,11 +24,11 @@ from llmc.engine.messages import (
 )
 from llmc.engine.plan import TokenLogprobs
 from llmc.errors import ConfigError
+from llmc.model_info import Phase
 from llmc.processes import wire
 from llmc.processes.remote_errors import as_exception, describe_failure
 from llmc.processes.server_processes import RestartBudget
 from llmc.sampling_params import SamplingParams
-from llmc.startup.start import Phase
 from llmc.structured_outputs import StructuredOutputs
 
 SAMPLING = SamplingParams(

@@ -160,5 +160,5 @@ def test_the_guard_of_that_test_does_catch() -> None:
 def test_the_runner_waits_for_nothing_when_it_launches_rehearsed(fast: Small) -> None:
     runner: ModelRunner = fast.started.runner
     with no_synchronizing_calls():
-        runner.rehearse(min(MAX_ROWS, 8))
+        runner.dummy_run(min(MAX_ROWS, 8))
     assert runner.num_runtime_compiles == 0

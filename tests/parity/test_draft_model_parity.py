@@ -24,9 +24,9 @@ from llmc.engine.spec_decode.draft_model import DraftModel, DraftModelSpeculatio
 from llmc.errors import ConfigError
 from llmc.sampling_params import SamplingParams
 from llmc.speculative_config import SpeculativeConfig
-from llmc.startup import draft_model as start_draft
-from llmc.startup.draft_model import find_draft
-from llmc.startup.load import ModelSource, find_model
+from llmc.startup.compile import CompiledModel
+from llmc.startup.draft_model import load_draft, resolve_draft
+from llmc.startup.resolve import ModelSource, resolve
 from llmc.startup.start import start_engine
 
 
@@ -215,12 +215,12 @@ def chances(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 def source(path: Path, draft: Path) -> ModelSource:
     """What is known of a model before anything is compiled."""
     config = EngineConfig(model=str(path), device="cpu", speculative_config=drafting(draft))  # type: ignore[arg-type]
-    return find_model(config, torch.device("cpu"))
+    return resolve(config, torch.device("cpu"))
 
 
 def test_another_vocabulary_is_refused(folder: Path, target: Path) -> None:
     other = tiny_models.save_checkpoint("llama", folder / "wider", vocab_size=123)
-    with pytest.raises(ConfigError, match="another vocabulary than 'target': 123 token ids instea"):
+    with pytest.raises(ConfigError, match="vocabulary from 'target': 123 token ids instea"):
         start_engine(source(target, other).config)
 
 
@@ -233,12 +233,12 @@ def test_tokenizers_that_differ_are_refused_but_widths_may_differ(folder: Path) 
     save_tokenizer(target, words)
     save_tokenizer(same, words)
     save_tokenizer(swapped, {**words, "w5": 6, "w6": 5})
-    found = find_draft(source(target, same))
+    found = resolve_draft(source(target, same))
     assert found is not None and found.files.name == "narrow"
     with pytest.raises(
         ConfigError, match="2 tokens that differ, the first being 5: 'w6' instead of 'w5'"
     ):
-        find_draft(source(target, swapped))
+        resolve_draft(source(target, swapped))
 
 
 def save_tokenizer(path: Path, tokens: Mapping[str, int]) -> None:
@@ -249,8 +249,8 @@ def save_tokenizer(path: Path, tokens: Mapping[str, int]) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
 
 
-def test_recurrent_layers_are_refused(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = SimpleNamespace(states=("a state",))
-    monkeypatch.setattr(start_draft, "compile_model", lambda source: program)
+def test_recurrent_layers_are_refused(target: Path) -> None:
+    program: Any = SimpleNamespace(states=("a state",))
+    compiled = CompiledModel(source=source(target, target), program=program, key="", built=None)
     with pytest.raises(ConfigError, match="'target' has recurrent layers"):
-        start_draft.load_draft(source(target, target))
+        load_draft(compiled)

@@ -49,7 +49,7 @@ def check(subject: Any, scenario: Scenario) -> Any:
 def keeps_growing(subject: Any) -> bool:
     """Where all layers see a window, whoever was let in needs no more blocks later."""
     layout = subject.running.started.engine.scheduler.layout
-    return any(reach.is_whole for reach in layout.reaches)
+    return any(window.is_whole for window in layout.windows)
 
 
 def test_whole_prompts_in_one_batch(subject: Any) -> None:

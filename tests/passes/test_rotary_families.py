@@ -10,9 +10,9 @@ import tiny_engine
 import tiny_models
 import torch
 import transformers as tf
+from compiled_config import compile_config
 from shared_captures import shared_captures
 
-from llmc.compiler.program import compile_program
 from llmc.kernels.rope_write import rope_write
 from llmc.passes.edit import calls
 from llmc.passes.pipeline import PipelineOptions
@@ -42,12 +42,10 @@ def config_of(family: str, **changes: Any) -> Any:
 def test_every_layer_is_fused(family: str, dtype: torch.dtype) -> None:
     _, _, interleaved, width = FAMILIES[family]
     with shared_captures():
-        program = compile_program(
+        program = compile_config(
             config_of(family),
+            PipelineOptions(block_size=16, max_positions=64, device_type="cpu"),
             dtype=dtype,
-            device=torch.device("cpu"),
-            options=PipelineOptions(block_size=16, max_positions=64, device_type="cpu"),
-            switches={},
         )
     fused = calls(program.graph.graph, rope_write.overload)
     assert len(fused) == 2

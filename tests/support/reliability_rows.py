@@ -103,7 +103,7 @@ ELSEWHERE: dict[int, tuple[str, ...]] = {
     58: (_SOAK, "engine/test_engine_simulation.py::test_every_request_ends_as_it_does_alone"),
     59: (
         f"{_HERE}::test_memory_that_runs_out_in_a_step_ends_its_request_alone",
-        "runner/test_sizing.py::test_an_explicit_context_must_fit_and_the_message_has_the_numbers",
+        "startup/test_sizing.py::test_an_explicit_context_must_fit_and_the_message_has_the_numbers",
     ),
     60: (
         f"{_HERE}::test_a_loop_that_stands_still_loses_nothing",

@@ -7,13 +7,12 @@ token, and then (with ignore_eos) the reply again.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pending import DoneStep, run_now
+from scripted_runner import ScriptedRunner
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -21,7 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
 from llmc.engine.options import EngineFeatures, EngineLimits
-from llmc.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
+from llmc.engine.plan import NewRow
+from llmc.model_info import ModelInfo
 from llmc.text.tokenizer import Tokenizer
 
 REPLY = (
@@ -65,102 +65,49 @@ def make_hf_tokenizer(
     return hf
 
 
-class ScriptedRunner:
-    """Says the script. Knobs make steps slow, rows bad, or the whole engine fail."""
+class TextRunner(ScriptedRunner):
+    """Says what the first of `scripts` whose word is in the prompt says, else REPLY."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(self._reply)
         self._tokenizer = tokenizer
-        self._rows: dict[int, tuple[Any, list[int]]] = {}
         self.scripts = dict(SCRIPTS)
-        self.delay_s = 0.0
-        self.fail_next: Exception | None = None
-        self.nan_word: str | None = None
-        self.num_steps = 0
-        self.max_in_flight = 2
-        self.num_runtime_compiles = 0
+        self.nan_word: str | None = None  # prompts with it get broken logits
 
-    def use_idle_time(self) -> bool:
-        return False
-
-    def submit(self, plan: StepPlan) -> DoneStep:
-        return run_now(self.execute, plan)
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        self.num_steps += 1
-        if self.delay_s:
-            time.sleep(self.delay_s)
-        if self.fail_next is not None:
-            error, self.fail_next = self.fail_next, None
-            raise error
-        for row in plan.released_rows:
-            self._rows.pop(row, None)
-        for new in plan.new_rows:
-            self._rows[new.row] = (new, list(new.token_ids))
-        scores = [score for work in plan.work for score in self._scores(work)]
-        drawn = [self._draw(work) for work in plan.work if work.sample]
-        return StepResult(
-            token_ids=[token for token, _ in drawn],
-            logprobs=[logprob for _, logprob in drawn],
-            scores=scores,
-        )
-
-    def _scores(self, work: RowWork) -> list[TokenLogprobs]:
-        new, tokens = self._rows[work.row]
-        follows = tokens[work.start + 1 : work.start + 1 + work.num_scored]
-        return [_logprobs(token, new.sampling.prompt_logprobs) for token in follows]
-
-    def _draw(self, work: RowWork) -> tuple[int | None, TokenLogprobs | None]:
-        new, tokens = self._rows[work.row]
-        if work.entered_token_ids:
-            first = work.start + work.num_tokens - len(work.entered_token_ids)
-            tokens[first:] = work.entered_token_ids
+    def _reply(self, new: NewRow, tokens: Sequence[int]) -> int | None:
         prompt = self._tokenizer.decode(tokens[: new.num_prompt_tokens], skip_special_tokens=False)
         if self.nan_word is not None and self.nan_word in prompt:
-            return None, None
+            return None
         reply = next((text for word, text in self.scripts.items() if word in prompt), REPLY)
         script = [*self._tokenizer.encode(reply), self._tokenizer.eos_token_id]
-        token = script[(len(tokens) - new.num_prompt_tokens) % len(script)]
-        tokens.append(token)
-        wanted = new.num_candidates or new.sampling.logprobs
-        if wanted is None:
-            return token, None
-        return token, _logprobs(token, wanted)
+        return script[(len(tokens) - new.num_prompt_tokens) % len(script)]
 
 
-def _logprobs(token: int, wanted: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        token_id=token,
-        logprob=-0.5,
-        rank=1,
-        top_token_ids=[(token + i) % 300 for i in range(wanted)],
-        top_logprobs=[-0.5 - i for i in range(wanted)],
+def scripted_info(**changes: Any) -> ModelInfo:
+    """Of a model that does not exist. Sizes that no test here asks for are 0."""
+    info = ModelInfo(
+        name="scripted",
+        path=Path("scripted"),
+        tokenizer_path=None,
+        max_model_len=256,
+        vocab_size=VOCAB_WIDTH,
+        eos_token_ids=(1,),
+        dtype="float32",
+        device="cpu",
+        num_blocks=64,
+        block_size=16,
+        pool_tokens=64 * 16,
+        blocks_per_request=16,
+        weight_bytes=0,
+        kv_bytes_per_token=0,
+        state_bytes_per_request=0,
+        is_default=False,
+        opt_level=0,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScriptedInfo:
-    """The fields of start.ModelInfo."""
-
-    name: str = "scripted"
-    path: Path = Path("scripted")
-    tokenizer_path: Path | None = None
-    max_model_len: int = 256
-    vocab_size: int = VOCAB_WIDTH
-    eos_token_ids: tuple[int, ...] = (1,)
-    dtype: str = "float32"
-    device: str = "cpu"
-    num_blocks: int = 64
-    block_size: int = 16
-    blocks_per_request: int = 16
-    weight_bytes: int = 0
-    kv_bytes_per_token: int = 0
-    is_default: bool = False
-    generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
-    extra_args: tuple[str, ...] = ()
-
-    @property
-    def pool_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+    info = replace(info, **changes)
+    if "pool_tokens" not in changes:
+        info = replace(info, pool_tokens=info.num_blocks * info.block_size)
+    return info
 
 
 @dataclass(kw_only=True)
@@ -168,8 +115,8 @@ class Scripted:
     """What start.start_engine returns, with handles on the inside."""
 
     engine: EngineCore
-    info: ScriptedInfo
-    runner: ScriptedRunner
+    info: ModelInfo
+    runner: TextRunner
     tokenizer: Tokenizer
     config: EngineConfig
     phases: list[Any] = field(default_factory=list)
@@ -192,8 +139,8 @@ def make_scripted(
     **info: Any,
 ) -> Scripted:
     tokenizer = Tokenizer(make_hf_tokenizer(chat_template, special_tokens))
-    model = ScriptedInfo(**info)
-    runner = ScriptedRunner(tokenizer)
+    model = scripted_info(**info)
+    runner = TextRunner(tokenizer)
     engine = EngineCore(
         runner,
         EngineLimits(

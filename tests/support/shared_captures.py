@@ -6,7 +6,7 @@ call it themselves and share nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -14,27 +14,19 @@ from unittest import mock
 import torch
 
 from llmc.check import check
-from llmc.compiler import attention_fallback as forms
-from llmc.compiler import program
+from llmc.compiler import attention_fallback
 from llmc.compiler.build import BuiltModel
-from llmc.compiler.cache import program_key
-from llmc.compiler.capture import CapturedModel
-from llmc.passes.pipeline import PipelineOptions
+from llmc.compiler.cache import config_digest
+from llmc.compiler.program import CapturedModel
 
-_known: dict[str, CapturedModel] = {}
-_ANY = PipelineOptions(block_size=1, max_positions=1, device_type="cpu")
+_known: dict[tuple[str, torch.dtype, str, bool], CapturedModel] = {}
+_capture_model = attention_fallback.capture_model
 
 
-def _capture(
-    built: BuiltModel,
-    plain: Callable[[], BuiltModel],
-    device: torch.device,
-    *,
-    outline: bool = True,
-) -> CapturedModel:
-    key = program_key(built.config, built.dtype, device, _ANY, {"outline": outline})
+def _capture(built: BuiltModel, device: torch.device, *, outline: bool = True) -> CapturedModel:
+    key = (config_digest(built.config), built.dtype, str(device), outline)
     if key not in _known:
-        _known[key] = forms.capture_any(built, plain, device, outline=outline)
+        _known[key] = _capture_model(built, device, outline=outline)
     return _known[key]
 
 
@@ -42,7 +34,7 @@ def _capture(
 def shared_captures() -> Iterator[Any]:
     """Inside, what starts or checks a model takes a graph that is there already."""
     with (
-        mock.patch.object(program, "capture_any", _capture),
-        mock.patch.object(check, "capture_any", _capture),
+        mock.patch.object(attention_fallback, "capture_model", _capture),
+        mock.patch.object(check, "capture_model", _capture),
     ):
         yield

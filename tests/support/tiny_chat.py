@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
-from llmc.startup.start import ModelInfo, start_engine
+from llmc.model_info import ModelInfo
+from llmc.startup.start import start_engine
 from llmc.text.tokenizer import Tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

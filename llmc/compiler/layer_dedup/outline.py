@@ -1,12 +1,12 @@
-"""Capture a deep model from its first layers: what repeats is traced once.
+"""Capture a deep model from its first layers: layers that repeat are captured once.
 
-rehearse.py says which layers are the same, capture.py captures the model with a list of layers
-that ends where nothing new comes, repeat.py appends the rest. Whatever can't be shown to be
-the same as a capture of all layers is captured in full, and the reason is kept.
+trace_layers.py finds which layers are the same, capture.py captures the model with just the first
+layers, up to one of each kind, and repeat.py appends the others. A model for which that can't be
+shown to equal a capture of all layers is captured in full, and the reason is kept.
 
-What is not taken on trust: that a layer is the same (torch's guards, on every layer), that it is
-handed the same (every call is compared), that the model does the same before and behind the layers
-when it has fewer (every op is compared), and that blocks of the graph are whole and alike.
+All of this is checked: that a layer is the same (torch's guards, on every layer), that it is given
+the same (every call is compared), that the model does the same before and behind the layers when
+it has fewer (every op is compared), and that blocks of the graph are complete and equal.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ import torch
 from torch import nn
 
 from llmc.compiler.build import BuiltModel
-from llmc.compiler.capture import CapturedModel, capture
+from llmc.compiler.capture import capture
 from llmc.compiler.interface import KEY_CACHE, VALUE_CACHE
 from llmc.compiler.layer_dedup.repeat import repeat_blocks
-from llmc.compiler.layer_dedup.trace_layers import LayerCall, NotAlike, Rehearsal, Rehearser
+from llmc.compiler.layer_dedup.trace_layers import LayerCall, LayerTracer, ModelTrace, NotAlike
+from llmc.compiler.program import CapturedModel
 from llmc.errors import CompileError
 from llmc.passes.inputs import CacheInput, ConstantInput, Input, WeightInput
 from llmc.passes.layers import layer_list
+from llmc.weights.parameters import describe_parameters
 
 log = logging.getLogger(__name__)
 
-_FEWEST_LAYERS = 6  # fewer take no longer than the rehearsal
+_FEWEST_LAYERS = 6  # capturing fewer takes no longer than tracing them
 
 
 def capture_outlined(built: BuiltModel, device: torch.device) -> CapturedModel:
@@ -55,15 +57,15 @@ def _outline(
     layers = built.module.get_submodule(path)
     if not isinstance(layers, nn.ModuleList) or len(layers) != count:
         raise NotAlike(f"{path} is no plain list of layers")
-    rehearser = Rehearser(built.module, list(layers), most_traces=count // 2)
-    with rehearser.ready():
-        whole = rehearser.run()
+    tracer = LayerTracer(built.module, list(layers), most_traces=count // 2)
+    with tracer.ready():
+        whole = tracer.run()
         calls = _in_order(whole, count)
         first = _enough(calls)
         if first > count // 2:
-            raise NotAlike(f"the first {first} are needed to have one of each kind")
+            raise NotAlike(f"the first {first} are needed to cover every kind")
         with _only(layers, first):
-            _compare(whole, rehearser.run())
+            _compare(whole, tracer.run())
     with _only(layers, first):
         try:
             captured = capture(built, device)
@@ -75,12 +77,12 @@ def _outline(
     repeat_blocks(graph, path, [c.trace for c in calls[:first]], models, names.rename)
     graph.lint()
     captured.graph.recompile()
-    return captured, first
+    return replace(captured, parameters=describe_parameters(built.module)), first
 
 
 @contextmanager
 def _only(layers: nn.ModuleList, first: int) -> Iterator[None]:
-    """Inside, the model has its first layers alone; its config says what it said."""
+    """Inside, the model has its first layers only; its config is unchanged."""
     rest = list(layers)[first:]
     del layers[first:]
     try:
@@ -89,7 +91,7 @@ def _only(layers: nn.ModuleList, first: int) -> Iterator[None]:
         layers.extend(rest)
 
 
-def _in_order(whole: Rehearsal, count: int) -> list[LayerCall]:
+def _in_order(whole: ModelTrace, count: int) -> list[LayerCall]:
     """Every layer once, in order, and nothing in between."""
     if [call.layer for call in whole.calls] != list(range(count)):
         raise NotAlike("they are not called once each, in order")
@@ -99,16 +101,16 @@ def _in_order(whole: Rehearsal, count: int) -> list[LayerCall]:
     return whole.calls
 
 
-def _compare(whole: Rehearsal, part: Rehearsal) -> None:
+def _compare(whole: ModelTrace, part: ModelTrace) -> None:
     """With fewer layers, the same happens before, in and behind them."""
     if [(c.layer, c.trace, c.given) for c in part.calls] != [
         (c.layer, c.trace, c.given) for c in whole.calls[: len(part.calls)]
     ]:
-        raise NotAlike("with fewer layers, other things are handed to them")
+        raise NotAlike("with fewer layers, their arguments differ")
     if (part.ops[0], part.ops[-1]) != (whole.ops[0], whole.ops[-1]):
-        raise NotAlike("with fewer layers, other things happen around them")
+        raise NotAlike("with fewer layers, the model does something else around them")
     if any(part.ops[1:-1]):
-        raise NotAlike("with fewer layers, other things happen between them")
+        raise NotAlike("with fewer layers, the model does something between them")
 
 
 def _kind(call: LayerCall) -> tuple[int, str]:
@@ -116,10 +118,10 @@ def _kind(call: LayerCall) -> tuple[int, str]:
 
 
 def _enough(calls: Sequence[LayerCall]) -> int:
-    """The fewest first layers among which each later one has its like.
+    """The fewest first layers that hold one of each later layer's kind.
 
-    The last of them is not the only one of its trace, so that where its block ends can be
-    checked. The very first layer is nobody's like: what enters it is no layer's result.
+    The last of them shares its trace with another, so that the end of its block can be checked.
+    The very first layer stands for no other: what enters it is no layer's result.
     """
     first = 2
     kinds = [_kind(call) for call in calls]
@@ -136,9 +138,9 @@ def _model(calls: Sequence[LayerCall], layer: int, first: int) -> int:
 
 
 class _Names:
-    """What stands for an input of one layer in another layer of the same trace.
+    """Translates the inputs of one layer to those of another layer with the same trace.
 
-    Both traces read their tensors in one order, so the place of a tensor there tells.
+    Both read their tensors in the same order, so inputs at the same place correspond.
     """
 
     def __init__(self, built: BuiltModel, calls: Sequence[LayerCall]) -> None:
@@ -176,7 +178,7 @@ class _Names:
         return found
 
     def rename(self, role: Input, layer: int, to: int) -> Input:
-        """NotAlike where the layer was not seen to read what its block of the graph does."""
+        """NotAlike where the block reads a tensor that the layer's trace does not."""
         try:
             return self._renamed(role, layer, to)
         except KeyError as e:

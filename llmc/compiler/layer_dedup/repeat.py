@@ -1,9 +1,9 @@
 """A graph of a model's first layers -> the graph of all its layers, by copying blocks of nodes.
 
-A block is what one layer adds to the graph. Copying one is right where it reads nothing but the
-hidden state of the layer before it, inputs of its own, and what is made before the first layer;
-where its result goes on as one value; and where blocks of one trace are equal node by node.
-All of that is checked here; NotAlike says what does not hold.
+A block is what one layer adds to the graph. Copying it is right if it reads only the hidden state
+of the layer before it, its own inputs, and what is computed before the first layer; if its result
+is one value; and if blocks of the same trace are equal node by node. All of that is checked here;
+NotAlike says what does not hold.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def repeat_blocks(
     """
     layers = find_layers(graph)
     if (layers.path, layers.count) != (path, len(traces)):
-        raise NotAlike("the layers are not told apart in the graph")
+        raise NotAlike("the graph's nodes can't be assigned to layers")
     blocks = _Blocks(graph, layers)
     twins = [(traces.index(trace), i) for i, trace in enumerate(traces)]
     blocks.complete_first(next((i for twin, i in twins if twin == 0 and i), 0))
@@ -61,9 +61,9 @@ class _Blocks:
         self.outputs = [layers.outputs[i] for i in range(layers.count)]
 
     def complete_first(self, twin: int) -> None:
-        """Where the first layer begins is told by the length of another one of its trace.
+        """The first layer's block is as long as that of another layer of its trace.
 
-        Up to its first weight it looks like more of what comes before all layers.
+        Its nodes before its first weight look like part of what comes before all layers.
         """
         missing = len(self.calls[twin]) - len(self.calls[0])
         before = [n for n in self.graph.nodes if n.op != "placeholder" and self.of[n] == -1]
@@ -72,7 +72,7 @@ class _Blocks:
             self.of.update((node, 0) for node in before[-missing:])
 
     def check(self, layer: int) -> None:
-        """Nothing goes in or out but what may."""
+        """NotAlike where the block reads, or is read by, something that a copy could not."""
         before = self.outputs[layer - 1] if layer else None
         for node in self.calls[layer]:
             if node.op != "call_function":
@@ -100,7 +100,7 @@ class _Blocks:
             if not equal:
                 raise NotAlike(f"{a.name} of layer {first} is {b.name} in layer {second}")
         if same[self.outputs[first]] is not self.outputs[second]:
-            raise NotAlike(f"layers {first} and {second} hand on different values")
+            raise NotAlike(f"layers {first} and {second} return different values")
 
     def _same_args(
         self,
@@ -111,7 +111,7 @@ class _Blocks:
         second: int,
         rename: Rename,
     ) -> bool:
-        """Equal constants, and inputs that stand for each other."""
+        """Equal constants, and inputs that correspond."""
         if len(a.all_input_nodes) != len(b.all_input_nodes) or _plain(a) != _plain(b):
             return False
         for x, y in zip(_sources(a), _sources(b), strict=True):
@@ -191,7 +191,7 @@ def _shape_of(val: Any) -> Any:
 
 
 def _key(role: Input) -> Any:
-    """Constants are told apart by their tensor, all others by value."""
+    """Constants are compared by their tensor, all others by value."""
     tensor = getattr(role, "tensor", None)
     return role if tensor is None else id(tensor)
 

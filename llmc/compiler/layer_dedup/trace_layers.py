@@ -1,9 +1,9 @@
-"""Which decoder layers of a model are the same: its own code is run once on meta, full depth.
+"""Which decoder layers of a model are the same: its own code is run once on meta, at full depth.
 
-Each layer's forward is compiled by Dynamo with a backend that only takes notes. A layer that
-passes the guards of an earlier one's trace would be traced to the same graph, whatever its number:
-torch itself says so. What happens around the layers is written down op by op, so that the
-same run with fewer layers can be held against it (outline.py does).
+Each layer's forward is compiled by Dynamo with a backend that only records. A layer that passes
+the guards of an earlier one's trace would be traced to the same graph, whatever its number: torch
+itself says so. What happens around the layers is recorded op by op, so that outline.py can compare
+it with the same run of fewer layers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _EXAMPLE_TOKENS = 19  # as in capture
 
 
 class NotAlike(Exception):
-    """Why the layers of a model can't be captured once and repeated."""
+    """The layers of a model can't be captured once and repeated; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One call of a layer: the trace whose guards it passed, what it was given, what that reads.
+    """One call of a layer: the trace whose guards it passed, its arguments, and its inputs.
 
-    `given` describes the arguments without naming the layer. `read[i]` is what stands for the
-    i-th input of the trace: a parameter, a buffer, a value made before.
+    `given` describes the arguments without naming the layer. `read[i]` is this layer's tensor for
+    the i-th input of the trace: a parameter, a buffer, a value made before.
     """
 
     layer: int
@@ -44,14 +44,14 @@ class LayerCall:
 
 
 @dataclass(slots=True)
-class Rehearsal:
+class ModelTrace:
     """Layer calls in order, and the ops before, between and behind them."""
 
     calls: list[LayerCall] = field(default_factory=list)
     ops: list[list[str]] = field(default_factory=lambda: [[]])  # one list more than calls
 
 
-class Rehearser:
+class LayerTracer:
     """Runs `model` on meta; traces made in one run are known in the next."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], most_traces: int) -> None:
@@ -90,7 +90,7 @@ class Rehearser:
             finally:
                 torch._dynamo.reset()
 
-    def run(self) -> Rehearsal:
+    def run(self) -> ModelTrace:
         """NotAlike where the model's code does not run this way."""
         self._notes = _Notes(self._names)
         ids = torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long, device="meta")
@@ -106,11 +106,11 @@ class Rehearser:
             raise
         except Exception as e:  # the model's code: the full capture says what is wrong with it
             first = (str(e).strip().splitlines() or [""])[0][:200]
-            raise NotAlike(f"rehearsing it gave {type(e).__name__}: {first}") from e
-        return self._notes.rehearsal
+            raise NotAlike(f"tracing it gave {type(e).__name__}: {first}") from e
+        return self._notes.trace
 
     def _stand_in(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = torch.compile(forward, backend=self._note_trace, fullgraph=True, dynamic=True)
+        compiled = torch.compile(forward, backend=self._record_trace, fullgraph=True, dynamic=True)
 
         def run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if id(layer) not in self._index:
@@ -126,7 +126,7 @@ class Rehearser:
 
         return run_layer
 
-    def _note_trace(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    def _record_trace(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         trace = len(self._outputs)
         self._outputs.append([])
 
@@ -142,11 +142,11 @@ class Rehearser:
 
 
 class _Notes(TorchDispatchMode):
-    """Writes down every op outside the layers, with its tensors named by where they come from."""
+    """Records every op outside the layers, with its tensors named by where they come from."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.rehearsal = Rehearsal()
+        self.trace = ModelTrace()
         self._labels = dict(names)
         self._made_by: dict[int, int] = {}  # a layer's output -> its call
         self._alive: list[Any] = []  # so that no id is used twice
@@ -166,7 +166,7 @@ class _Notes(TorchDispatchMode):
     ) -> Any:
         said = f"{func}{self.describe((args, kwargs or {}))}"
         out = func(*args, **(kwargs or {}))
-        self.rehearsal.ops[-1].append(said)
+        self.trace.ops[-1].append(said)
         for i, tensor in enumerate(_tensors(out)):
             if id(tensor) not in self._labels and id(tensor) not in self._made_by:
                 self.label(tensor, f"op {self._num_ops}.{i}")
@@ -179,10 +179,10 @@ class _Notes(TorchDispatchMode):
 
     def layer_called(self, call: LayerCall, out: Any) -> None:
         for tensor in _tensors(out):
-            self._made_by[id(tensor)] = len(self.rehearsal.calls)
+            self._made_by[id(tensor)] = len(self.trace.calls)
             self._alive.append(tensor)
-        self.rehearsal.calls.append(call)
-        self.rehearsal.ops.append([])
+        self.trace.calls.append(call)
+        self.trace.ops.append([])
 
     def describe(self, value: Any) -> str:
         if isinstance(value, Tensor):
@@ -201,7 +201,7 @@ class _Notes(TorchDispatchMode):
     def _describe_tensor(self, tensor: Tensor) -> str:
         if id(tensor) in self._made_by:
             call = self._made_by[id(tensor)]
-            is_last = call == len(self.rehearsal.calls) - 1
+            is_last = call == len(self.trace.calls) - 1
             return "<the last layer's>" if is_last else f"<layer call {call}'s>"
         if id(tensor) not in self._labels:  # made by code that no dispatch mode sees
             raise NotAlike("a tensor appears whose origin is not known")

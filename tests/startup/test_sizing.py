@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmc.config import EngineConfig
-from llmc.engine.kv.layout import WHOLE, CacheLayout, Reach
+from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
 from llmc.errors import ConfigError
 from llmc.passes.page_attention import CacheSpec
 from llmc.runner.kv_cache import allocate, bytes_per_token
@@ -24,11 +24,11 @@ def size(
     *,
     per_token: int = 100,
     model_len: int = 64,
-    reaches: tuple[Reach, ...] = (WHOLE,),
+    windows: tuple[AttentionWindow, ...] = (WHOLE,),
     **options: Any,
 ) -> Any:
     config = EngineConfig(block_size=16, max_num_seqs=4, **options)
-    layout = CacheLayout(block_size=16, step_tokens=16, reaches=reaches)
+    layout = CacheLayout(block_size=16, step_tokens=16, windows=windows)
     return size_pool(
         config, layout, bytes_per_token=per_token, model_len=model_len, available=available
     )
@@ -61,13 +61,13 @@ def test_as_many_blocks_as_fit() -> None:
 
 def test_windows_make_room_for_longer_contexts() -> None:
     """Of two groups one sees a window of 16 tokens, which with a step of 16 takes 3 blocks."""
-    windowed = (WHOLE, Reach(window=16))
-    pool = size(available=1600 * 13, model_len=1000, reaches=windowed)
+    windowed = (WHOLE, AttentionWindow(window=16))
+    pool = size(available=1600 * 13, model_len=1000, windows=windowed)
     assert (pool.max_model_len, pool.pool_tokens) == (160, 160)
-    whole = size(available=1600 * 13, model_len=1000, reaches=(WHOLE, WHOLE))
+    whole = size(available=1600 * 13, model_len=1000, windows=(WHOLE, WHOLE))
     assert whole.max_model_len == 6 * 16
     with pytest.raises(ConfigError, match="hold 160 tokens, but one request of max_model_len 176"):
-        size(available=1600 * 13, max_model_len=176, reaches=windowed)
+        size(available=1600 * 13, max_model_len=176, windows=windowed)
 
 
 def test_explicit_memory_is_taken_as_it_is() -> None:

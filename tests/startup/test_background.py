@@ -11,7 +11,7 @@ from tiny_models import save_checkpoint
 
 from llmc.config import EngineConfig
 from llmc.kernels.cpu import build as cpu_build
-from llmc.startup import bring_up
+from llmc.startup import background
 from llmc.startup.start import start_engine
 
 CPU = torch.device("cpu")
@@ -29,10 +29,10 @@ def config(path: Path) -> EngineConfig:
 def test_built_kernels_serve_from_the_first_step(checkpoint: Path) -> None:
     if not cpu_build.load():
         pytest.skip("no C++ compiler here: the references serve")
-    build = bring_up.start_kernels(CPU)
+    build = background.start_kernels(CPU)
     assert build is not None
     build.wait()
-    assert bring_up.kernels_are_built(build)
+    assert background.kernels_are_built(build)
     started = start_engine(config(checkpoint))
     # A build that was found takes a moment; whatever the race, the better step is never lost.
     if started.upgrade is not None:
@@ -53,8 +53,8 @@ def test_nobody_waits_for_a_build(checkpoint: Path, monkeypatch: pytest.MonkeyPa
         assert finished.wait(60)
         return True
 
-    monkeypatch.setattr(bring_up, "start_build", Unfinished)
-    monkeypatch.setattr(bring_up, "load", slow_load)
+    monkeypatch.setattr(background, "start_build", Unfinished)
+    monkeypatch.setattr(background, "load", slow_load)
     monkeypatch.setattr(cpu_build, "is_loaded", lambda: finished.is_set())
     started = start_engine(config(checkpoint))
     assert "3 of 27 files: slow until then" in next(

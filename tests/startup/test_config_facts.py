@@ -6,7 +6,7 @@ import pytest
 import transformers as tf
 
 from llmc.compiler.rotary import choose_frequencies
-from llmc.startup.resolve import unused_parts
+from llmc.startup.config_facts import unused_parts
 
 
 def test_parts_besides_the_text_are_named() -> None:

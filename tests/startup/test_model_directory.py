@@ -13,9 +13,8 @@ from tiny_models import make_config, save_checkpoint
 
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, CompileError, ConfigError
-from llmc.startup.load import find_model
-from llmc.startup.model_files import generation_defaults, load_config, resolve_model
-from llmc.startup.resolve import eos_token_ids
+from llmc.startup.model_files import generation_defaults, resolve_model
+from llmc.startup.resolve import resolve
 from llmc.startup.start import start_engine
 
 
@@ -154,10 +153,9 @@ def test_an_unknown_pass_is_refused_with_the_known_names(tmp_path: Path) -> None
 
 def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
     config = EngineConfig(model=str(write_config(tmp_path, eos_token_id=5)))
-    files = resolve_model(config)
-    assert eos_token_ids(load_config(files, config), files) == (5,)
+    assert resolve(config, torch.device("cpu")).eos_token_ids == (5,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    assert eos_token_ids(load_config(files, config), files) == (7, 8)
+    assert resolve(config, torch.device("cpu")).eos_token_ids == (7, 8)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +182,7 @@ def test_the_tokenizers_end_token_ends_too(tmp_path: Path, files: dict[str, Any]
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     config = EngineConfig(model=str(write_config(tmp_path, eos_token_id=5)))
-    assert find_model(config, torch.device("cpu")).eos_token_ids == (5, 9)
+    assert resolve(config, torch.device("cpu")).eos_token_ids == (5, 9)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"eos_token": 3}', '{"eos_token": "x"}'])
@@ -192,7 +190,7 @@ def test_an_end_token_that_is_not_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(text)
     (tmp_path / "tokenizer.json").write_text('{"added_tokens": {')
     config = EngineConfig(model=str(write_config(tmp_path, eos_token_id=5)))
-    assert find_model(config, torch.device("cpu")).eos_token_ids == (5,)
+    assert resolve(config, torch.device("cpu")).eos_token_ids == (5,)
 
 
 @pytest.mark.parametrize("trust", [False, True])

@@ -1,0 +1,45 @@
+"""What the rest of llmc knows of a started model: plain data, which also crosses processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One finished part of start-up."""
+
+    name: str
+    seconds: float
+    detail: str
+
+
+OnPhase = Callable[[Phase], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The model that runs and the size of its KV cache. Memory in bytes, lengths in tokens."""
+
+    name: str
+    path: Path
+    tokenizer_path: Path | None
+    max_model_len: int
+    vocab_size: int  # the width of the logits
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    num_blocks: int
+    block_size: int
+    pool_tokens: int  # the longest sequence that fits when it runs alone
+    blocks_per_request: int  # at most, for a request of max_model_len tokens
+    weight_bytes: int
+    kv_bytes_per_token: int
+    state_bytes_per_request: int  # of recurrent layers; 0 for a model with attention only
+    is_default: bool
+    opt_level: int
+    pass_reports: tuple[str, ...] = ()
+    generation_defaults: Mapping[str, float] = field(default_factory=dict)
+    extra_args: tuple[str, ...] = ()  # names that its logits processors accept in a request

@@ -1,0 +1,155 @@
+"""LoadedModel + number of blocks -> a ModelRunner over caches of that size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, fx
+
+from llmc.compiler.lower import lower
+from llmc.compiler.program import Program, bind
+from llmc.config import EngineConfig
+from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
+from llmc.engine.kv.swap import SwapCost, SwapRoom
+from llmc.errors import ConfigError
+from llmc.kernels.cpu.pages import touch_in_background
+from llmc.runner import kv_cache
+from llmc.runner.device import open_device
+from llmc.runner.model_runner import ModelRunner
+from llmc.runner.row_states import RowStates
+from llmc.runner.rows import RowTables
+from llmc.runner.swap_space import SwapSpace
+from llmc.startup.compile import LoadedModel
+from llmc.startup.sizing import ModelProfile
+from llmc.startup.verify_packing import LENGTHS
+
+_TOUCHED_BYTES = 512 << 20  # of the cache's first blocks, which the first requests write
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMode:
+    """How steps run from the start."""
+
+    level: int  # the optimization level that will run in the end
+    kernels_built: bool  # False: on references while the C++ ops are built
+    max_in_flight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundModel:
+    """A runner over its own cache, and what is needed to hot-swap its step for a better one."""
+
+    runner: ModelRunner
+    program: Program
+    bound: dict[str, Tensor]  # the tensors of the step: weights, caches, constants
+    kernels_built: bool
+    swap_room: SwapRoom | None = None  # host memory for preempted requests, and its cost
+
+
+def bind_model(
+    model: LoadedModel,
+    profile: ModelProfile,
+    mode: StepMode,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+) -> BoundModel:
+    """The runner that serves. On a GPU every kernel that a step may need is compiled here."""
+    made = make_runner(
+        model, profile.graph, mode, num_blocks=num_blocks, max_model_len=max_model_len
+    )
+    runner = made.runner
+    if model.program.device.type == "cuda":
+        runner.warm_up()
+        while runner.capture_next() is not None:
+            pass
+    elif runner.caches:
+        touch_in_background(runner.caches, _TOUCHED_BYTES)
+    room = _swap_room(runner.swap_space, profile.prefill_seconds_per_token)
+    return replace(made, swap_room=room)
+
+
+def make_runner(
+    model: LoadedModel,
+    graph: fx.GraphModule,
+    mode: StepMode,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    can_swap: bool = True,
+) -> BoundModel:
+    """Allocates the cache and binds `graph`, the program with its kernels chosen; runs nothing."""
+    config, program = model.source.config, model.program
+    caches = kv_cache.allocate(
+        program.caches, num_blocks=num_blocks, block_size=config.block_size, device=program.device
+    )
+    num_rows = max(config.max_num_seqs, len(LENGTHS))
+    states = kv_cache.allocate_states(program.states, num_rows=num_rows, device=program.device)
+    rows = RowTables(
+        num_rows=num_rows,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        vocab_size=program.vocab_size,
+        device=program.device,
+        extra=RowStates(program.processors, program.vocab_size).tables,
+        num_groups=cache_layout(model).num_groups,
+    )
+    bound = bind(program, model.weights, caches, states)
+    halves = [half for layer in caches for half in layer]
+    runner = ModelRunner(
+        lower(graph, bound),
+        rows,
+        max_tokens=max(config.max_num_batched_tokens, sum(LENGTHS)),
+        caches=halves,
+        swap_space=_swap_space(config, program, halves) if can_swap else None,
+        device=open_device(program.device, max_in_flight=mode.max_in_flight),
+        buckets=config.cuda_graph_buckets,
+        use_graphs=mode.level >= 2,
+        max_in_flight=mode.max_in_flight,
+    )
+    return BoundModel(runner=runner, program=program, bound=bound, kernels_built=mode.kernels_built)
+
+
+def cache_layout(model: LoadedModel) -> CacheLayout:
+    """A window as long as the context, or any if its pass is off, frees no block."""
+    config = model.source.config
+    is_on = config.passes.get("group_caches", True)
+    windows = tuple(
+        AttentionWindow(window=g.window, chunk=g.chunk).within(model.source.model_len)
+        if is_on
+        else WHOLE
+        for g in model.program.groups
+    )
+    return CacheLayout(
+        block_size=config.block_size,
+        step_tokens=config.max_num_batched_tokens,
+        windows=windows or (WHOLE,),
+    )
+
+
+def _swap_space(
+    config: EngineConfig, program: Program, caches: Sequence[Tensor]
+) -> SwapSpace | None:
+    """Host memory as configured; none for recurrent states, which are not in blocks."""
+    if not config.swap_space or program.states or not caches:
+        return None
+    block_bytes = sum(cache[0].nbytes for cache in caches)
+    num_slots = config.swap_space // block_bytes
+    if num_slots == 0:
+        raise ConfigError(
+            f"swap_space of {config.swap_space} bytes holds no block of {block_bytes} bytes; "
+            "give more, or 0"
+        )
+    return SwapSpace(caches, num_slots)
+
+
+def _swap_room(space: SwapSpace | None, prefill_seconds_per_token: float) -> SwapRoom | None:
+    if space is None:
+        return None
+    cost = SwapCost(
+        prefill_seconds_per_token=prefill_seconds_per_token,
+        block_bytes=space.block_bytes,
+        copy_bytes_per_second=space.measure(),
+    )
+    return SwapRoom(space.num_slots, cost)

@@ -1,0 +1,206 @@
+"""ModelSource -> Program -> weights: build, capture, rewrite (or the cache), then load.
+
+`serve`, `check` and `inspect` all come through `rewrite_options`, and the first two through
+`build_as_stored`. transformers and Dynamo are imported only where a model has to be captured.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from llmc.compiler.cache import ProgramCache, config_digest, program_key
+from llmc.compiler.program import (
+    Program,
+    RewriteOptions,
+    load_weights,
+    open_weights,
+    rewrite,
+)
+from llmc.errors import CompileError
+from llmc.passes.logits_processors import user_processors
+from llmc.passes.pipeline import PipelineOptions
+from llmc.passes.user import user_passes
+from llmc.runner import kv_cache
+from llmc.startup.resolve import ModelSource
+from llmc.weights.checkpoint import Readable
+from llmc.weights.load import DummyWeights, WeightSource
+from llmc.weights.quantized.kept_quantized import Held, held_weights, tell_widened
+
+if TYPE_CHECKING:
+    from llmc.compiler.build import BuiltModel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledModel:
+    """A program, and where its weights will come from."""
+
+    source: ModelSource
+    program: Program
+    key: str  # of the program in the cache; "" where it must not be kept
+    built: BuiltModel | None  # None: the program is from the cache
+
+
+def rewrite_options(source: ModelSource, kept: Held | None = None) -> RewriteOptions:
+    """What the passes need to know of the engine that the source's config asks for.
+
+    `kept` are the weights that keep their stored quantization; None looks into the checkpoint.
+    """
+    config, device = source.config, source.device
+    return RewriteOptions(
+        pipeline=PipelineOptions(
+            block_size=config.block_size,
+            max_positions=source.model_len,
+            kv_cache_dtype=config.kv_cache_dtype,
+            quantization=None if config.quantization == "none" else config.quantization,
+            stored=_kept(source) if kept is None else kept,
+            device_type=device.type,
+        ),
+        switches=config.passes,
+        extra=user_passes(config.extra_passes),
+        processors=user_processors(config.logits_processors),
+    )
+
+
+def _kept(source: ModelSource) -> Held:
+    """Weights that may keep their stored form, which is exact."""
+    if source.config.quantization == "none" or source.is_dummy:
+        return ()
+    return held_weights(source.open_tensors())
+
+
+def compile_model(source: ModelSource, cache: ProgramCache) -> CompiledModel:
+    """From the cache of an earlier start, else built, captured and rewritten; no weight is read.
+
+    Raises CompileError where the model can't be served. The cache is only read: see `keep`.
+    """
+    options = rewrite_options(source)
+    options.check()
+    found = _find(source, source.facts.digest, options, cache)
+    if found is not None and _stored_apart(source, found.program.parameters.aliases) is None:
+        return found
+    built = build_as_stored(source)
+    digest = config_digest(built.source_config)
+    if digest != source.facts.digest:  # its tied weights are two
+        found = _find(source, digest, options, cache)
+        if found is not None:
+            return replace(found, built=built)
+    from llmc.compiler.attention_fallback import capture_model
+
+    captured = capture_model(built, source.device, outline=options.outline)
+    program = rewrite(captured, options)
+    if not program.caches and not program.states:
+        raise CompileError(
+            "no attention and no recurrence was found in the model's graph, so nothing in it would "
+            "see more than the newest token"
+        )
+    key = _key(source, digest, options)
+    return CompiledModel(source=source, program=program, key=key, built=built)
+
+
+def keep(model: CompiledModel, cache: ProgramCache) -> None:
+    """Save a program for the next start; call it once the program is verified."""
+    if model.key and not model.program.from_cache:
+        cache.save(model.key, model.program)
+
+
+def _key(source: ModelSource, digest: str, options: RewriteOptions) -> str:
+    if source.config.trust_remote_code:  # code whose files are not in the key
+        return ""
+    return program_key(digest, source.dtype, source.device, options)
+
+
+def _find(
+    source: ModelSource, digest: str, options: RewriteOptions, cache: ProgramCache
+) -> CompiledModel | None:
+    key = _key(source, digest, options)
+    program = cache.load(key, source.device) if key else None
+    if program is None:
+        return None
+    program = replace(program, processors=options.processors)
+    return CompiledModel(source=source, program=program, key=key, built=None)
+
+
+def build_as_stored(source: ModelSource) -> BuiltModel:
+    """The model on the meta device. Weights that the config ties but the checkpoint holds with
+    different values are two, as transformers loads them."""
+    from llmc.compiler.attention_fallback import build_model
+    from llmc.weights.parameters import describe_parameters
+
+    built = build_model(source.load_hf_config(), source.dtype)
+    names = _stored_apart(source, describe_parameters(built.module).aliases)
+    if names is None:
+        return built
+    log.warning("config.json ties %s, but the checkpoint's differ: both are loaded", names)
+    return build_model(_untied(source.load_hf_config()), source.dtype)
+
+
+def _untied(hf_config: Any) -> Any:
+    untied = copy.deepcopy(hf_config)
+    for part in (untied, getattr(untied, "get_text_config", lambda: untied)()):
+        part.tie_word_embeddings = False
+    return untied
+
+
+def _stored_apart(source: ModelSource, aliases: Mapping[str, tuple[str, ...]]) -> str | None:
+    """Names of one weight for which the checkpoint holds different values, as text."""
+    if source.is_dummy or not aliases:
+        return None
+    tensors: Mapping[str, Readable] = source.open_tensors()
+    for names in dict.fromkeys(aliases.values()):
+        stored = [tensors[n] for n in names if n in tensors]
+        if not all(stored[0].equals(other) for other in stored[1:]):
+            return " and ".join(names)
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A program and its weights, ready to be given a cache."""
+
+    source: ModelSource
+    program: Program
+    weights: dict[str, torch.Tensor]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.numel() for weight in self._distinct)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.numel() * weight.dtype.itemsize for weight in self._distinct)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of recurrent layers, for each request; 0 for a model with attention only."""
+        return kv_cache.state_bytes(self.program.states)
+
+    @property
+    def _distinct(self) -> list[torch.Tensor]:
+        return list({id(weight): weight for weight in self.weights.values()}.values())
+
+
+def load_model(model: CompiledModel) -> LoadedModel:
+    """Raises CheckpointError where the checkpoint lacks a weight, or has it in another shape."""
+    source, program = model.source, model.program
+
+    def make_module() -> nn.Module:
+        return (model.built or build_as_stored(source)).module
+
+    weights: WeightSource
+    if source.is_dummy:
+        weights = DummyWeights(source.config.seed)
+    else:
+        tensors = source.open_tensors()
+        if source.config.quantization is None:
+            tell_widened(tensors, (role for _, role in program.weight_inputs()))
+        weights = open_weights(program, tensors, make_module)
+    return LoadedModel(source=source, program=program, weights=load_weights(program, weights))

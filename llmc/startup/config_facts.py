@@ -1,0 +1,176 @@
+"""What start-up reads from a model's config: plain data, kept on disk for the next start.
+
+transformers knows what a config.json means, but importing it takes longer than a warm start. So
+the facts are kept under a digest of config.json and of transformers' version. They are used only
+where nothing can have changed what transformers makes of the file: no code from the model's
+directory, and no class that this process may have registered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llmc.config import EngineConfig
+from llmc.startup.model_files import ModelFiles
+
+log = logging.getLogger(__name__)
+
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length")
+_DEFAULT_CONTEXT = 2048
+_SENSES = ("vision", "image", "video", "audio", "speech")
+# A config.json with these is not kept: the first two name code or further files, and the choice
+# of rotary frequencies for `longrope` is logged at each start.
+_NEVER_KEPT = ("auto_map", "configuration_files", "longrope")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFacts:
+    """`digest` names the config, and the code of its class, in the key of a program."""
+
+    digest: str
+    dtype: str | None  # as stored, such as "bfloat16"
+    context: int  # the longest that the config states, in tokens
+    dense_context: int | None  # see `dense_context`
+    vocab_size: int  # 0 where the config does not say
+    eos_token_ids: tuple[int, ...]
+    unused_parts: tuple[str, ...]  # besides the text model, such as "vision"
+
+
+def describe(hf_config: Any) -> ConfigFacts:
+    from llmc.compiler.cache import config_digest
+
+    text = _text_part(hf_config)
+    dtype = getattr(hf_config, "dtype", None)
+    return ConfigFacts(
+        digest=config_digest(hf_config),
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        context=model_context(hf_config),
+        dense_context=dense_context(hf_config),
+        vocab_size=getattr(text, "vocab_size", None) or 0,
+        eos_token_ids=eos_token_ids(hf_config),
+        unused_parts=unused_parts(hf_config),
+    )
+
+
+class FactsCache:
+    """Files under `root`/configs, one a config."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root / "configs"
+
+    def load(self, files: ModelFiles, config: EngineConfig) -> ConfigFacts | None:
+        """None where they are not kept, or where transformers is imported anyway."""
+        path = self._path(files, config)
+        if path is None or "transformers" in sys.modules:
+            return None
+        try:
+            if path.stat().st_uid != os.getuid():
+                return None
+            found = json.loads(path.read_text(encoding="utf-8"))
+            lists = {k: tuple(found[k]) for k in ("eos_token_ids", "unused_parts")}
+            return ConfigFacts(**{**found, **lists})
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            log.warning("%s can't be read (%s) and is made again", path, e)
+            return None
+
+    def save(
+        self, files: ModelFiles, config: EngineConfig, facts: ConfigFacts, hf_config: Any
+    ) -> None:
+        """Nothing is kept of classes that are not transformers' own."""
+        from llmc.compiler.cache import is_of_transformers
+
+        path = self._path(files, config)
+        if path is None or path.exists() or not is_of_transformers(type(hf_config)):
+            return
+        try:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self._root, prefix=".new-", delete=False, encoding="utf-8"
+            ) as aside:
+                aside.write(json.dumps(asdict(facts)))
+            os.replace(aside.name, path)
+        except OSError as e:
+            log.warning("what was read from config.json can't be cached: %s", e)
+
+    def _path(self, files: ModelFiles, config: EngineConfig) -> Path | None:
+        """None for a config of which nothing is kept."""
+        from llmc.compiler.cache import package_version
+
+        file = files.path / "config.json"
+        if config.trust_remote_code or not file.is_file():
+            return None
+        text = file.read_bytes()
+        if any(name.encode() in text for name in _NEVER_KEPT) or b'"model_type"' not in text:
+            return None
+        digest = hashlib.blake2b(text, digest_size=16)
+        # The context that is asked for may decide which rotary frequencies a config ends up with.
+        about = (_own_sources(), package_version("transformers"), str(config.max_model_len))
+        digest.update("\0".join(about).encode())
+        return self._root / f"{digest.hexdigest()}.json"
+
+
+@cache
+def _own_sources() -> str:
+    """Digest of the code that reads a config: this package and the compiler."""
+    from llmc.compiler.cache import sources_digest
+
+    digest = hashlib.blake2b(sources_digest().encode(), digest_size=16)
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _text_part(hf_config: Any) -> Any:
+    return getattr(hf_config, "get_text_config", lambda: hf_config)()
+
+
+def model_context(hf_config: Any) -> int:
+    """Longest context that config.json states, 2048 where it states none."""
+    stated = _first_positive(hf_config, _CONTEXT) or _DEFAULT_CONTEXT
+    return min(stated, dense_context(hf_config) or stated)
+
+
+def dense_context(hf_config: Any) -> int | None:
+    """Tokens up to which a sparse indexer chooses every key, so that attention is exact when dense.
+
+    None for models without an indexer.
+    """
+    from llmc.compiler.interface import INDEXER_BUDGETS
+
+    return _first_positive(hf_config, INDEXER_BUDGETS)
+
+
+def _first_positive(hf_config: Any, names: tuple[str, ...]) -> int | None:
+    values = (getattr(_text_part(hf_config), name, None) for name in names)
+    return next((v for v in values if isinstance(v, int) and v > 0), None)
+
+
+def unused_parts(hf_config: Any) -> tuple[str, ...]:
+    """What a model has besides its text part, by the names of their configs."""
+    names = [name.removesuffix("_config") for name in getattr(hf_config, "sub_configs", {})]
+    return tuple(n for n in names if n in _SENSES and getattr(hf_config, f"{n}_config", None))
+
+
+def eos_token_ids(hf_config: Any) -> tuple[int, ...]:
+    """End tokens that config.json states."""
+    value = getattr(hf_config, "eos_token_id", None)
+    if value is None:
+        value = getattr(_text_part(hf_config), "eos_token_id", None)
+    return token_ids(value)
+
+
+def token_ids(value: object) -> tuple[int, ...]:
+    """One id or a list of them, as configs state end tokens; what is no id is left out."""
+    ids = value if isinstance(value, list | tuple) else [value]
+    return tuple(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0)

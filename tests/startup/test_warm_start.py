@@ -1,0 +1,88 @@
+"""What a start imports: nothing heavy for a wrong path, and no compiler once the graph is known."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tiny_models import save_checkpoint
+
+HEAVY = ("torch", "numpy", "transformers", "uvicorn")
+COMPILERS = ("torch._dynamo", "torch._inductor", "transformers", "tokenizers", "sympy")
+
+WRONG_PATH = """
+import json, sys
+from llmc.cli.main import main
+code = main(sys.argv[1:])
+print(json.dumps([code, sorted(sys.modules)]))
+"""
+START = """
+import json, os, sys
+from llmc.config import EngineConfig
+from llmc.startup.start import start_engine
+path, length = sys.argv[1:]
+config = EngineConfig(
+    model=path, device="cpu", max_model_len=int(length), max_num_seqs=2, kv_cache_memory=2**20
+)
+started = start_engine(config)
+info = started.info
+print(json.dumps([
+    [phase.name for phase in started.phases], sorted(sys.modules), info.eos_token_ids, info.dtype
+]))
+sys.stdout.flush()
+os._exit(0)  # without waiting for what is compiled in the background
+"""
+
+
+def run(code: str, *words: str, cache: Path) -> list[object]:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *words],
+        env={**os.environ, "LLMC_CACHE_DIR": str(cache), "CXX": "/nothing"},  # no C++ is built
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=True,
+        cwd=cache,
+    )
+    answer: list[object] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.parametrize("command", [["serve"], ["check"], ["inspect"], ["chat", "hi", "--model"]])
+@pytest.mark.parametrize("wrong", ["no directory", "no config", "broken config"])
+def test_a_wrong_path_is_reported_before_anything_heavy_is_imported(
+    command: Sequence[str], wrong: str, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    if wrong != "no directory":
+        model.mkdir()
+    if wrong == "broken config":
+        (model / "config.json").write_text("{", encoding="utf-8")
+    code, modules = run(WRONG_PATH, *command, str(model), cache=tmp_path)
+    assert code == 2
+    assert isinstance(modules, list)
+    assert [name for name in HEAVY if name in modules] == []
+
+
+def test_a_warm_start_imports_neither_transformers_nor_a_compiler(tmp_path: Path) -> None:
+    path = save_checkpoint("llama", tmp_path / "model", num_hidden_layers=1)
+    cold_phases, _, *cold = run(START, str(path), "32", cache=tmp_path)
+    warm_phases, modules, *warm = run(START, str(path), "32", cache=tmp_path)
+    assert isinstance(cold_phases, list) and isinstance(warm_phases, list)
+    assert "import transformers" in cold_phases and "read config" in warm_phases
+    assert isinstance(modules, list)
+    assert [name for name in COMPILERS if name in modules] == []
+    assert warm == cold
+
+    config = path / "config.json"
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({**fields, "eos_token_id": 7}), encoding="utf-8")
+    (path / "generation_config.json").unlink()
+    phases, _, eos, _ = run(START, str(path), "32", cache=tmp_path)
+    assert isinstance(phases, list) and "import transformers" in phases, "its config changed"
+    assert eos == [7]
