@@ -104,10 +104,13 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         dtype = str(source.dtype).removeprefix("torch.")
         detail += [source.files.name, dtype, str(device)]
     from llmc.kernels.cpu.build import cache_dir
+    from llmc.kernels.cpu.threads import limit_threads
     from llmc.runner import kv_cache
     from llmc.runner.bring_up import kernels_are_built, size_pools, start_kernels, start_upgrade
     from llmc.runner.row_states import RowStates
 
+    if device.type == "cpu":
+        limit_threads()
     build = start_kernels(device)
     level = pick_level(config.opt_level, device)
     in_flight = 2 if pick_async(config.async_scheduling, device) else 1
