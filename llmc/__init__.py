@@ -5,6 +5,7 @@ The public names are loaded on first use, so that `import llmc` costs nothing.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
     from llmc.structured_outputs import StructuredOutputs
 
 __version__ = "0.1.0"
+
+# Threads of a product that are done wait for the others, by default spinning for several
+# milliseconds (libgomp) or 200 (libiomp): the whole time slice of a thread that another process
+# keeps off its core, and the core that it could move to is not free. Half a millisecond bridges the
+# gaps inside of a step. Read when torch is first imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    os.environ.setdefault("KMP_BLOCKTIME", "1")
 
 _PUBLIC = {
     "LLM": "llmc.llm",

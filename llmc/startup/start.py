@@ -84,6 +84,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
     with clock.phase("import torch"):
         from llmc.compiler.cache import ProgramCache
         from llmc.kernels.cpu.build import cache_dir
+        from llmc.kernels.cpu.threads import limit_threads
         from llmc.startup.background import compile_in_background, kernels_are_built, start_kernels
         from llmc.startup.bind import StepMode, bind_model
         from llmc.startup.compile import compile_model, keep, load_model
@@ -101,6 +102,8 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         draft_source = resolve_draft(source, facts)
         detail += [source.files.name, source.dtype_name, str(device)]
 
+    if device.type == "cpu":
+        limit_threads()
     build = start_kernels(device)
     with clock.phase("compile") as detail:
         compiled = compile_model(source, programs)

@@ -19,21 +19,23 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, turned: 
 
 
 @pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("k,n", [(64, 48), (96, 770), (33, 17)])
-def test_top_eight_of_many(rows: int, k: int, n: int, turned: bool) -> None:
+def test_top_eight_of_many(rows: int, k: int, n: int, dtype: torch.dtype, turned: bool) -> None:
     """Experts that no row picked hold NaN: reading one would show."""
     gen = torch.Generator().manual_seed(rows)
     picks = torch.stack([torch.randperm(12, generator=gen)[:8] for _ in range(rows)]).flatten() * 10
-    weight = torch.full((128, k, n) if turned else (128, n, k), float("nan"), dtype=torch.bfloat16)
-    bias = torch.full((128, n), float("nan"), dtype=torch.bfloat16)
+    weight = torch.full((128, k, n) if turned else (128, n, k), float("nan"), dtype=dtype)
+    bias = torch.full((128, n), float("nan"), dtype=dtype)
     for e in picks.unique().tolist():
-        weight[e] = (torch.randn(weight.shape[1:], generator=gen) * k**-0.5).bfloat16()
-        bias[e] = torch.randn(n, generator=gen).bfloat16()
-    x = torch.randn(len(picks), k, generator=gen).bfloat16()
+        weight[e] = (torch.randn(weight.shape[1:], generator=gen) * k**-0.5).to(dtype)
+        bias[e] = torch.randn(n, generator=gen).to(dtype)
+    x = torch.randn(len(picks), k, generator=gen).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7 if dtype == torch.bfloat16 else 2**-10
     w = weight[picks].double() if turned else weight[picks].double().transpose(1, 2)
     want = torch.einsum("rk,rkn->rn", x.double(), w) + bias[picks].double()
     torch.testing.assert_close(
-        run(x, weight, bias, picks, turned).double(), want, rtol=2**-7, atol=2**-7
+        run(x, weight, bias, picks, turned).double(), want, rtol=tolerance, atol=tolerance
     )
     assert run(x, weight, None, picks, turned).isfinite().all()

@@ -1,0 +1,86 @@
+"""The number of threads follows the quota of the container."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmc.kernels.cpu import threads
+from llmc.kernels.cpu.threads import limit_threads, quota_cores
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, None),
+        (  # the parent's is the narrower
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/cpu.max": "400000 100000\n",
+                "sys/fs/cgroup/a/cpu.max": "200000 100000\n",
+            },
+            2.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:memory:/x\n4:cpu,cpuacct:/x\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "50000\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
+            },
+            0.5,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+    ],
+    ids=["no Linux", "version 2", "no limit", "of the parent", "version 1", "no limit, version 1"],
+)
+def test_quotas_of_either_version(
+    tmp_path: Path, files: dict[str, str], cores: float | None
+) -> None:
+    assert quota_cores(write(tmp_path, files)) == cores
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    was = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(was)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("cores", "taken"), [(None, 2), (0.5, 1), (1.9, 1), (2.0, 2), (64.0, 2)])
+def test_threads_are_no_more_than_the_quota(
+    monkeypatch: pytest.MonkeyPatch, cores: float | None, taken: int
+) -> None:
+    monkeypatch.setattr(threads, "quota_cores", lambda: cores)
+    limit_threads()
+    assert torch.get_num_threads() == taken
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_number_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "quota_cores", lambda: 1.0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    limit_threads()
+    assert torch.get_num_threads() == 2

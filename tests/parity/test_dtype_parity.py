@@ -1,0 +1,89 @@
+"""`auto` keeps the checkpoint's dtype, and in each our logits are as near to the exact ones as
+those of transformers in that dtype are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_engine
+import torch
+from tiny_models import VOCAB, load_reference, prompts, reference_logits, save_checkpoint
+
+from llmc.config import EngineConfig
+from llmc.verification.check import check_model
+
+LENGTHS = tuple(range(1, 41))
+TOP = 20
+MAX_ERROR = {  # of a log-probability
+    torch.float32: 1e-4,
+    torch.bfloat16: 0.1,
+    torch.float16: 0.0125,
+}
+ROUNDING = 1e-6  # mean error of sums in float32, in one order or another
+
+
+def top_logprobs(engine: Any, tokens: list[int]) -> torch.Tensor:
+    """Our log-probabilities of the first output token: [V], NaN outside the top ones."""
+    from llmc.engine.messages import AddRequest
+    from llmc.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, logprobs=TOP, max_tokens=1, ignore_eos=True)
+    engine.add(AddRequest(request_id="0", prompt_token_ids=tokens, sampling=params))
+    out = torch.full((VOCAB,), float("nan"))
+    while engine.has_work:
+        for update in engine.step():
+            assert update.error is None
+            for lp in update.logprobs:
+                out[list(lp.top_token_ids)] = torch.tensor(list(lp.top_logprobs))
+    return out
+
+
+@pytest.mark.parametrize("dtype", MAX_ERROR, ids=str)
+def test_logprobs_in_the_dtype_of_the_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Exact is the same weights computed in float32."""
+    path = save_checkpoint("qwen3", tmp_path, dtype=dtype)
+    exact, theirs = load_reference(path), load_reference(path, dtype)
+    running = tiny_engine.start(path, dtype="auto")
+    assert running.started.info.dtype == str(dtype).removeprefix("torch.")
+    assert {cache.dtype for cache in running.caches} == {dtype}
+    our_errors, their_errors = [], []
+    for prompt in prompts(LENGTHS):
+        tokens = list(prompt)
+        want = reference_logits(exact, tokens)[-1].log_softmax(-1)
+        ours = top_logprobs(running.engine(max_num_batched_tokens=16), tokens)
+        seen = ~ours.isnan()
+        assert int(seen.sum()) == TOP
+        our_errors.append((ours - want)[seen].abs())
+        same = reference_logits(theirs, tokens)[-1].log_softmax(-1)
+        their_errors.append((same - want)[seen].abs())
+    our_error, their_error = torch.cat(our_errors), torch.cat(their_errors)
+    assert our_error.max() < MAX_ERROR[dtype]
+    assert our_error.mean() <= 1.2 * their_error.mean() + ROUNDING
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_quantized_weights_serve_every_dtype(
+    dtype: torch.dtype, quantization: str, tmp_path: Path
+) -> None:
+    """The same tokens as the same low-bit weights give in float32, but where those are close."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    path = save_checkpoint("qwen3", tmp_path, dtype=dtype, **sizes)
+    got = tiny_engine.start(path, dtype="auto", quantization=quantization)
+    want = tiny_engine.start(path, dtype="float32", quantization=quantization)
+    assert got.started.info.dtype == str(dtype).removeprefix("torch.")
+    for prompt in prompts((1, 4, 9, 33)):
+        tokens = list(prompt)
+        ours, exact = top_logprobs(got.engine(), tokens), top_logprobs(want.engine(), tokens)
+        both = ~ours.isnan() & ~exact.isnan()
+        assert int(both.sum()) > TOP / 2
+        assert (ours - exact)[both].abs().max() < MAX_ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", MAX_ERROR, ids=str)
+def test_every_dtype_is_certified(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = save_checkpoint("qwen3", tmp_path, dtype=dtype)
+    config = EngineConfig(model=str(path), device="cpu", opt_level=0, max_model_len=64)
+    assert check_model(config, longest_prompt=40).certified
