@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 from llmc import LLM, SamplingParams
-from llmc.benchmark.machine import describe_machine, package_versions
-from llmc.benchmark.report import context, write_json
+from llmc.load_test.machine import describe_machine, package_versions
+from llmc.load_test.report import context, write_json
 
 PROMPT = 16  # tokens, where what is decoded counts
 

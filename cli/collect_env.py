@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 
-from llmc.errors import ConfigError
-
 
 def command() -> None:
     """Print versions, devices and settings, to paste into a bug report."""
@@ -17,7 +15,6 @@ def command() -> None:
         if name.endswith("_bytes"):
             name, value = name.removesuffix("_bytes"), f"{value / GIB:.1f} GiB"
         rows[name.replace("_", " ")] = str(value)
-    rows["cpu target"] = _cpu_target()
     compiler = next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), None)
     rows["c++ compiler"] = compiler or "not found (compiled CPU kernels need one)"
     for name in sorted(os.environ):
@@ -26,15 +23,3 @@ def command() -> None:
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
-
-
-def _cpu_target() -> str:
-    """The level of instructions that the CPU kernels use, and what the processor has besides."""
-    from llmc.kernels.cpu.levels import pick_level, supported
-
-    try:
-        level = pick_level()
-    except ConfigError as error:
-        return str(error)
-    names = ", ".join(level.name for level in supported())
-    return f"{level.name} (of {names})" if level else "none: the ops run from their references"

