@@ -34,7 +34,7 @@ from llmc.startup.model_files import ModelFiles, load_config, load_quantization,
 from llmc.startup.resolve import check_model_len, model_context, pick_device, pick_dtype
 from llmc.weights.quantized.kept_quantized import Held, expected_weights, held_weights
 from llmc.weights.quantized.quantization_config import StoredQuantization
-from llmc.weights.tensors import is_gguf
+from llmc.weights.tensors import weight_files
 
 _LIVE_VALUES = 4  # of the largest value of a step, that many are taken to live at once
 
@@ -137,11 +137,9 @@ def _held(
     config: EngineConfig, stored: StoredQuantization | None, files: ModelFiles, built: BuiltModel
 ) -> Held:
     """Weights that would stay as they are stored; by config.json alone where no file is at hand."""
-    if config.quantization == "none":
+    if stored is None or config.quantization == "none":
         return ()
-    if stored is None and not is_gguf(files.path):
-        return ()
-    if stored is not None and not any(files.path.glob("*.safetensors")):
+    if not any(weight_files(files.path)):
         return expected_weights(stored, built.module)
     return held_weights(tensors_of(files, stored, built.dtype)())
 

@@ -137,7 +137,7 @@ def held_forms(
     open_tensors: Callable[[], Mapping[str, Readable]],
 ) -> Held:
     """Weights that may stay in their stored form, which is exact."""
-    if config.quantization == "none" or config.load_format == "dummy":
+    if stored is None or config.quantization == "none" or config.load_format == "dummy":
         return ()
     from llmc.weights.quantized.kept_quantized import held_weights
 
@@ -234,7 +234,7 @@ def load_model(source: ModelSource, program: Program) -> LoadedModel:
         weights = DummyWeights(source.config.seed)
     else:
         tensors = source.open_tensors()
-        if source.config.quantization is None:
+        if source.stored is not None and source.config.quantization is None:
             tell_widened(tensors, (role for _, role in program.weight_inputs()))
         weights = open_weights(program, tensors)
     return LoadedModel(source=source, program=program, weights=load_weights(program, weights))
