@@ -21,7 +21,7 @@ from llmc.check.tokens import TokenSequence
 from llmc.errors import CheckpointError
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 from llmc.weights.quantized.quantization_config import StoredQuantization
-from llmc.weights.tensors import is_gguf, open_tensors
+from llmc.weights.tensors import open_tensors
 
 _FLOAT32_SHARE = 0.8  # of free memory that a float32 copy may take
 
@@ -69,7 +69,7 @@ def run_reference(
     if dummy_seed is not None:
         module = _make(hf_config, dtype, trust_remote_code)
         _fill(DummyWeights(dummy_seed), dict(module.named_parameters()))
-    elif stored is not None or is_gguf(path):
+    elif stored is not None:
         module = _make(hf_config, dtype, trust_remote_code)
         weights = open_tensors(path, stored, dtype)
         _fill(CheckpointWeights(module, weights), module.state_dict())

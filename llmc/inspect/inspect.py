@@ -26,7 +26,7 @@ from llmc.passes.inputs import StepInput
 from llmc.startup.compile import rewrite_options
 from llmc.startup.resolve import ModelSource, pick_device, resolve
 from llmc.weights.quantized.kept_quantized import Held, expected_weights, held_weights
-from llmc.weights.tensors import is_gguf
+from llmc.weights.tensors import weight_files
 
 _LIVE_VALUES = 4  # of the largest value of a step, that many are taken to live at once
 
@@ -117,11 +117,9 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
 
 def _held(source: ModelSource, built: BuiltModel) -> Held:
     """Weights that keep their stored form; by config.json alone where there are no weight files."""
-    files = source.files.path
-    is_plain = source.stored is None and not is_gguf(files)
-    if is_plain or source.config.quantization == "none":
+    if source.stored is None or source.config.quantization == "none":
         return ()
-    if source.stored is not None and not any(files.glob("*.safetensors")):
+    if not any(weight_files(source.files.path)):
         return expected_weights(source.stored, built.module)
     return held_weights(source.open_tensors())
 

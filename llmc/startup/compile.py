@@ -72,7 +72,7 @@ def rewrite_options(source: ModelSource, kept: Held | None = None) -> RewriteOpt
 
 def _kept(source: ModelSource) -> Held:
     """Weights that may keep their stored form, which is exact."""
-    if source.config.quantization == "none" or source.is_dummy:
+    if source.stored is None or source.config.quantization == "none" or source.is_dummy:
         return ()
     return held_weights(source.open_tensors())
 
@@ -200,7 +200,7 @@ def load_model(model: CompiledModel) -> LoadedModel:
         weights = DummyWeights(source.config.seed)
     else:
         tensors = source.open_tensors()
-        if source.config.quantization is None:
+        if source.stored is not None and source.config.quantization is None:
             tell_widened(tensors, (role for _, role in program.weight_inputs()))
         weights = open_weights(program, tensors, make_module)
     return LoadedModel(source=source, program=program, weights=load_weights(program, weights))

@@ -13,8 +13,10 @@ from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, reason_of
 from llmc.startup.default_model import default_model, default_model_path
 from llmc.startup.gguf_files import model_directory
+from llmc.weights.gguf.model import is_gguf
 from llmc.weights.gguf.reader import first_part
 from llmc.weights.quantized.quantization_config import (
+    GGUF,
     QUANTIZATION_KEYS,
     StoredQuantization,
     read_quantization,
@@ -147,6 +149,8 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
 
 def load_quantization(files: ModelFiles) -> StoredQuantization | None:
     """How the checkpoint's weights are stored, where that is quantized."""
+    if is_gguf(files.path):
+        return GGUF
     return read_quantization(_parse_json(files.path / "config.json"))
 
 

@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file describes -> the files that transformers' tokenizers load.
 
-Vocabularies are of three kinds: byte-level BPE ("gpt2"), SentencePiece BPE ("llama") and unigram
-("t5"). How text is split before BPE is a rule of its own, which a file only names
-(`tokenizer.ggml.pre`): gguf_splits.json has the rules as llama.cpp does.
+Vocabularies are of three kinds: byte-level BPE, SentencePiece BPE and unigram. How text is split
+before BPE is a rule of its own, which a file only names (`tokenizer.ggml.pre`): gguf_splits.json
+has the rules, and the names of the kinds.
 """
 
 from __future__ import annotations
@@ -111,11 +111,15 @@ class _Vocabulary:
 
     def build(self) -> Any:
         """The Rust tokenizer."""
-        makers = {"gpt2": self._byte_level, "llama": self._sentencepiece, "t5": self._unigram}
+        makers = {
+            "bytes": self._byte_level,
+            "sentencepiece": self._sentencepiece,
+            "unigram": self._unigram,
+        }
         if self.kind not in makers:
             raise CheckpointError(
                 f"the file's tokenizer is of kind {self.kind!r}, of which llmc reads "
-                f"{', '.join(makers)}; give another with --tokenizer DIR"
+                f"{', '.join(_rules()['kinds'])}; give another with --tokenizer DIR"
             )
         tokens = self.tokens
         if not tokens or len(set(tokens)) != len(tokens):
@@ -252,7 +256,7 @@ class _Vocabulary:
         last = self.token("eos") if self._get("add_eos_token", False) else None
         named = [t for t in (first, last) if t is not None]
         if not named:
-            if self.kind == "gpt2":
+            if self.kind == "bytes":
                 backend.post_processor = processors.ByteLevel(trim_offsets=False)
             return
         template = [*([first] if first else []), "$A", *([last] if last else [])]

@@ -10,15 +10,10 @@ import torch
 
 from llmc.kernels.cpu.build import cache_dir
 from llmc.weights.checkpoint import Readable, open_checkpoint
-from llmc.weights.gguf.model import INDEX, gguf_files, open_gguf
+from llmc.weights.gguf.model import gguf_files, is_gguf, open_gguf
 from llmc.weights.pickled import converted, pickled_files
 from llmc.weights.quantized.quantization_config import StoredQuantization
 from llmc.weights.quantized.stored_weights import dequantized
-
-
-def is_gguf(folder: Path) -> bool:
-    """Whether the weights lie in GGUF files elsewhere."""
-    return (folder / INDEX).is_file()
 
 
 def open_tensors(

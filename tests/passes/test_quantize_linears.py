@@ -124,11 +124,25 @@ def test_stored_weights_keep_their_form() -> None:
 
 def test_stored_weights_that_other_ops_read_are_widened() -> None:
     def tied(x: Tensor, w: Tensor) -> Tensor:
-        return F.linear(x, w) + F.embedding(torch.zeros(5, dtype=torch.int64), w).sum()
+        return F.linear(x, w) + w.sum()
 
     held = (("w", Quantization(format="int8")),)
     _, (report,) = apply(trace(tied, x=X, w=W), quantize_linears(format=None, stored=held))
     assert not report.added and "shared with another op" in report.notes[0]
+
+
+def test_a_stored_embedding_keeps_its_bits_with_the_head_it_is_tied_to() -> None:
+    def tied(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, w) + F.embedding(torch.zeros(5, dtype=torch.int64), w).sum()
+
+    held = (("w", Quantization(format="int8", group=32)),)
+    gm, (report,) = apply(trace(tied, x=X, w=W), quantize_linears(format=None, stored=held))
+    assert report.added == {
+        "llmc.quantized_linear.default": 1,
+        "llmc.quantized_embedding.default": 1,
+    }
+    kept = {r.quantized.part for r in roles(gm, WeightInput) if r.quantized}
+    assert kept == {"weight", "scale"} and all(r.quantized for r in roles(gm, WeightInput))
 
 
 def left_alone(fn: Any, **inputs: Arg) -> str:
@@ -140,7 +154,7 @@ def left_alone(fn: Any, **inputs: Arg) -> str:
 
 def test_leaves_alone_and_says_why() -> None:
     def tied(x: Tensor, w: Tensor) -> Tensor:
-        return F.linear(x, w) + F.embedding(torch.zeros(5, dtype=torch.int64), w).sum()
+        return F.linear(x, w) + w.sum()
 
     def routed(x: Tensor, w: Tensor) -> Tensor:
         return torch.topk(F.linear(x, w).softmax(-1, dtype=torch.float32), 2).values

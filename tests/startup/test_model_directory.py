@@ -43,7 +43,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
-    refused(tmp_path / "model.safetensors", "is a file; give the directory")
+    refused(tmp_path / "model.safetensors", "is a file; give a .gguf file, or the directory")
 
 
 def test_no_config(tmp_path: Path) -> None:

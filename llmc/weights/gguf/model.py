@@ -76,6 +76,11 @@ def open_gguf(folder: Path) -> dict[str, GgufTensor]:
         raise CheckpointError(f"{INDEX} in the cache can't be read: {str(e)[:200]}") from e
 
 
+def is_gguf(folder: Path) -> bool:
+    """Whether a directory's weights lie in GGUF files elsewhere."""
+    return (folder / INDEX).is_file()
+
+
 def gguf_files(folder: Path) -> list[Path]:
     """Where the weights of an index lie."""
     return [Path(file) for file, _ in json.loads((folder / INDEX).read_text("utf-8"))["files"]]

@@ -65,8 +65,10 @@ def map_parameters(header: GgufHeader, hf_config: Any, fields: Mapping[str, Any]
 
 
 def processor_of(architecture: str, fields: Mapping[str, Any]) -> Any:
-    """What undoes the changes that llama.cpp makes to an architecture's tensors: rows in another
-    order, norms one higher, matrices turned."""
+    """What undoes the changes that the format's converter makes to an architecture's tensors.
+
+    Rows in another order, norms one higher, matrices turned.
+    """
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     squashed = {k.replace("-", "").replace("_", ""): p for k, p in TENSOR_PROCESSORS.items()}

@@ -27,7 +27,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class Undo:
-    """What llama.cpp did to a model's tensors, and how it is undone: transformers' processor."""
+    """Undoes what a file's converter did to a model's tensors, by transformers' processor."""
 
     processor: Any
     names: Mapping[str, str]  # tensor -> parameter

@@ -84,6 +84,10 @@ class StoredQuantization:
         return None
 
 
+# Of GGUF files, whose tensors say themselves how each is stored.
+GGUF = StoredQuantization(method="gguf", schemes=())
+
+
 def _covers(pattern: str, module: str) -> bool:
     """Patterns of modules name all that is inside, from anywhere in a path."""
     return _matches(module, pattern) or f".{pattern}." in f".{module}."
