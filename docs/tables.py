@@ -114,11 +114,39 @@ def step_table(inputs: Mapping[str, StepTensor]) -> str:
     return _table(("input", "shape", "dtype", "what it holds"), rows)
 
 
+def gguf_architectures() -> str:
+    """Decoders among those that transformers maps."""
+    from transformers import CONFIG_MAPPING
+
+    from llmc.weights.gguf.config import architectures
+
+    rows = []
+    for name in architectures():
+        config = CONFIG_MAPPING[name]()
+        if not config.is_encoder_decoder:
+            rows.append([f"`{name}`", f"`{type(config.get_text_config()).__name__}`"])
+    return _table(("architecture", "read as"), rows)
+
+
+def gguf_types() -> str:
+    from llmc.weights.gguf.blocks import GROUP, KEPT, kept_as
+
+    rows = []
+    for kind in KEPT:
+        to = kept_as(kind, 16, 256)
+        assert to is not None
+        bits = (4 if to.format == "int4" else 8) + 32 / GROUP * (2 if to.minimum else 1)
+        rows.append([f"`{kind.name}`", to.format, "yes" if to.minimum else "no", f"{bits:g}"])
+    return _table(("type", "held as", "with minimums", "bits a weight in memory"), rows)
+
+
 def tables() -> Mapping[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {
         "engine": engine_table,
         "step inputs": lambda: step_table(STEP_INPUTS),
         "row tables": lambda: step_table(ROW_TABLES),
+        "gguf architectures": gguf_architectures,
+        "gguf types": gguf_types,
     }
     for name in commands():
         found[name] = lambda name=name: command_table(name)  # type: ignore[misc]

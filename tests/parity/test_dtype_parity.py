@@ -11,8 +11,8 @@ import tiny_engine
 import torch
 from tiny_models import VOCAB, load_reference, prompts, reference_logits, save_checkpoint
 
-from llmc.config import EngineConfig
 from llmc.check.check import check_model
+from llmc.config import EngineConfig
 
 LENGTHS = tuple(range(1, 41))
 TOP = 20
