@@ -108,11 +108,13 @@ struct FloatReader {  // any CPU
       return convert<v16f>((v16i)(line >> (4 * step) & 15u));
     if (kFormat == Format::int8)
       return convert<v16f>((v16i)(line << (24 - 8 * step)) >> 24);
-    const v16u bits = line >> (8 * step), small = bits & 0x78u;
-    const v16f normal = (v16f)(((bits & 0x7fu) << 20) + (120u << 23));
-    v16f value = select((v16i)(small == 0), 2 * normal - 0.015625f, normal);
-    value = select((v16i)((bits & 0x7fu) == 0x7fu), splat(NAN), value);
-    return (v16f)((v16u)value | (bits << 24 & 0x80000000u));
+    // twice the normal value less the least normal one is the smaller for codes below that alone,
+    // and there it is what they stand for
+    const v16u bits = line >> (8 * step), size = bits & 0x7fu;
+    const v16f normal = (v16f)((size << 20) + (120u << 23));
+    const v16f value = vmin(normal, 2.0f * normal - 0.015625f);
+    const v16u nan = (v16u)((v16i)size > 0x7e);
+    return (v16f)((v16u)value | nan | (bits << 24 & 0x80000000u));
   }
   LLMC_INLINE void add(Sum& sum, V w, const X& x) { sum.value += w * x; }
   LLMC_INLINE v16f total(const Sum& sum) { return sum.value; }

@@ -53,6 +53,21 @@ LLMC_INLINE V vmax(V a, V b) {
   }
 }
 
+template <class V>
+LLMC_INLINE V vmin(V a, V b) {
+  if constexpr (kIsPair<V>) {
+    return {vmin(a.lo, b.lo), vmin(a.hi, b.hi)};
+  } else {
+#if defined(LLMC_AVX512)
+    return (V)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (V)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return a < b ? a : b;
+#endif
+  }
+}
+
 template <class V>  // vf or v16f
 LLMC_INLINE V load_lanes(const float* p) {
   return load_as<V>(p);
