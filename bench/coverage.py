@@ -64,7 +64,7 @@ def _failed(model_type: str, reason: str) -> dict[str, Any]:
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """The matrix as Markdown, one line a class."""
     lines = [
-        "| class | model type | transformers runs it | served | same answers | why not |",
+        "| class | model type | transformers runs it | served | same answers | remark |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -53,6 +53,7 @@ def run(model_type: str) -> dict[str, Any]:
 
 def _serve(path: Path, expected: list[Any], row: dict[str, Any]) -> None:
     import tiny_engine
+    from tiny_models import continue_greedily, load_reference
 
     start = time.perf_counter()
     running = tiny_engine.start(path)
@@ -60,19 +61,36 @@ def _serve(path: Path, expected: list[Any], row: dict[str, Any]) -> None:
     row["seconds"] = round(time.perf_counter() - start, 1)
     program = running.started.info.pass_reports
     row["passes"] = [r.split(":")[0] for r in program if ": -[" in r]
-    wrong: list[str] = []
-    skipped = 0
+    answers = {}
     for name, limits in SCENARIOS.items():
         engine = running.engine(**limits)
-        got = tiny_engine.generate(engine, [r.prompt for r in expected], NUM_TOKENS)
+        answers[name] = tiny_engine.generate(engine, [r.prompt for r in expected], NUM_TOKENS)
+        if name == "preempted":
+            row["preemptions"] = engine.stats().num_preemptions
+    row["ties"], wrong = _differences(expected, answers)
+    row["parity"] = not wrong
+    row["reason"] = "; ".join(wrong[:3])
+    if wrong:  # a few classes forget something in their own cache
+        model = load_reference(path)
+        uncached = [
+            continue_greedily(model, r.prompt, NUM_TOKENS, use_cache=False) for r in expected
+        ]
+        ties, still_wrong = _differences(uncached, answers)
+        if not still_wrong:
+            row["ties"], row["parity"] = ties, True
+            row["reason"] = f"as transformers without its cache; with it: {wrong[0]}"
+
+
+def _differences(expected: list[Any], answers: dict[str, Any]) -> tuple[int, list[str]]:
+    """Positions skipped after ties, and what differs, by scenario."""
+    import tiny_engine
+
+    skipped, wrong = 0, []
+    for name, got in answers.items():
         ties, found = tiny_engine.differences(expected, got)
         skipped += ties
         wrong += [f"{name}: {f}" for f in found]
-        if name == "preempted":
-            row["preemptions"] = engine.stats().num_preemptions
-    row["ties"] = skipped
-    row["parity"] = not wrong
-    row["reason"] = "; ".join(wrong[:3])
+    return skipped, wrong
 
 
 def main() -> None:

@@ -111,7 +111,9 @@ def prompts(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def continue_greedily(model: Any, prompt: tuple[int, ...], num_tokens: int) -> Continuation:
+def continue_greedily(
+    model: Any, prompt: tuple[int, ...], num_tokens: int, *, use_cache: bool = True
+) -> Continuation:
     """transformers' own `generate`, one prompt at a time so that nothing is padded."""
     with torch.no_grad():
         out = model.generate(
@@ -119,6 +121,7 @@ def continue_greedily(model: Any, prompt: tuple[int, ...], num_tokens: int) -> C
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=num_tokens,
             do_sample=False,
+            use_cache=use_cache,
             eos_token_id=None,
             pad_token_id=0,
             output_logits=True,
