@@ -162,7 +162,7 @@ class EngineCore:
     def use_idle_time(self) -> bool:
         """Do a little of what would delay a step, such as capturing a CUDA graph. Meant for when
         there is no work. -> whether there may be more to do."""
-        return self._runner.use_idle_time()
+        return self.runner.use_idle_time()
 
     @property
     def has_work(self) -> bool:

@@ -6,6 +6,7 @@ The first start of an architecture also checks there that packed requests do not
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from llmc.compiler.program import lowered
 from llmc.engine.plan import NewRow, RowWork, StepPlan
@@ -43,9 +44,7 @@ def profile_model(model: LoadedModel, mode: StepMode) -> ModelProfile:
     ).runner
     plan = _profile_plan(probed, blocks * groups)
     peak = PeakMemory(program.device)
-    peak.start()
-    probe.execute(plan)
-    activations = peak.grown_by() * tokens // probed
+    activations = _activations(probe, plan, peak, tokens)
     if mode.kernels_built:
         peak.start()
         probe.dummy_run(config.max_num_seqs)
@@ -66,6 +65,28 @@ def profile_model(model: LoadedModel, mode: StepMode) -> ModelProfile:
         bytes_per_token=kv_cache.bytes_per_token(program.caches),
         prefill_seconds_per_token=prefill_seconds / probed,
     )
+
+
+def _activations(probe: ModelRunner, plan: StepPlan, peak: PeakMemory, tokens: int) -> int:
+    """Bytes that a step of `tokens` tokens takes, by those of `plan` and of a part of it.
+
+    What does not grow with the tokens, such as a weight that a reference dequantizes, is counted
+    once. The smaller step goes first, since the allocator keeps what it got.
+    """
+    (work,) = plan.work
+    most = work.num_tokens
+    least = most // 4
+    if most >= tokens or least == 0:
+        peak.start()
+        probe.execute(plan)
+        return peak.grown_by() * tokens // most
+    part = replace(plan, work=(replace(work, num_tokens=least, sample=False),))
+    peak.start()
+    probe.execute(part)
+    fixed = peak.grown_by()
+    probe.execute(plan)
+    per_token = max(0, peak.grown_by() - fixed) / (most - least)
+    return fixed + int(per_token * (tokens - least))
 
 
 def graphs_to_come(probe: ModelRunner) -> int:
