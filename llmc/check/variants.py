@@ -97,7 +97,7 @@ class Subject:
         geometry = self._geometry(num_groups=max(1, len(program.groups)))
         bound = self._bind(program.graph, geometry)
         logits, hidden = run_steps(
-            self._step(program.graph, bound, level),
+            self._step(program.graph, bound, level, geometry),
             self.sequences,
             self.steps,
             geometry,
@@ -121,11 +121,13 @@ class Subject:
         )
         return bind(graph, weights, geometry, captured.device)
 
-    def _step(self, graph: fx.GraphModule, bound: Mapping[str, Tensor], level: int) -> StepFunction:
+    def _step(
+        self, graph: fx.GraphModule, bound: Mapping[str, Tensor], level: int, geometry: Geometry
+    ) -> StepFunction:
         if level == 0:
             return lower(graph, bound)
         vocab_size, device = self.captured.vocab_size, self.captured.device
-        rows = row_tables(self.sequences, self.geometry(graph), vocab_size, device)
+        rows = row_tables(self.sequences, geometry, vocab_size, device)
         return compile_step(graph, bound, rows.tables, level=level, cache_dir=self.cache_dir)
 
 

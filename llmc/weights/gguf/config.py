@@ -39,7 +39,7 @@ def rules() -> Mapping[str, Any]:
 def architectures() -> tuple[str, ...]:
     """Those that transformers has a map for, by transformers' names."""
     from transformers import CONFIG_MAPPING
-    from transformers.integrations import GGUF_CONFIG_MAPPING
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     return tuple(sorted(name for name in GGUF_CONFIG_MAPPING if name in CONFIG_MAPPING))
 
@@ -47,8 +47,7 @@ def architectures() -> tuple[str, ...]:
 def read_config(header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]]:
     """(config.json, the fields in the names of transformers' map, which its processors ask for)."""
     from transformers import CONFIG_MAPPING
-    from transformers.integrations import GGUF_CONFIG_MAPPING
-    from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING
+    from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
     name = _known(header.architecture)
     default = CONFIG_MAPPING[name]()
@@ -60,7 +59,8 @@ def read_config(header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]]:
     default = default.get_text_config()
     values = _ours(header)
     fields: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(name, {}))
-    for key, field in GGUF_CONFIG_MAPPING[name].items():
+    mapping: Any = GGUF_CONFIG_MAPPING[name]
+    for key, field in mapping.items():
         if field not in (None, -1) and key in values:
             fields[field] = values[key]
     known = default.to_dict()

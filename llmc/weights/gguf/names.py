@@ -72,5 +72,5 @@ def processor_of(architecture: str, fields: Mapping[str, Any]) -> Any:
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     squashed = {k.replace("-", "").replace("_", ""): p for k, p in TENSOR_PROCESSORS.items()}
-    kind = squashed.get(architecture.replace("-", "").replace("_", ""), TensorProcessor)
+    kind: Any = squashed.get(architecture.replace("-", "").replace("_", ""), TensorProcessor)
     return kind(config=dict(fields))
