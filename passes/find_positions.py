@@ -101,6 +101,8 @@ def find_positions(gm: fx.GraphModule, *, max_positions: int) -> Notes:
 def _is_first_rows(node: fx.Node) -> bool:
     """Whether it is table[:T], of a table with the same number of rows for every T."""
     source, dim, start, _, step = _cut(node)
+    if _is_written(node):
+        return False
     is_fixed = not isinstance(val(source).shape[dim], torch.SymInt)
     is_cut = str(val(node).shape[dim]) == str(val(_tokens(node.graph)).shape[0])
     return is_fixed and is_cut and start in (None, 0) and step == 1
@@ -159,7 +161,7 @@ def _looks_up(table: fx.Node, reader: fx.Node) -> bool:
 def _refuse_numbers(node: fx.Node) -> None:
     """The number of tokens may be a size; as a value it is the number of all requests' tokens."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None or node.target in _COUNTING:
+    if schema is None or node.target in _COUNTING or _is_written(node):
         return
     given = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)} | node.kwargs
     for argument in schema.arguments:
@@ -213,6 +215,8 @@ def _find(graph: fx.Graph) -> _Counted:
 def _is_counted(node: fx.Node, found: _Counted) -> bool:
     if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor) or writes(node):
         return False
+    if _is_written(node):
+        return False
     if node.target in _OF_A_SHAPE:
         return bool(_growing(node))
     sources = node.all_input_nodes
@@ -220,6 +224,11 @@ def _is_counted(node: fx.Node, found: _Counted) -> bool:
     return bool(known) and all(
         s in known or isinstance(input_of(s), ConstantInput) for s in sources
     )
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether it is a part of a buffer that each step writes anew, packed as the step is."""
+    return bool(node.users) and all(writes(user) and user.args[0] is node for user in node.users)
 
 
 def _growing(node: fx.Node) -> list[int]:
