@@ -1,6 +1,7 @@
 """The two ends that a soak uses the engine by: AsyncLLM in this process, and HTTP to a server.
 
-Both start the default model with a pool so small that requests preempt each other. `settle`
+Both start a tiny model (soak_model.py) with a pool so small that requests preempt each other.
+`settle`
 waits until all is over and says what is held then: that must not grow.
 """
 
@@ -22,6 +23,7 @@ import psutil
 
 from bench.serve_processes import serving
 from bench.soak_cases import BAD_FIELDS, CONTEXT, Case
+from bench.soak_model import BYTES_PER_TOKEN, model_folder
 from llmc.async_llm import AsyncLLM
 from llmc.config import EngineConfig
 from llmc.errors import InvalidRequestError
@@ -30,14 +32,15 @@ from llmc.sampling_params import SamplingParams
 from llmc.startup.start import Started, start_engine
 
 ENGINE: dict[str, Any] = {
+    "load_format": "dummy",
     "dtype": "float32",
     "opt_level": 0,
     "max_model_len": CONTEXT,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 96,  # long prompts come in chunks
     "max_num_queued": 1000,
-    "kv_cache_memory": 26 * 16 * 4096,  # 26 blocks; 8 long requests want 90
-    "swap_space": 16 * 16 * 4096,
+    "kv_cache_memory": 26 * 16 * BYTES_PER_TOKEN,  # 26 blocks; 8 long requests want 90
+    "swap_space": 16 * 16 * BYTES_PER_TOKEN,
     "scheduling_policy": "priority",
     "speculative_config": {"method": "ngram"},
 }
@@ -163,7 +166,9 @@ class InProcess:
 
 @contextlib.asynccontextmanager
 async def in_process(options: dict[str, Any]) -> AsyncIterator[InProcess]:
-    config = EngineConfig(**{**ENGINE, "async_scheduling": True, **options})
+    config = EngineConfig(
+        **{**ENGINE, "model": str(model_folder()), "async_scheduling": True, **options}
+    )
     started = start_engine(config)
     if started.upgrade is not None:
         await asyncio.to_thread(started.upgrade.wait)
@@ -267,7 +272,7 @@ def _choice(one: dict[str, Any]) -> Choice:
 
 @contextlib.asynccontextmanager
 async def over_http(options: dict[str, Any]) -> AsyncIterator[OverHttp]:
-    words = ["--no-access-log"]
+    words = [str(model_folder()), "--no-access-log"]
     for name, value in {**ENGINE, **options}.items():
         flag = "max-queue" if name == "max_num_queued" else name.replace("_", "-")
         words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
