@@ -16,7 +16,7 @@ def command() -> None:
             name, value = name.removesuffix("_bytes"), f"{value / GIB:.1f} GiB"
         rows[name.replace("_", " ")] = str(value)
     compiler = next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), None)
-    rows["c++ compiler"] = compiler or "not found (compiled CPU kernels need one)"
+    rows["c++ compiler"] = compiler or "not found (a wheel of llmc needs none)"
     for name in sorted(os.environ):
         if name.startswith("LLMC_"):
             rows[name] = "(set)" if "KEY" in name else os.environ[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import venv
@@ -20,6 +21,7 @@ from llmc.kernels.cpu.compile import find_toolchain
 from llmc.kernels.cpu.levels import ladder, supported
 
 ROOT = Path(__file__).parents[2]
+NEEDED = ("llmc", "passes", "kernels", "cli", "setup.py", "pyproject.toml", "MANIFEST.in")
 USE = """
 import torch
 from llmc.kernels.cpu import build, levels
@@ -44,11 +46,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not supported():
         pytest.skip("no level of instructions fits this processor")
     folder = tmp_path_factory.mktemp("wheel")
+    sources = tmp_path_factory.mktemp("sources")  # a build leaves files where it runs
+    for name in (*NEEDED, "README.md", "LICENSE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, sources / name)
     levels = ",".join(level.name for level in ladder(platform.machine())[:2])
     run = subprocess.run(
         [
             *(sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation"),
-            *("--outdir", str(folder), str(ROOT)),
+            *("--outdir", str(folder), str(sources)),
         ],
         env={**os.environ, "LLMC_WHEEL_LEVELS": levels},
         capture_output=True,
