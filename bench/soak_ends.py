@@ -1,8 +1,7 @@
 """The two ends that a soak uses the engine by: AsyncLLM in this process, and HTTP to a server.
 
 Both start a tiny model (soak_model.py) with a pool so small that requests preempt each other.
-`settle`
-waits until all is over and says what is held then: that must not grow.
+`settle` waits until all is over and says what is held then: that must not grow.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from llmc.runner.graphs import StepGraphs, StepShape
 from llmc.runner.model_runner import ModelRunner
 from llmc.startup.start import Started, start_engine
 
-pytestmark = [needs_gpu, needs_model]
+pytestmark = [*needs_gpu, needs_model]
 MAX_ROWS = 4 if REHEARSED else 256
 NUM_TOKENS = 12
 COMPILE_S = 300

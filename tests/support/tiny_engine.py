@@ -12,7 +12,8 @@ import safetensors.torch
 from shared_captures import shared_captures
 from torch import Tensor
 
-from llmc.compiler.cache import CachedProgram, ProgramCache
+from llmc.compiler.cache import ProgramCache
+from llmc.compiler.program import Program
 from llmc.compiler.serialize import dump_graph
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
@@ -123,7 +124,7 @@ def start(path: Path, **options: Any) -> Running:
     return Running(started=started, caches=[cache for caches in stay for cache in caches])
 
 
-def _check_that_it_can_be_saved(_: ProgramCache, __: str, program: CachedProgram) -> None:
+def _check_that_it_can_be_saved(_: ProgramCache, __: str, program: Program) -> None:
     """What saving needs of a program, without the disk: plain data, no tensor in two places."""
     safetensors.torch.save(dump_graph(program.graph.graph)[1])
 
