@@ -26,7 +26,7 @@ TESTS = (
 )
 OTHERS = [level.name for level in supported() if level != pick_level()]
 
-pytestmark = [pytest.mark.slow, pytest.mark.beside]
+pytestmark = [pytest.mark.slow, pytest.mark.slow]
 
 
 ALONE = pytest.param("", marks=pytest.mark.skip(reason="this processor has one level alone"))
