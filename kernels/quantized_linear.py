@@ -204,7 +204,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         x = torch.randn(*rows, k, generator=gen).to(device, dtype)
         yield x, weight.to(device), scale.to(device), zero, bias
         if format != "fp8" and zero is None:
-            minimum = (
-                torch.randn(scale.shape, generator=gen).to(device) * scale.float().abs().mean()
-            )
+            # as quantizers choose them: the values of a group lie about zero
+            spread = torch.randn(scale.shape, generator=gen).to(device)
+            middle = 7.5 if format == "int4" else 0.0
+            minimum = (spread - middle) * scale.to(device).float()
             yield x, weight.to(device), scale.float().to(device), None, bias, minimum

@@ -26,7 +26,7 @@ TESTS = (
 )
 OTHERS = [level.name for level in supported() if level != pick_level()]
 
-pytestmark = [pytest.mark.slow, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 ALONE = pytest.param("", marks=pytest.mark.skip(reason="this processor has one level alone"))
@@ -38,7 +38,7 @@ def test_ops_and_parity_at_another_level(level: str) -> None:
     run = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS],
         cwd=HERE.parent,
-        env={**os.environ, VARIABLE: level, "LLMC_TESTS_BESIDE": "1"},  # all in that process
+        env={**os.environ, VARIABLE: level},
         capture_output=True,
         text=True,
         check=False,
