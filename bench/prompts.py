@@ -22,7 +22,7 @@ HEADS, KV_HEADS = 32, 8
 
 
 def shapes() -> Iterator[tuple[int, int]]:
-    """(head size, tokens), the commonest head size first: a lease may end."""
+    """(head size, tokens), the most common head size first, in case the run is interrupted."""
     for head_dim in (128, 64, 96, 256):
         for tokens in (256, 1024, 2048, 8192):
             yield head_dim, tokens
