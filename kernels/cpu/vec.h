@@ -20,6 +20,10 @@ struct f16 {  // IEEE binary16
   uint16_t bits;
 };
 
+#ifdef __aarch64__
+using ieee_half = __fp16;  // C++ has _Float16 only from GCC 13 on this architecture
+#endif
+
 LLMC_INLINE v16f splat(float x) {
   return x - v16f{};
 }
@@ -92,7 +96,7 @@ LLMC_INLINE V load_lanes(const f16* p) {
 #elif defined(__F16C__)
     return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
-    return widen_from<V, _Float16>(p);
+    return widen_from<V, ieee_half>(p);
 #endif
   }
 }
@@ -134,7 +138,7 @@ LLMC_INLINE void store(f16* p, V x) {  // to nearest, ties to even
 #elif defined(__F16C__)
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, 0));
 #else
-    narrow_to<_Float16>(p, x);
+    narrow_to<ieee_half>(p, x);
 #endif
   }
 }
@@ -168,7 +172,7 @@ LLMC_INLINE float to_float(f16 x) {
 #ifdef __F16C__
   return _cvtsh_ss(x.bits);
 #else
-  _Float16 y;
+  ieee_half y;
   std::memcpy(&y, &x, sizeof y);
   return float(y);
 #endif
@@ -193,7 +197,7 @@ LLMC_INLINE void assign(f16& y, float x) {
 #ifdef __F16C__
   y.bits = _cvtss_sh(x, 0);
 #else
-  const _Float16 half = _Float16(x);
+  const ieee_half half = ieee_half(x);
   std::memcpy(&y, &half, sizeof y);
 #endif
 }

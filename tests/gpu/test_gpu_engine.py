@@ -62,7 +62,7 @@ def start(level: int) -> Small:
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
         async_scheduling=level > 0,
-        kv_cache_memory=2**24 if REHEARSED else 2**30,
+        kv_cache_memory=2**26 if REHEARSED else 2**30,
     )
     started = start_engine(config)
     if started.upgrade is not None:
