@@ -21,7 +21,7 @@ from bench.gpu import report, settings
 from bench.gpu.parts import Part, choose
 from bench.gpu.process import PartProcess
 from bench.gpu.record import Record, failure, finite
-from llmc.kernels.cpu.build import cache_dir
+from llmc.cache_dir import cache_dir
 from llmc.load_test.machine import describe_machine, package_versions
 from llmc.load_test.report import context, write_json
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from llmc.cache_dir import cache_dir
 from llmc.errors import LlmcError
 from llmc.kernels.cpu.compile import (
     Toolchain,
@@ -45,12 +46,6 @@ PREBUILT = Path(__file__).parent / "prebuilt"  # in a wheel
 
 class BuildError(LlmcError):
     """The C++ ops can't be built here; the message holds the compiler's first error."""
-
-
-def cache_dir() -> Path:
-    """Where everything that is compiled is kept: $LLMC_CACHE_DIR, else ~/.cache/llmc."""
-    given = os.environ.get("LLMC_CACHE_DIR")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "llmc"
 
 
 def cache_root() -> Path:

@@ -22,6 +22,8 @@ struct f16 {  // IEEE binary16
 
 #ifdef __aarch64__
 using ieee_half = __fp16;  // C++ has _Float16 only from GCC 13 on this architecture
+#else
+using ieee_half = _Float16;
 #endif
 
 LLMC_INLINE v16f splat(float x) {

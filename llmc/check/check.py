@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 
 import torch
 
+from llmc.cache_dir import cache_dir
 from llmc.check.bisect import Diagnosis
 from llmc.check.certificate import Certificate, CertificateStore
 from llmc.check.comparison import Comparison, compare
@@ -24,7 +25,7 @@ from llmc.check.tokens import make_sequences, make_steps
 from llmc.check.variants import RoundedWeights, Subject, Variant, kernels_of
 from llmc.compiler.attention_fallback import capture_model
 from llmc.config import EngineConfig
-from llmc.kernels.cpu.build import cache_dir, load
+from llmc.kernels.cpu.build import load
 from llmc.load_test.machine import package_versions
 from llmc.model_info import OnPhase
 from llmc.passes.layers import find_layers

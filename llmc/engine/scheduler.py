@@ -27,7 +27,7 @@ from llmc.engine.kv.row_table import NO_SOURCE, RowTable, Source, new_row
 from llmc.engine.messages import RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.parallel_sampling import PromptSharing
-from llmc.engine.plan import RowWork, StepPlan, StepResult, TokenLogprobs
+from llmc.engine.plan import StepPlan, StepResult, TokenLogprobs
 from llmc.engine.plan_builder import PlanBuilder
 from llmc.engine.queues import Queues
 from llmc.engine.request import NOT_FINITE, Request, RequestState
@@ -319,10 +319,12 @@ class Scheduler:
             elif work.sample and token is None:
                 updates.append(self._fail(request))
             elif rest:
-                taken = self._take_drafted(request, work, [(token, logprob), *rest])
+                tokens = [token, *(token for token, _ in rest)]
+                num_equal = count_accepted(work.draft_token_ids, tokens)
+                taken = self._take_drafted(request, [(token, logprob), *rest[:num_equal]])
                 updates += taken
                 num_tokens += len(taken)
-                num_accepted += len(taken) - 1
+                num_accepted += num_equal
             else:
                 num_computed = work.start + work.num_tokens
                 if num_computed // block_size > request.table.num_published:
@@ -353,15 +355,12 @@ class Scheduler:
             )
         return updates
 
-    def _take_drafted(
-        self, request: Request, work: RowWork, drawn: Sequence[Drawn]
-    ) -> list[RequestUpdate]:
-        """Take what was drawn after a token and its draft tokens, up to the first draft token that
-        was not accepted: at least one token.
+    def _take_drafted(self, request: Request, drawn: Sequence[Drawn]) -> list[RequestUpdate]:
+        """Take what was drawn after a token and after each accepted draft token, up to where the
+        answer ends: at least one token.
         """
         updates: list[RequestUpdate] = []
-        num_accepted = count_accepted(work.draft_token_ids, [token for token, _ in drawn])
-        for token, logprob in drawn[: num_accepted + 1]:
+        for token, logprob in drawn:
             if token is None:
                 return [*updates, self._fail(request)]
             updates.append(request.append(token, logprob))

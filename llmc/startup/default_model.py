@@ -13,6 +13,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError
 
 
@@ -64,8 +65,6 @@ def default_model_path() -> Path:
 
 def _check_digest(path: Path, model: DefaultModel) -> None:
     """Once for each file: its size and time are remembered in the cache."""
-    from llmc.kernels.cpu.build import cache_dir  # here, since it brings torch
-
     stat = path.stat()
     seen = json.dumps([str(path), stat.st_size, stat.st_mtime_ns, model.sha256])
     note = cache_dir() / "default_model.json"

@@ -17,9 +17,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError
-from llmc.kernels.cpu.build import cache_dir
-from llmc.weights.gguf.model import INDEX, write_index
+from llmc.weights.gguf.index import INDEX
 
 _LAYOUT = 1  # of the directory: one made by another version is not used
 
@@ -35,6 +35,7 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
         return made
     from llmc.text.gguf_tokenizer import write_tokenizer
     from llmc.weights.gguf.config import generation_config, parsed, read_config
+    from llmc.weights.gguf.model import write_index
     from llmc.weights.gguf.names import map_parameters
     from llmc.weights.gguf.reader import read_header
 

@@ -82,8 +82,8 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         with clock.phase("download"):
             files = resolve_model(config)
     with clock.phase("import torch"):
+        from llmc.cache_dir import cache_dir
         from llmc.compiler.cache import ProgramCache
-        from llmc.kernels.cpu.build import cache_dir
         from llmc.kernels.cpu.threads import limit_threads
         from llmc.startup.background import compile_in_background, kernels_are_built, start_kernels
         from llmc.startup.bind import StepMode, bind_model

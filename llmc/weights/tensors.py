@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from llmc.kernels.cpu.build import cache_dir
+from llmc.cache_dir import cache_dir
 from llmc.weights.checkpoint import Readable, open_checkpoint
-from llmc.weights.gguf.model import gguf_files, is_gguf, open_gguf
+from llmc.weights.gguf.index import gguf_files, is_gguf
+from llmc.weights.gguf.model import open_gguf
 from llmc.weights.pickled import converted, pickled_files
 from llmc.weights.quantized.quantization_config import StoredQuantization
 from llmc.weights.quantized.stored_weights import dequantized

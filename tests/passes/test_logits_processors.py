@@ -223,7 +223,7 @@ def test_in_an_engine_rows_get_their_own_values_and_lose_them(tmp_path: Path) ->
     running = tiny_engine.start(path, logits_processors=[f"{EXAMPLE}:Boost", Only])
     assert running.started.info.extra_args == ("boost_tokens", "boost", "only", "after")
     some = [list(prompt) for prompt in prompts((9, 12, 5))]
-    engine = running.engine(row_states=running.started.engine._row_states)
+    engine = running.engine(row_states=running.started.engine._features.row_states)
     plain = tiny_engine.generate(engine, some, 6)
     forced = tiny_engine.generate(engine, some, 6, extra_args={"only": 11, "after": 2})
     for mine, free in zip(forced, plain, strict=True):
@@ -240,7 +240,7 @@ def test_in_an_engine_rows_get_their_own_values_and_lose_them(tmp_path: Path) ->
 
 def test_the_documented_example_is_the_tested_one_and_short() -> None:
     source = EXAMPLE.read_text(encoding="utf-8")
-    definition = source[source.index("class Boost") :]
+    definition = source[source.index("class Boost") : source.index("\n\ndef main")]
     assert len(definition.splitlines()) <= 20
     docs = EXAMPLE.parents[1] / "docs" / "python.md"
     assert definition in docs.read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ class Picky:
 def test_arguments_reach_the_processor_which_may_refuse_them() -> None:
     picky = Picky()
     with live_server(extra_args=("level", "words")) as live:
-        live.scripted.engine._row_states = picky
+        engine = live.scripted.engine
+        engine._features = dataclasses.replace(engine._features, row_states=picky)
         good = {"level": 3, "words": ["a", 0.5, True]}
         for name in ("extra_args", "vllm_xargs"):
             assert live.complete(**{name: good}).status_code == 200

@@ -25,7 +25,7 @@ FUNCTIONS = [
 SAY = {
     "messages": [{"role": "user", "content": "A pass?"}],
     "tools": FUNCTIONS,
-    "max_tokens": 700,
+    "max_tokens": 640,
     "seed": 3,
 }
 NAMED = {"type": "function", "function": {"name": "weather"}}

@@ -11,11 +11,10 @@ import torch
 from gguf import GGMLQuantizationType
 
 from llmc.errors import CheckpointError
+from llmc.weights.gguf.index import INDEX
 from llmc.weights.gguf.names import ParameterMap, processor_of
 from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo
 from llmc.weights.gguf.tensors import GgufTensor, Undo
-
-INDEX = "gguf.json"  # in a directory beside config.json
 
 
 def write_index(
@@ -74,13 +73,3 @@ def open_gguf(folder: Path) -> dict[str, GgufTensor]:
         }
     except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
         raise CheckpointError(f"{INDEX} in the cache can't be read: {str(e)[:200]}") from e
-
-
-def is_gguf(folder: Path) -> bool:
-    """Whether a directory's weights lie in GGUF files elsewhere."""
-    return (folder / INDEX).is_file()
-
-
-def gguf_files(folder: Path) -> list[Path]:
-    """Where the weights of an index lie."""
-    return [Path(file) for file, _ in json.loads((folder / INDEX).read_text("utf-8"))["files"]]
