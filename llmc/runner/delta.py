@@ -90,17 +90,17 @@ def encode(
         copies=at_copies,
         num_copies=len(plan.block_copies),
         swaps=at_swaps,
-        prompts=_prompts(plan, padding, num_dummy // padding if padding else 1),
+        prompts=fresh_prompts(plan, padding, num_dummy // padding if padding else 1),
     )
 
 
-_NO_PROMPTS = Prompts()
+NO_PROMPTS = Prompts()
 
 
-def _prompts(plan: StepPlan, padding: int, dummy_tokens: int) -> Prompts:
+def fresh_prompts(plan: StepPlan, padding: int = 0, dummy_tokens: int = 1) -> Prompts:
     """Dummies look like requests, so that a dummy run uses the kernels that those will use."""
     if dummy_tokens == 1 and not (plan.work and plan.work[-1].num_tokens >= MIN_TOKENS):
-        return _NO_PROMPTS
+        return NO_PROMPTS
     lengths = [(work.num_tokens, work.start + work.num_tokens) for work in plan.work]
     if dummy_tokens > 1:
         lengths += [(dummy_tokens, dummy_tokens)] * padding

@@ -20,11 +20,12 @@ from torch import Tensor
 from llmc.compiler.lower import StepFunction
 from llmc.engine.plan import PendingStep, StepPlan, StepResult
 from llmc.kernels.prepare_step import WORK_WORDS
+from llmc.kernels.prompts import Prompts
 from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.write_segments import write_segments
 from llmc.runner.buckets import Buckets, default_buckets, mixed_tokens
 from llmc.runner.compiles import CompileWatch
-from llmc.runner.delta import Delta, encode
+from llmc.runner.delta import NO_PROMPTS, Delta, encode, fresh_prompts
 from llmc.runner.device import Device, Download, HostDevice
 from llmc.runner.faults import classified
 from llmc.runner.graphs import StepGraphs, StepOutputs, StepShape
@@ -171,7 +172,7 @@ class ModelRunner:
             rest = slice(shape.requests, None)
             inputs["row"][rest] = self.rows.padding_row
             inputs["logits_index"][rest] = inputs["length"][rest] = 0
-        return inputs
+        return self._with_prompts(inputs, delta.prompts)
 
     # The parts of a step
 
@@ -207,9 +208,10 @@ class ModelRunner:
         end = delta.work + delta.num_requests * WORK_WORDS
         work = sent[delta.work : end].view(-1, WORK_WORDS)
         inputs = self._buffers.prepare(work, delta.num_tokens, delta.num_samples)
-        if self._names_prompts:
-            inputs = {**inputs, "prompts": delta.prompts.words()}
-        return inputs
+        return self._with_prompts(inputs, delta.prompts)
+
+    def _with_prompts(self, inputs: StepInputs, prompts: Prompts) -> StepInputs:
+        return {**inputs, "prompts": prompts.words()} if self._names_prompts else inputs
 
     def _compute(self, step: StepFunction, shape: StepShape, inputs: StepInputs) -> StepOutputs:
         if self._graphs is not None:
@@ -238,6 +240,8 @@ class ModelRunner:
         if rows == 0:
             return StepShape(0, 0, 0)
         padded = self._padded(tokens, rows, samples)
+        if self._names_prompts and fresh_prompts(plan).lengths:
+            padded = None  # their kernel reads lengths on the host, which a graph can't
         if padded is not None and self._graphs is not None:
             if self._graphs.has(step, padded):
                 return padded
@@ -247,7 +251,7 @@ class ModelRunner:
 
     def _padded(self, tokens: int, rows: int, samples: int) -> StepShape | None:
         """The shape of the graph that would serve a step with prompts or draft tokens."""
-        if self._graphs is None or self._names_prompts:
+        if self._graphs is None:
             return None
         requests = self.buckets.choose(rows + 1)  # one dummy at least takes the tokens that pad
         padding = requests - rows
@@ -294,7 +298,7 @@ class ModelRunner:
         if shape is None:
             return None
         with torch.inference_mode():
-            inputs = self._dummies(shape)
+            inputs = self._with_prompts(self._dummies(shape), NO_PROMPTS)
             if not self._graphs.capture(step, shape, lambda: self._run(step, inputs), inputs):
                 return None
         return shape

@@ -19,7 +19,7 @@ from typing import Any
 
 from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError
-from llmc.weights.gguf.index import INDEX
+from llmc.weights.gguf.files import INDEX
 
 _LAYOUT = 1  # of the directory: one made by another version is not used
 

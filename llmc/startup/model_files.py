@@ -13,8 +13,7 @@ from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, reason_of
 from llmc.startup.default_model import default_model, default_model_path
 from llmc.startup.gguf_files import model_directory
-from llmc.weights.gguf.index import is_gguf
-from llmc.weights.gguf.reader import first_part
+from llmc.weights.gguf.files import first_part, is_gguf
 from llmc.weights.quantized.quantization_config import (
     GGUF,
     QUANTIZATION_KEYS,

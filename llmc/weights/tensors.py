@@ -10,7 +10,7 @@ import torch
 
 from llmc.cache_dir import cache_dir
 from llmc.weights.checkpoint import Readable, open_checkpoint
-from llmc.weights.gguf.index import gguf_files, is_gguf
+from llmc.weights.gguf.files import gguf_files, is_gguf
 from llmc.weights.gguf.model import open_gguf
 from llmc.weights.pickled import converted, pickled_files
 from llmc.weights.quantized.quantization_config import StoredQuantization

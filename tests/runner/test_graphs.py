@@ -19,6 +19,9 @@ from fake_graphs import BYTES_PER_GRAPH, FakeGraphs, HostRead, MovedInput, forbi
 from op_cases import require_cpu_ops
 
 from llmc.engine.plan import NewRow, RowWork, StepPlan
+from llmc.kernels.prompts import Prompts
+from llmc.passes import pipeline
+from llmc.passes.split_prompts import split_prompts
 from llmc.runner.device import HostDevice
 from llmc.runner.graphs import CudaGraphs, StepShape
 from llmc.runner.model_runner import ModelRunner
@@ -34,6 +37,16 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> tiny_engine.Running:
     require_cpu_ops()  # the references read tensors on the host
     path = tiny_models.save_checkpoint("llama", tmp_path_factory.mktemp("model"))
     return tiny_engine.start(path)
+
+
+@pytest.fixture(scope="module")
+def naming_prompts(tmp_path_factory: pytest.TempPathFactory) -> tiny_engine.Running:
+    """With the pass `split_prompts`, which otherwise serves GPUs alone."""
+    require_cpu_ops()
+    path = tiny_models.save_checkpoint("llama", tmp_path_factory.mktemp("prompts"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "split_prompts", lambda **_: split_prompts())
+        return tiny_engine.start(path, dtype="bfloat16")
 
 
 def graphed(running: tiny_engine.Running, **options: Any) -> tuple[ModelRunner, FakeGraphs]:
@@ -114,6 +127,27 @@ def test_steps_with_prompts_run_as_graphs_of_the_shapes_that_came(
     got.append(runner.execute(mixed(1)).token_ids)
     assert backend.num_replays == 1
     assert got == want
+
+
+def test_graphs_leave_fresh_prompts_to_their_kernel(
+    naming_prompts: tiny_engine.Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of 13 tokens may run in a graph; one of 14 is told to the kernel that is quicker."""
+    monkeypatch.setattr("llmc.runner.delta.MIN_TOKENS", 14)
+    monkeypatch.setattr(Prompts.find, "__defaults__", (14,))
+    runner, backend = graphed(naming_prompts)
+    assert "prompts" in runner.step.inputs
+    plain = naming_prompts.started.runner
+    want = {n: plain.execute(enter(0, num_tokens=n)).token_ids for n in (13, 14)}
+    for times in range(4):
+        for n in (13, 14):
+            assert runner.execute(enter(0, num_tokens=n)).token_ids == want[n]
+        while runner.use_idle_time():
+            pass
+        assert backend.num_replays == max(0, times - 1)
+    assert [shape for shape in backend.captured if not shape.is_decode] == [
+        StepShape(tokens=16, requests=2, samples=2)
+    ]
 
 
 def test_a_failed_capture_costs_speed_and_no_answer(

@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from llmc.errors import CheckpointError
-from llmc.weights.gguf.index import INDEX
+from llmc.weights.gguf.files import INDEX
 from llmc.weights.gguf.names import ParameterMap, processor_of
 from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo
 from llmc.weights.gguf.tensors import GgufTensor, Undo

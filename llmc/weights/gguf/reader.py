@@ -7,7 +7,6 @@ is read or allocated by it. Layout: https://github.com/ggml-org/ggml/blob/master
 from __future__ import annotations
 
 import mmap
-import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from llmc.errors import CheckpointError
+from llmc.weights.gguf.files import PART
 
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
@@ -25,7 +25,6 @@ _SCALARS = {  # type -> (struct format, bytes)
 }  # fmt: skip
 _MOST_DIMS = 4
 _LONGEST_NAME = 65535  # of a key or a tensor; the format's own limit of a key
-_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,23 +78,8 @@ def read_header(path: Path) -> GgufHeader:
     return GgufHeader(files=files, metadata=metadata, tensors=tensors)
 
 
-def first_part(folder: Path) -> Path | None:
-    """The GGUF model of a directory; None where there is none, CheckpointError for several."""
-    models = []
-    for file in sorted(folder.glob("*.gguf")):
-        part = _PART.fullmatch(file.name)
-        if part is None or int(part["number"]) == 1:
-            models.append(file)
-    if len(models) > 1:
-        names = ", ".join(m.name for m in models[:5])
-        raise CheckpointError(f"{folder.name!r} holds several GGUF models ({names}); name one file")
-    if not models and any(folder.glob("*.gguf")):
-        raise CheckpointError(f"{folder.name!r} lacks the first part of its split GGUF model")
-    return models[0] if models else None
-
-
 def _parts(path: Path) -> tuple[Path, ...]:
-    part = _PART.fullmatch(path.name)
+    part = PART.fullmatch(path.name)
     if part is None:
         return (path,)
     count = int(part["count"])

@@ -1,0 +1,37 @@
+"""In which files a GGUF model lies. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from llmc.errors import CheckpointError
+
+INDEX = "gguf.json"  # in a directory that was made of a file's header, beside config.json
+PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+def first_part(folder: Path) -> Path | None:
+    """The GGUF model of a directory; None where there is none, CheckpointError for several."""
+    models = []
+    for file in sorted(folder.glob("*.gguf")):
+        part = PART.fullmatch(file.name)
+        if part is None or int(part["number"]) == 1:
+            models.append(file)
+    if len(models) > 1:
+        names = ", ".join(m.name for m in models[:5])
+        raise CheckpointError(f"{folder.name!r} holds several GGUF models ({names}); name one file")
+    if not models and any(folder.glob("*.gguf")):
+        raise CheckpointError(f"{folder.name!r} lacks the first part of its split GGUF model")
+    return models[0] if models else None
+
+
+def is_gguf(folder: Path) -> bool:
+    """Whether a directory's weights lie in GGUF files elsewhere."""
+    return (folder / INDEX).is_file()
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Where the weights of an index lie."""
+    return [Path(file) for file, _ in json.loads((folder / INDEX).read_text("utf-8"))["files"]]
