@@ -180,10 +180,6 @@ class Build:
     def done(self) -> bool:
         return not self._thread.is_alive()
 
-    def join(self) -> None:
-        """Wait until it has ended, well or not."""
-        self._thread.join()
-
     def wait(self) -> Path:
         """The library's path, once it is there. Raises BuildError."""
         self._thread.join()

@@ -24,7 +24,6 @@ from llmc.compiler.program import (
     rewrite,
 )
 from llmc.errors import CompileError
-from llmc.kernels.cpu.build import is_obtainable
 from llmc.passes.logits_processors import user_processors
 from llmc.passes.pipeline import PipelineOptions
 from llmc.passes.user import user_passes
@@ -75,8 +74,6 @@ def _kept(source: ModelSource) -> Held:
     """Weights that may keep their stored form, which is exact."""
     if source.stored is None or source.config.quantization == "none" or source.is_dummy:
         return ()
-    if source.device.type == "cpu" and not is_obtainable():
-        return ()  # the references would dequantize every weight at every step
     return held_weights(source.open_tensors())
 
 

@@ -131,8 +131,6 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
             detail += [draft_source.files.name, f"{models[-1].weight_bytes / 2**20:.0f} MiB"]
 
     with clock.phase("profile"):
-        if build is not None and any(role.quantized for _, role in program.weight_inputs()):
-            build.join()  # references would dequantize every weight at every step
         built = kernels_are_built(build)
         modes = [StepMode(level=level, kernels_built=built, max_in_flight=n) for n in in_flight]
         profiles = [profile_model(one, mode) for one, mode in zip(models, modes, strict=True)]
