@@ -101,7 +101,7 @@ def is_obtainable() -> bool:
 
 def _remove_stale(cache: Path) -> None:
     """Delete what builders that died have left."""
-    for path in cache.glob("tmp-*"):
+    for path in (*cache.glob("tmp-*"), *cache.glob("objects-*")):
         if time.time() - path.stat().st_mtime > _STALE_SECONDS:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -156,13 +156,19 @@ class Build:
             shutil.rmtree(folder, ignore_errors=True)
         _remove_stale(cache)
         made = Path(tempfile.mkdtemp(prefix="tmp-", dir=cache))
+        objects = cache / f"objects-{folder.name}"
+        objects.mkdir(exist_ok=True)
         try:
-            error = compile_library(toolchain, [level], made / "ops.so", self._on_file)
-            if error is not None:
+            error = compile_library(
+                toolchain, [level], made / "ops.so", self._on_file, objects_folder=objects
+            )
+            if error is None:
+                _publish(made, folder)
+            elif _manifest(folder) is None:  # else another process was first, and tidied up
                 raise BuildError(f"{toolchain.compiler[0]} failed: {error}")
-            _publish(made, folder)
         finally:
             shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(objects, ignore_errors=True)
         return folder
 
     def _on_file(self, done: int, count: int) -> None:

@@ -162,10 +162,16 @@ def first_error(output: str) -> str:
     return lines[0] if lines else "no message"
 
 
-def run_all(commands: Sequence[list[str]], folder: Path, on_file: OnFile | None) -> str | None:
+def run_all(
+    commands: Sequence[list[str]],
+    folder: Path,
+    on_file: OnFile | None,
+    on_success: Callable[[list[str]], None] | None = None,
+) -> str | None:
     """Run commands, as many at once as there are cores; the first error, or None."""
     limit = os.cpu_count() or 1
-    waiting, running = list(reversed(commands)), dict[subprocess.Popen[bytes], Path]()
+    waiting = list(reversed(commands))
+    running = dict[subprocess.Popen[bytes], tuple[Path, list[str]]]()
     error: str | None = None
     while running or (waiting and error is None):
         while waiting and error is None and len(running) < limit:
@@ -175,10 +181,12 @@ def run_all(commands: Sequence[list[str]], folder: Path, on_file: OnFile | None)
                 process = subprocess.Popen(
                     command, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file
                 )
-            running[process] = output
+            running[process] = output, command
         ended = [process for process in running if process.poll() is not None]
         for process in ended:
-            output = running.pop(process)
+            output, command = running.pop(process)
+            if process.returncode == 0 and on_success is not None:
+                on_success(command)
             if process.returncode != 0 and error is None:
                 error = first_error(output.read_text(errors="replace"))
             output.unlink()
@@ -190,18 +198,29 @@ def run_all(commands: Sequence[list[str]], folder: Path, on_file: OnFile | None)
 
 
 def compile_library(
-    toolchain: Toolchain, levels: Sequence[Level], library: Path, on_file: OnFile | None = None
+    toolchain: Toolchain,
+    levels: Sequence[Level],
+    library: Path,
+    on_file: OnFile | None = None,
+    *,
+    objects_folder: Path | None = None,
 ) -> str | None:
-    """Build `library` with these levels; the compiler's first error line, or None."""
+    """Build `library` with these levels; the compiler's first error line, or None.
+
+    Objects that lie in `objects_folder` are taken as they are; those made are moved there, each
+    when it is whole, so that a build that was ended goes on where it stopped.
+    """
     folder = library.parent
+    kept = objects_folder or folder
     objects: list[Path] = []
     compiles: list[tuple[int, list[str]]] = []
     finish: list[list[str]] = []
     for level in levels:
-        made = [folder / f"{level.name}-{source.stem}.o" for source in kernel_sources()]
+        made = [kept / f"{level.name}-{source.stem}.o" for source in kernel_sources()]
         compiles += [
-            (source.stat().st_size, object_command(toolchain, source, target, [level]))
-            for source, target in zip(kernel_sources(), made, strict=True)
+            (source.stat().st_size, object_command(toolchain, source, folder / at.name, [level]))
+            for source, at in zip(kernel_sources(), made, strict=True)
+            if not at.exists()
         ]
         if len(levels) > 1:
             sealed = folder / f"{level.name}.o"
@@ -209,13 +228,18 @@ def compile_library(
             made = [sealed]
         objects += made
     for source in filter(_runs_anywhere, sources()):
-        target = folder / f"{source.stem}.o"
-        command = object_command(toolchain, source, target, levels)
-        compiles.append((source.stat().st_size, command))
-        objects.append(target)
+        objects.append(kept / f"{source.stem}.o")
+        if not objects[-1].exists():
+            command = object_command(toolchain, source, folder / objects[-1].name, levels)
+            compiles.append((source.stat().st_size, command))
     # the slowest first, so that the others fit beside it
     compiles.sort(key=lambda sized: -sized[0])
-    error = run_all([command for _, command in compiles], folder, on_file)
+
+    def keep(command: list[str]) -> None:
+        made = Path(command[-1])
+        made.replace(kept / made.name)
+
+    error = run_all([command for _, command in compiles], folder, on_file, keep)
     stub = folder / _TORCH
     finish += [_stub_command(toolchain, stub), _link_command(toolchain, objects, stub, library)]
     for command in finish:

@@ -25,7 +25,7 @@ from llmc.startup.model_files import (
     tokenizer_end,
 )
 from llmc.text.tokenizer import check_tokenizer_files
-from llmc.weights.quantized.quantization_config import StoredQuantization
+from llmc.weights.quantized.quantization_config import GGUF, StoredQuantization
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +139,7 @@ def resolve(
     if facts.unused_parts:
         named = " and ".join(facts.unused_parts)
         log.info("%s is served as a text model: its %s parts are not loaded", files.name, named)
-    dtype = pick_dtype(config.dtype, facts.dtype)
+    dtype = pick_dtype(config.dtype, facts.dtype or _dtype_of_integers(config, stored, device))
     return ModelSource(
         config=config,
         files=files,
@@ -187,6 +187,16 @@ def pick_dtype(name: str, stored: str | None) -> torch.dtype:
     known = ("float32", "bfloat16", "float16")
     dtype: torch.dtype = getattr(torch, name if name != "auto" else str(stored), torch.float32)
     return dtype if str(dtype).removeprefix("torch.") in known else torch.float32
+
+
+def _dtype_of_integers(
+    config: EngineConfig, stored: StoredQuantization | None, device: torch.device
+) -> str | None:
+    """Of a GGUF file whose weights keep their bits: 16 bits would save nothing of them, and on CPU
+    float32 is as fast, and exact."""
+    if stored is None or stored.method != GGUF.method:
+        return None
+    return "float32" if device.type == "cpu" and config.quantization != "none" else "bfloat16"
 
 
 def pick_level(level: int | None, device: torch.device) -> int:

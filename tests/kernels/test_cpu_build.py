@@ -27,6 +27,7 @@ def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"if [ -e {tmp_path}/broken ]; then\n"
         "  echo 'x.cpp:1: fatal error: no header' >&2; exit 1\n"
         "fi\n"
+        f'case "$*" in *-shared*) if [ -e {tmp_path}/unlinked ]; then exit 1; fi;; esac\n'
         'while [ $# -gt 0 ]; do if [ "$1" = -o ]; then echo built > "$2"; fi; shift; done\n'
     )
     script.chmod(0o755)
@@ -60,6 +61,18 @@ def test_a_damaged_library_is_built_again(
     with caplog.at_level(logging.WARNING):
         assert build.start_build().wait().read_text() == "built\n"
     assert "damaged" in caplog.text
+
+
+def test_a_build_that_was_ended_goes_on_where_it_stopped(fake_compiler: Path) -> None:
+    (fake_compiler / "unlinked").touch()
+    with pytest.raises(build.BuildError):
+        build.start_build().wait()
+    made = calls(fake_compiler)
+    assert made == len(compile.sources()) + 1  # the stub failed
+    (fake_compiler / "unlinked").unlink()
+    library = build.start_build().wait()
+    assert calls(fake_compiler) == made + 2  # the stub, the library
+    assert [path.name for path in library.parents[1].iterdir()] == [library.parent.name]
 
 
 def test_concurrent_builders_agree(fake_compiler: Path) -> None:

@@ -8,6 +8,8 @@ hold its factors.
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -16,8 +18,10 @@ from typing import Any
 import numpy as np
 
 from llmc.errors import CheckpointError, reason_of
+from llmc.weights.gguf.blocks import kept_as
 from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo
 
+_FREE = 0.9  # of the weights that keep their bits
 _SCALINGS = ("linear", "yarn", "longrope")
 # metadata under <architecture>.rope.scaling. -> fields of `rope_parameters`
 _SCALING_FIELDS = {
@@ -126,12 +130,23 @@ def _one_for_all_layers(config: dict[str, Any]) -> None:
                 config[field] = different.pop()
 
 
-def _dtype(header: GgufHeader) -> str:
-    """That of the file's weights; of quantized ones the one that such a model is served in."""
-    kinds = {t.type.name for t in header.tensors.values() if len(t.shape) > 1}
-    if kinds == {"F32"}:
+def _dtype(header: GgufHeader) -> str | None:
+    """That of the file's weights; None where they are integers, which are served in any dtype.
+
+    bfloat16 where too much of a quantized file has to be widened to be so free.
+    """
+    kept, sizes = 0, Counter[str]()
+    for tensor in header.tensors.values():
+        if len(tensor.shape) > 1:
+            count = math.prod(tensor.shape)
+            sizes[tensor.type.name] += count
+            if len(tensor.shape) == 2 and kept_as(tensor.type, *tensor.shape) is not None:
+                kept += count
+    if set(sizes) <= {"F32"}:
         return "float32"
-    return "float16" if kinds <= {"F16", "F32"} else "bfloat16"
+    if set(sizes) <= {"F16", "F32"}:
+        return "float16"
+    return None if kept > _FREE * sizes.total() else "bfloat16"
 
 
 def _add_rotary(
