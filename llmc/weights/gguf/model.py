@@ -2,33 +2,57 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
 from llmc.errors import CheckpointError
 from llmc.weights.gguf.files import INDEX
-from llmc.weights.gguf.names import ParameterMap, processor_of
+from llmc.weights.gguf.names import ParameterMap
 from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo
-from llmc.weights.gguf.tensors import GgufTensor, Undo
+from llmc.weights.gguf.tensors import GgufTensor, RowOrder, Undo
+
+_SAME = "same"  # rows stay where they are
 
 
 def write_index(
     folder: Path, header: GgufHeader, parameters: ParameterMap, fields: Mapping[str, Any]
 ) -> None:
     files = {file: i for i, file in enumerate(header.files)}
+    undo = Undo(architecture=header.architecture, fields=fields, names=parameters.names)
+    orders: dict[str, list[int]] = {}  # by digest: one list serves the layers
+
+    def order(name: str) -> str | None:
+        """Of the rows of a parameter: a key of `orders`; None where it takes more to make it."""
+        [part, *others] = parameters.parts[name]
+        shape = header.tensors[part].shape
+        if others or shape != parameters.shapes[name] or len(shape) > 2:
+            return None
+        rows = undo.row_order(part, shape)
+        if rows is None:
+            return None
+        if np.array_equal(rows, np.arange(len(rows))):
+            return _SAME
+        key = hashlib.sha256(rows.tobytes()).hexdigest()[:16]
+        orders[key] = rows.tolist()
+        return key
+
     index = {
         "architecture": header.architecture,
         "fields": dict(fields),
+        "orders": orders,
         "files": [[str(file), file.stat().st_size] for file in header.files],
         "names": dict(parameters.names),
         "parameters": {
             name: {
                 "shape": parameters.shapes[name],
+                "order": order(name),
                 "parts": [
                     [t.name, files[t.file], t.shape, int(t.type), t.offset, t.num_bytes]
                     for t in (header.tensors[p] for p in parts)
@@ -49,8 +73,10 @@ def open_gguf(folder: Path) -> dict[str, GgufTensor]:
             if not file.is_file() or file.stat().st_size != size:
                 raise CheckpointError(f"{file.name} has changed or is gone; start again")
         undo = Undo(
-            processor=processor_of(index["architecture"], index["fields"]), names=index["names"]
+            architecture=index["architecture"], fields=index["fields"], names=index["names"]
         )
+        orders: dict[str | None, RowOrder | None] = {None: None, _SAME: slice(None)}
+        orders |= {key: np.array(rows, np.int64) for key, rows in index["orders"].items()}
         return {
             name: GgufTensor(
                 name=name,
@@ -67,6 +93,7 @@ def open_gguf(folder: Path) -> dict[str, GgufTensor]:
                     )
                     for part, number, shape, kind, offset, num_bytes in entry["parts"]
                 ),
+                row_order=orders[entry["order"]],
                 undo=undo,
             )
             for name, entry in index["parameters"].items()

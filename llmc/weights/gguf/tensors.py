@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,19 +18,29 @@ from llmc.errors import CheckpointError, reason_of
 from llmc.kernels.quantized_linear import Part, Quantization
 from llmc.weights.checkpoint import Readable, staging
 from llmc.weights.gguf.blocks import kept_as, to_blocks
+from llmc.weights.gguf.names import processor_of
 from llmc.weights.gguf.reader import GgufTensorInfo
 
 _AT_ONCE = 1 << 20  # values that are widened in one go
 
 Floats = NDArray[np.float32]
+RowOrder = NDArray[np.int64] | slice
 
 
 @dataclass(frozen=True, kw_only=True)
 class Undo:
-    """Undoes what a file's converter did to a model's tensors, by transformers' processor."""
+    """Undoes what a file's converter did to a model's tensors, by transformers' processor.
 
-    processor: Any
+    transformers is imported where that does more than to reorder rows.
+    """
+
+    architecture: str
+    fields: Mapping[str, Any]  # of the config
     names: Mapping[str, str]  # tensor -> parameter
+
+    @cached_property
+    def processor(self) -> Any:
+        return processor_of(self.architecture, self.fields)
 
     def __call__(self, weights: Floats, name: str, made: dict[str, Tensor]) -> Floats | None:
         """None where the result, or a part of it, was put into `made`."""
@@ -46,9 +56,12 @@ class Undo:
             raise CheckpointError(f"tensor {name!r} has no fitting shape: {reason_of(e)}") from e
         return None if result.name is None else result.weights
 
-    def row_order(self, name: str, rows: int) -> NDArray[np.int64] | None:
-        """Which stored row each row of the parameter is, where rows move and nothing else does."""
-        columns = np.arange(2 * rows, dtype=np.float64).reshape(rows, 2)
+    def row_order(self, name: str, shape: Sequence[int]) -> NDArray[np.int64] | None:
+        """Which stored row each row of a matrix is, or each value of a vector, where these move and
+        nothing else is done to them."""
+        columns = np.arange(2 * shape[0], dtype=np.float64).reshape(-1, 2)
+        if len(shape) == 1:
+            columns = columns[:, 0]
         try:
             with np.errstate(all="ignore"):
                 result = self.processor.process(
@@ -62,20 +75,25 @@ class Undo:
         moved = result.weights
         if result.name is None or moved.shape != columns.shape:
             return None
-        if not np.array_equal(np.sort(moved[:, 0]), columns[:, 0]):
+        first, firsts = (moved, columns) if len(shape) == 1 else (moved[:, 0], columns[:, 0])
+        if not np.array_equal(np.sort(first), firsts):
             return None
-        order = (moved[:, 0] / 2).astype(np.int64)
+        order = (first / 2).astype(np.int64)
         return order if np.array_equal(moved, columns[order]) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """A parameter, read in `dtype`. `parts` are several where experts' matrices are joined."""
+    """A parameter, read in `dtype`. `parts` are several where experts' matrices are joined.
+
+    `row_order`: see `Undo`; a slice where rows stay where they are, None where `undo` does more.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[GgufTensorInfo, ...]
+    row_order: RowOrder | None
     undo: Undo
 
     @property
@@ -83,24 +101,21 @@ class GgufTensor:
         """In the file."""
         return sum(part.num_bytes for part in self.parts)
 
-    @cached_property
-    def row_order(self) -> NDArray[np.int64] | None:
-        """Of a matrix whose rows are the file's; None where it takes more to make it."""
-        [first, *others] = self.parts
-        if others or first.shape != self.shape or len(self.shape) != 2:
-            return None
-        return self.undo.row_order(first.name, first.shape[0])
-
     def read(self, out: Tensor | None = None) -> Tensor:
         """The numbers; into `out` (of any dtype) when given."""
         if out is None:
             out = staging(self.shape, self.dtype)
         if self.row_order is not None:
             raw, order = raw_rows(self.parts[0]), self.row_order
+            if len(self.shape) == 1:
+                out.copy_(torch.from_numpy(_widen(raw, self.parts[0])[0][order]))
+                return out
             rows = max(1, _AT_ONCE // self.shape[1])
             for start in range(0, len(raw), rows):
-                some = _widen(raw[order[start : start + rows]], self.parts[0])
-                out[start : start + rows].copy_(torch.from_numpy(some))
+                some = raw[start : start + rows]
+                if not isinstance(order, slice):
+                    some = raw[order[start : start + rows]]
+                out[start : start + rows].copy_(torch.from_numpy(_widen(some, self.parts[0])))
         else:
             out.copy_(self._processed())
         return out
@@ -118,9 +133,8 @@ class GgufTensor:
 
     def blocks(self, to: Quantization) -> dict[Part, Tensor]:
         """The stored bits in the op's layout."""
-        raw, order = raw_rows(self.parts[0]), self.row_order
-        assert order is not None
-        return to_blocks(raw[order], self.parts[0].type, to)
+        assert self.row_order is not None
+        return to_blocks(raw_rows(self.parts[0])[self.row_order], self.parts[0].type, to)
 
     def _processed(self) -> Tensor:
         made: dict[str, Tensor] = {}
@@ -154,7 +168,8 @@ def _widen(raw: NDArray[np.uint8], info: GgufTensorInfo) -> Floats:
     """[rows, bytes] -> [rows, values] in float32, as the gguf package has them."""
     try:
         with np.errstate(all="ignore"):
-            return np.asarray(dequantize(np.ascontiguousarray(raw), info.type), np.float32)
+            numbers = dequantize(np.ascontiguousarray(raw), info.type)
+            return np.require(numbers, np.float32, "W")  # float32 ones are the mapped file itself
     except NotImplementedError as e:
         raise CheckpointError(
             f"tensor {info.name!r} is stored as {info.type.name}, which the gguf package can't read"
