@@ -115,6 +115,24 @@ class ProgramCache:
             with contextlib.suppress(OSError):
                 shutil.rmtree(aside)
 
+    def load_figure(self, key: str, name: str) -> int | None:
+        """What `save_figure` kept; None where it did not, or its file is damaged."""
+        try:
+            figure = json.loads((self._root / key / f"{name}.figure").read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return None
+        return figure if type(figure) is int and figure >= 0 else None
+
+    def save_figure(self, key: str, name: str, figure: int) -> None:
+        """Keep a number that was measured of a program, beside the program."""
+        if not key or not (self._root / key).is_dir():
+            return
+        with contextlib.suppress(OSError):
+            handle, aside = tempfile.mkstemp(dir=self._root / key, prefix=".new-")
+            with os.fdopen(handle, "w", encoding="ascii") as file:
+                file.write(str(figure))
+            os.replace(aside, self._root / key / f"{name}.figure")
+
     def _remove_stale(self) -> None:
         """Delete what writers that died have left."""
         for path in self._root.glob(".new-*"):

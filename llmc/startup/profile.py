@@ -8,6 +8,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import torch
+from torch import fx
+
+from llmc.compiler.cache import ProgramCache
 from llmc.compiler.program import lowered
 from llmc.engine.plan import NewRow, RowWork, StepPlan
 from llmc.runner import kv_cache
@@ -23,14 +27,49 @@ _PROFILE_TOKENS_CPU = 256
 _PROFILE_TOKENS_REFERENCE = 16  # on the references, which are slow
 
 
-def profile_model(model: LoadedModel, mode: StepMode) -> ModelProfile:
+def profile_model(
+    model: LoadedModel, mode: StepMode, *, key: str = "", cache: ProgramCache | None = None
+) -> ModelProfile:
     """Runs a prefill step and a decode step on a cache that is freed afterwards.
 
+    On CPU what they take is kept beside the program of this `key`, and they are not run again.
     Raises CompileError where a program that was captured now mixes requests.
     """
     config, program = model.source.config, model.program
-    graph, layout = lowered(program), cache_layout(model)
+    graph = lowered(program)
     tokens = min(config.max_num_batched_tokens, model.source.model_len)
+    name = f"{tokens}-tokens-{config.max_num_seqs}-requests-{torch.get_num_threads()}-threads"
+    is_kept = program.device.type == "cpu" and mode.kernels_built and not config.swap_space
+    if is_kept and program.from_cache and cache is not None:
+        activations = cache.load_figure(key, name)
+        if activations is not None:
+            return _profile(model, graph, activations)
+    profile = _measured(model, graph, mode, tokens)
+    if is_kept and cache is not None:
+        cache.save_figure(key, name, profile.bytes_beside - _state_bytes(model))
+    return profile
+
+
+def _profile(
+    model: LoadedModel, graph: fx.GraphModule, activations: int, prefill_seconds: float = 0.0
+) -> ModelProfile:
+    return ModelProfile(
+        graph=graph,
+        layout=cache_layout(model),
+        bytes_beside=activations + _state_bytes(model),
+        bytes_per_token=kv_cache.bytes_per_token(model.program.caches),
+        prefill_seconds_per_token=prefill_seconds,
+    )
+
+
+def _state_bytes(model: LoadedModel) -> int:
+    return model.state_bytes * (model.source.config.max_num_seqs + 1)
+
+
+def _measured(
+    model: LoadedModel, graph: fx.GraphModule, mode: StepMode, tokens: int
+) -> ModelProfile:
+    config, program, layout = model.source.config, model.program, cache_layout(model)
     short = _PROFILE_TOKENS_CPU if mode.kernels_built else _PROFILE_TOKENS_REFERENCE
     probed = min(tokens, short) if program.device.type == "cpu" else tokens
     groups, blocks = layout.num_groups, -(-probed // config.block_size)
@@ -50,7 +89,6 @@ def profile_model(model: LoadedModel, mode: StepMode) -> ModelProfile:
         probe.dummy_run(config.max_num_seqs)
         activations = max(activations, peak.grown_by())
     graph_bytes = graphs_to_come(probe)
-    states = model.state_bytes * (config.max_num_seqs + 1)
     prefill_seconds = 0.0
     if config.swap_space:
         start = time.perf_counter()
@@ -58,13 +96,7 @@ def profile_model(model: LoadedModel, mode: StepMode) -> ModelProfile:
         prefill_seconds = time.perf_counter() - start
     if not program.from_cache:
         verify_packing(probe, program.dtype)
-    return ModelProfile(
-        graph=graph,
-        layout=layout,
-        bytes_beside=activations + graph_bytes + states,
-        bytes_per_token=kv_cache.bytes_per_token(program.caches),
-        prefill_seconds_per_token=prefill_seconds / probed,
-    )
+    return _profile(model, graph, activations + graph_bytes, prefill_seconds / probed)
 
 
 def _activations(probe: ModelRunner, plan: StepPlan, peak: PeakMemory, tokens: int) -> int:

@@ -133,7 +133,10 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
     with clock.phase("profile"):
         built = kernels_are_built(build)
         modes = [StepMode(level=level, kernels_built=built, max_in_flight=n) for n in in_flight]
-        profiles = [profile_model(one, mode) for one, mode in zip(models, modes, strict=True)]
+        profiles = [
+            profile_model(one, mode, key=each.key, cache=programs)
+            for each, one, mode in zip(compiled_models, models, modes, strict=True)
+        ]
         for each in compiled_models:  # verified by now
             keep(each, programs)
     with clock.phase("size cache") as detail:
