@@ -45,7 +45,9 @@ def _half(blocks: Array, start: int) -> Array:
 
 def _nibbles(packed: Array) -> Array:
     """[B, 16] -> [B, 32]: the lower halves are the first values."""
-    return np.concatenate((packed & 15, packed >> 4), axis=-1)
+    words = np.ascontiguousarray(packed).view(np.uint64)  # eight at a time
+    low = np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.concatenate((words & low, words >> np.uint64(4) & low), axis=-1).view(np.uint8)
 
 
 def _fifth_bits(blocks: Array, start: int) -> Array:
