@@ -1,0 +1,229 @@
+"""Engines that serve one GGUF file, each in a process of its own, behind one call.
+
+An engine answers `Job`s: greedy tokens of so many, no end token, nothing cached between jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_MODEL_LEN = 2048
+MAX_REQUESTS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Requests that arrive at once: prompts as token ids, and how many tokens each gets."""
+
+    prompts: Sequence[Sequence[int]]
+    num_tokens: Sequence[int]
+
+
+class Engine(ABC):
+    @abstractmethod
+    def __init__(self, path: Path, threads: int) -> None: ...
+
+    @abstractmethod
+    def run(self, job: Job) -> None: ...
+
+    @abstractmethod
+    def settings(self) -> str: ...
+
+
+class Llmc(Engine):
+    def __init__(self, path: Path, threads: int) -> None:
+        import torch
+
+        from llmc import LLM
+        from llmc.kernels.cpu.build import load
+
+        torch.set_num_threads(threads)
+        load()  # a build is not what is measured
+        self._llm = LLM(
+            str(path),
+            device="cpu",
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=MAX_REQUESTS,
+            enable_prefix_caching=False,
+        )
+
+    def run(self, job: Job) -> None:
+        from llmc import SamplingParams
+
+        params = [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+            for n in job.num_tokens
+        ]
+        self._llm.generate([list(p) for p in job.prompts], params, progress=False)
+
+    def settings(self) -> str:
+        info = self._llm.info
+        return f"defaults: {info.dtype}, {info.weight_bytes / 2**20:.0f} MiB of weights"
+
+
+class LlamaCpp(Engine):
+    """llama.cpp's server in the process, by the package xllamacpp."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        params.n_ctx = MAX_MODEL_LEN * 8  # shared by all slots
+        params.kv_unified = True
+        params.n_parallel = MAX_REQUESTS
+        params.n_batch, params.n_ubatch = 2048, 512
+        params.cont_batching = True
+        params.cache_prompt = False
+        params.n_gpu_layers = 0
+        params.verbosity = -1
+        self._server = xllamacpp.Server(params)
+
+    def run(self, job: Job) -> None:
+        def one(prompt: Sequence[int], num_tokens: int) -> None:
+            asked = {
+                "prompt": list(prompt),
+                "max_tokens": num_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "cache_prompt": False,
+            }
+            answer: Any = self._server.handle_completions(asked)
+            made = answer["usage"]["completion_tokens"]
+            if made != num_tokens:
+                raise RuntimeError(f"llama.cpp made {made} tokens instead of {num_tokens}")
+
+        with ThreadPoolExecutor(len(job.prompts)) as pool:
+            list(pool.map(one, job.prompts, job.num_tokens))
+
+    def settings(self) -> str:
+        return "continuous batching, 32 slots, batch 2048, micro-batch 512, fp16 cache"
+
+
+class Transformers(Engine):
+    """The file's weights widened to float32, the dtype that it is fastest in without AVX-512."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
+
+        from llmc.startup.gguf_files import model_directory
+        from llmc.weights.tensors import open_tensors
+
+        logging.set_verbosity_error()
+        torch.set_num_threads(threads)
+        folder = model_directory(path)
+        config = AutoConfig.from_pretrained(folder)
+        self._model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        state = {name: t.read() for name, t in open_tensors(folder, None, torch.float32).items()}
+        self._model.load_state_dict(state, strict=False)  # a tied head is not in the file
+        self._model.tie_weights()
+
+    def run(self, job: Job) -> None:
+        if len(job.prompts) == 1:
+            self._generate(job.prompts[0], job.num_tokens[0])
+        else:
+            self._generate_batch(job)
+
+    def _generate(self, prompt: Sequence[int], num_tokens: int) -> None:
+        import torch
+
+        ids = torch.tensor([list(prompt)])
+        with torch.inference_mode():
+            self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+
+    def _generate_batch(self, job: Job) -> None:
+        """One length a call is what generate_batch takes, so its manager gets requests singly."""
+        from transformers import GenerationConfig
+
+        config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        manager = self._model.init_continuous_batching(generation_config=config)
+        manager.start()
+        try:
+            for ids, tokens in zip(job.prompts, job.num_tokens, strict=True):
+                manager.add_request(list(ids), max_new_tokens=tokens)
+            done = 0
+            while done < len(job.prompts):
+                answer = manager.get_result(timeout=600)
+                done += answer is not None and answer.is_finished()
+        finally:
+            manager.stop(block=True)
+
+    def settings(self) -> str:
+        return "float32, SDPA, dynamic cache; generate_batch for several requests"
+
+
+ENGINES: dict[str, type[Engine]] = {
+    "llmc": Llmc,
+    "llama.cpp": LlamaCpp,
+    "transformers": Transformers,
+}
+
+
+class EngineProcess:
+    """An engine that was started in another process and waits there between jobs."""
+
+    def __init__(self, name: str, path: Path, threads: int) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.peer_engines", name, str(path), str(threads)],
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.settings = str(self._receive())
+
+    def seconds(self, job: Job) -> float:
+        """Of a job, on the engine's own clock."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+        self._process.stdin.flush()
+        return float(self._receive())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _receive(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self.name} died; its error is above")
+        return json.loads(line)
+
+
+def _serve(name: str, path: Path, threads: int) -> None:
+    """Jobs are lines of JSON on stdin, seconds the lines on stdout."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what an engine prints goes elsewhere
+    engine = ENGINES[name](path, threads)
+    print(json.dumps(engine.settings()), file=answers)
+    for line in sys.stdin:
+        job = Job(**json.loads(line))
+        start = time.perf_counter()
+        engine.run(job)
+        print(time.perf_counter() - start, file=answers)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,148 @@
+"""llmc beside other engines on one GGUF file, in turn: decode, prefill and a mixed load on CPU.
+
+    pip install --no-deps xllamacpp     # a prebuilt llama.cpp
+    python -m bench.peers [--peer llama.cpp,transformers] [--type BF16] [--rounds 5] [--threads 2]
+                          [--output-json FILE] [MODEL.gguf]
+
+MODEL is the default model where none is named. `--type` has its matrices written anew in another
+type first. Every engine has a process of its own, gets the same token ids, and answers greedily to
+the same lengths. Rounds go through the engines in turn, in another order each; medians are told,
+with every sample in the JSON. The machine's read bandwidth is measured in the same run, and decode
+is given as a share of it: bytes of the file's tensors a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import statistics
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gguf import GGMLQuantizationType
+
+from bench.peer_engines import ENGINES, EngineProcess, Job
+from bench.rewrite_gguf import rewrite
+from llmc.load_test.machine import describe_machine, measure_read_bandwidth, package_versions
+from llmc.load_test.report import context, write_json
+from llmc.startup.default_model import default_model_path
+from llmc.weights.gguf.reader import read_header
+
+DECODE_TOKENS = 64
+PREFILLS = (128, 1024)
+MIXED_REQUESTS = 32
+
+
+def jobs(vocab_size: int) -> dict[str, Job]:
+    """By name. Ids are random: no engine looks at what they say."""
+    gen = random.Random(0)
+
+    def prompt(length: int) -> list[int]:
+        return [gen.randrange(vocab_size // 2) for _ in range(length)]
+
+    prefills = {
+        f"prefill {length}": Job(prompts=[prompt(length)], num_tokens=[1]) for length in PREFILLS
+    }
+    mixed = Job(
+        prompts=[prompt(gen.randint(32, 256)) for _ in range(MIXED_REQUESTS)],
+        num_tokens=[gen.randint(16, 64) for _ in range(MIXED_REQUESTS)],
+    )
+    start = prompt(16)
+    return {
+        "one token": Job(prompts=[start], num_tokens=[1]),
+        "answer": Job(prompts=[start], num_tokens=[1 + DECODE_TOKENS]),
+        **prefills,
+        "mixed": mixed,
+    }
+
+
+def measure(path: Path, names: list[str], rounds: int, threads: int) -> dict[str, Any]:
+    """Seconds by engine and measurement, one number a round; `decode` is of one token."""
+    header = read_header(path)
+    todo = jobs(header.tensors["token_embd.weight"].shape[0])
+    result: dict[str, Any] = {
+        "file": path.name,
+        "weight_bytes": sum(tensor.num_bytes for tensor in header.tensors.values()),
+        "bandwidth_bytes_per_s": [],
+    }
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for name in names:
+            engine = EngineProcess(name, path, threads)
+            stack.callback(engine.close)
+            engines.append(engine)
+            for job in todo.values():  # not counted
+                engine.seconds(job)
+        result["settings"] = {engine.name: engine.settings for engine in engines}
+        samples: dict[str, dict[str, list[float]]] = {
+            name: {kind: [] for kind in ("decode", *list(todo)[2:])} for name in names
+        }
+        for number in range(rounds):
+            result["bandwidth_bytes_per_s"].append(measure_read_bandwidth("cpu", repeats=3))
+            turn = number % len(engines)
+            for kind in ("decode", *list(todo)[2:]):
+                for engine in engines[turn:] + engines[:turn]:
+                    samples[engine.name][kind].append(_seconds(engine, kind, todo))
+    return {**result, "seconds": samples}
+
+
+def _seconds(engine: EngineProcess, kind: str, todo: Mapping[str, Job]) -> float:
+    if kind != "decode":
+        return engine.seconds(todo[kind])
+    short = engine.seconds(todo["one token"])
+    return (engine.seconds(todo["answer"]) - short) / DECODE_TOKENS
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    bandwidth = statistics.median(result["bandwidth_bytes_per_s"])
+    print(f"{result['file']}: {result['weight_bytes'] / 1e6:.0f} MB of weights, ", end="")
+    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s")
+    for name, settings in result["settings"].items():
+        print(f"  {name}: {settings}")
+    medians = {
+        name: {kind: statistics.median(values) for kind, values in kinds.items()}
+        for name, kinds in result["seconds"].items()
+    }
+    ours = medians["llmc"]
+    for kind in ours:
+        told = []
+        for name, times in medians.items():
+            ratio = "" if name == "llmc" else f" ({times[kind] / ours[kind]:.2f} x llmc's)"
+            told.append(f"{name} {times[kind] * 1e3:.1f} ms{ratio}")
+        print(f"{kind:13} " + ", ".join(told))
+    share = result["weight_bytes"] / ours["decode"] / bandwidth
+    print(f"decode reads the file's weights at {share:.0%} of the bandwidth")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--peer", default="llama.cpp,transformers", help="engines, by commas")
+    parser.add_argument("--type", choices=[kind.name for kind in GGMLQuantizationType])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output-json", type=Path)
+    args = parser.parse_args()
+    peers = args.peer.split(",")
+    unknown = [name for name in peers if name not in ENGINES]
+    if unknown:
+        parser.error(f"--peer has {', '.join(unknown)}; known are {', '.join(ENGINES)}")
+    model = args.model or default_model_path()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.type is not None:
+            target = Path(folder) / f"{model.stem}.rewritten-{args.type}.gguf"
+            model = rewrite(model, target, GGMLQuantizationType[args.type])
+        result = measure(model, ["llmc", *peers], args.rounds, args.threads)
+    print_table(result)
+    if args.output_json:
+        facts = {**context(), "versions": package_versions(), "machine": describe_machine()}
+        write_json(args.output_json, {**facts, "threads": args.threads, **result})
+
+
+if __name__ == "__main__":
+    main()
