@@ -1,8 +1,9 @@
 """`quantized_linear` in Triton: words of 4- or 8-bit values are widened in registers.
 
 A program reads blocks of 16 channels as 32-bit words, which lie side by side. One row is multiplied
-lane by lane; more are multiplied by tensor cores, in x's dtype. Deep, narrow weights are divided
-along their depth and summed in a second kernel.
+lane by lane; more are multiplied by tensor cores, for which widened weights are rounded to x's
+dtype, as if they had been stored in it. Deep, narrow weights are divided along their depth and
+summed in a second kernel.
 """
 
 from __future__ import annotations
