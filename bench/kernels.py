@@ -29,7 +29,7 @@ from bench.kernel_work import (
     row_work,
     sample_work,
 )
-from bench.linear_work import expert_work, fused_work, low_bit_work
+from bench.linear_work import embedding_work, expert_work, fused_work, low_bit_work
 from bench.state_work import state_work
 from llmc.kernels.cpu.build import load
 from llmc.kernels.quantized_linear import FORMATS
@@ -85,6 +85,9 @@ def cpu_work() -> Iterator[Maker]:
     for rows in (1, 8):
         for format in FORMATS:
             yield partial(low_bit_work, format, rows, 4096, 4096)
+    for tokens in (1, 512):
+        for format in FORMATS:
+            yield partial(embedding_work, format, tokens, 2048, 65536)
     yield partial(expert_work, 1, 128, 8, 2048, 768)
     for kind in ("greedy", "plain", "top_k", "top_p", "top_k+top_p"):
         yield partial(sample_work, 8, 151_936, kind)
@@ -114,6 +117,9 @@ def gpu_work(device: torch.device, *, flex: bool = False) -> Iterator[Maker]:
     for rows in (1, 8, 2048):
         for format in FORMATS:
             yield partial(low_bit_work, format, rows, 4096, 14336, device)
+    for tokens in (64, 4096):
+        for format in FORMATS:
+            yield partial(embedding_work, format, tokens, 4096, 65536, device)
     for rows in (8, 4096):
         yield partial(expert_work, rows, 128, 8, 2048, 768, device)
     for rows in (1, 64, 2048):

@@ -74,6 +74,27 @@ def low_bit_work(
     )
 
 
+def embedding_work(
+    format: Format, tokens: int, depth: int, vocab: int, device: torch.device = CPU
+) -> Work:
+    """Bytes are those of the rows looked up and of what they are widened to."""
+    to = quantization_of(format, vocab, depth)
+    if to is None:
+        raise ValueError(f"a weight of {vocab} x {depth} can't be held in {format}")
+    plain = _weight(vocab, depth, device)
+    weight, scale = quantize(plain, to)
+    draws = [torch.randint(0, vocab, (tokens,), device=device) for _ in range(_MOST_COPIES)]
+    case = (weight, scale, None, None, _BF16)
+    return Work(
+        op="quantized_embedding",
+        case=f"{format}, {tokens} of {vocab} x {depth}",
+        run=_in_turn([fast("quantized_embedding", (ids, *case)) for ids in draws]),
+        peers={"embedding, bf16": _in_turn([partial(F.embedding, ids, plain) for ids in draws])},
+        num_bytes=tokens * ((weight.nbytes + scale.nbytes) / vocab + depth * _BF16.itemsize),
+        device=device,
+    )
+
+
 def expert_work(
     rows: int,
     experts: int,

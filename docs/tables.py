@@ -129,13 +129,13 @@ def gguf_architectures() -> str:
 
 
 def gguf_types() -> str:
-    from llmc.weights.gguf.blocks import GROUP, KEPT, kept_as
+    from llmc.weights.gguf.blocks import KEPT, kept_as
 
     rows = []
     for kind in KEPT:
         to = kept_as(kind, 16, 256)
         assert to is not None
-        bits = (4 if to.format == "int4" else 8) + 32 / GROUP * (2 if to.minimum else 1)
+        bits = (4 if to.format == "int4" else 8) + 32 / to.group * (2 if to.minimum else 1)
         rows.append([f"`{kind.name}`", to.format, "yes" if to.minimum else "no", f"{bits:g}"])
     return _table(("type", "held as", "with minimums", "bits a weight in memory"), rows)
 

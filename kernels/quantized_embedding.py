@@ -7,7 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmc.kernels.quantized_linear import CHANNELS, numbers, quantization_of, quantize
+from llmc.kernels.quantized_linear import (
+    CHANNELS,
+    Format,
+    Quantization,
+    numbers,
+    quantization_of,
+)
 from llmc.kernels.registry import Case, op
 from llmc.kernels.torch_impl import torch_impl
 
@@ -31,8 +37,10 @@ def quantized_embedding(
     """ids [...] of rows -> those rows [..., K] in `dtype`, as `quantized_linear` means them.
 
     weight, scale, zero and minimum: see there. A row is a channel, of which 16 share a block, so
-    it is gathered four bytes at a time.
+    it is gathered four bytes at a time. An id outside [0, N) gives a row of zeros.
     """
+    known = (ids >= 0) & (ids < weight.shape[0] * CHANNELS)
+    ids = torch.where(known, ids, 0)
     block, lane = ids // CHANNELS, ids % CHANNELS
 
     def rows(blocks: Tensor) -> Tensor:
@@ -41,7 +49,8 @@ def quantized_embedding(
         return found.flatten(-2)
 
     parts = (None if part is None else rows(part) for part in (zero, minimum))
-    return numbers(rows(weight), rows(scale), *parts).to(dtype)
+    values = numbers(rows(weight), rows(scale), *parts)
+    return torch.where(known[..., None], values, 0).to(dtype)
 
 
 # The reference gathers all rows at once and reads nothing on the host: it serves as it is.
@@ -51,11 +60,29 @@ torch_impl(quantized_embedding)(quantized_embedding.reference)
 @quantized_embedding.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
-    for format, k, n in (("int8", 64, 48), ("int4", 128, 32), ("fp8", 96, 16)):
-        to = quantization_of(format, n, k)  # type: ignore[arg-type]
+    shapes = ("int8", 64, 48, 0), ("int8", 96, 32, 32), ("int4", 128, 32, 0), ("int4", 160, 48, 32)
+    for name, k, n, group in (*shapes, ("fp8", 96, 16, 0), ("fp8", 64, 64, 32)):
+        format: Format = name  # type: ignore[assignment]
+        to = Quantization(format=format, group=group) if group else quantization_of(format, n, k)
         assert to is not None
-        weight, scale = quantize(torch.randn(n, k, generator=gen), to)
-        minimum = None if format == "fp8" else torch.randn(scale.shape, generator=gen).to(device)
-        ids = torch.randint(0, n, (1, 7), generator=gen).to(device)
-        for least in (None, minimum):
-            yield ids, weight.to(device), scale.to(device), None, least, dtype
+        codes = torch.randint(-128, 128, to.shape("weight", n, k), generator=gen, dtype=torch.int8)
+        weight = codes.view(to.dtype).to(device)  # every code: NaN is among those of fp8
+        scale = torch.randn(to.shape("scale", n, k), generator=gen)
+        scale[0, 0, 3] = float("nan")
+        ids = torch.randint(0, n, (1, 7), generator=gen)
+        ids[0, :4] = torch.tensor([3, n - 1, -1, n])  # what is no row gives zeros
+        zero = torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8)
+        minimum = torch.randn(scale.shape, generator=gen)
+        kinds = {"int8": ((None, minimum),), "int4": ((zero, None), (None, minimum)), "fp8": ()}
+        for parts in ((None, None), *kinds[format]):
+            on_device = (None if part is None else part.to(device) for part in parts)
+            wide = scale if parts[1] is not None else scale.to(to.scale_dtype)
+            yield ids.to(device), weight, wide.to(device), *on_device, dtype
+    yield (
+        torch.zeros(0, dtype=torch.int64, device=device),
+        weight,
+        scale.to(device),
+        None,
+        None,
+        dtype,
+    )

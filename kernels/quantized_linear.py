@@ -49,7 +49,7 @@ def quantized_linear(
 
     weight [N / 16, lines, 64] is q in blocks: int8 and float8_e4m3fn hold K / 4 lines, uint8 (two
     values a byte) K / 8. scale [N / 16, K / group, 16]: float32, or for uint8 bfloat16; groups are
-    multiples of 32. zero: uint8, like scale, for uint8 weights only; None stands for 8. bias [N].
+    multiples of 16. zero: uint8, like scale, for uint8 weights only; None stands for 8. bias [N].
     minimum: float32, like scale, for int8 and uint8 without zero; then w = q * scale + minimum.
     Summed in float32 and rounded once.
     """
@@ -193,7 +193,9 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     many = ((40,), 96, 32, "fp8", 0), ((33,), 64, 48, "int8", 0), ((70,), 128, 80, "int4", 0)
     grouped = ((1,), 160, 32, "fp8", 32), ((9,), 256, 48, "fp8", 128), ((3,), 128, 16, "int8", 64)
     float32 = (((2,), 128, 48, "int4", 64),)
-    for rows, k, n, name, group in (*shapes, *wide, *many, *grouped, *float32):
+    # GGUF's smallest groups: few rows, and as many as are multiplied in each other way
+    small = [((rows,), 96, 48, name, 16) for name in ("int4", "int8") for rows in (1, 3, 7, 20, 40)]
+    for rows, k, n, name, group in (*shapes, *wide, *many, *grouped, *float32, *small):
         format: Format = name  # type: ignore[assignment]
         to = quantization_of(format, n, k)
         assert to is not None

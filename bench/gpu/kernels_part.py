@@ -29,7 +29,7 @@ from bench.kernels import (
     made,
     measure,
 )
-from bench.linear_work import expert_work, fused_work, low_bit_work
+from bench.linear_work import embedding_work, expert_work, fused_work, low_bit_work
 from llmc.kernels.cpu.build import load
 
 _HEADS, _KV, _DIM = 32, 8, 128
@@ -79,6 +79,7 @@ def tiny_work(device: torch.device) -> Iterator[Maker]:
     yield partial(fused_work, 2, 64, 32, device)
     yield partial(low_bit_work, "int4", 2, 64, 32, device)
     yield partial(low_bit_work, "fp8", 70, 64, 32, device)
+    yield partial(embedding_work, "int4", 2, 64, 32, device)
     yield partial(expert_work, 2, 4, 2, 32, 16, device)
     yield partial(row_work, "bf16", 2, 64, device)
 

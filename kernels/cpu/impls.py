@@ -22,6 +22,7 @@ from llmc.kernels.linear_recurrence import linear_recurrence
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.prepare_step import prepare_step
 from llmc.kernels.process_logits import process_logits
+from llmc.kernels.quantized_embedding import quantized_embedding
 from llmc.kernels.quantized_linear import quantized_linear
 from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.registry import Fn, Impl, Op
@@ -96,6 +97,17 @@ def _quantized_linear(*, x: Tensor, weight: Tensor, bias: Tensor | None, **other
     return _takes(x, bias) and weight.device.type == "cpu" and weight.is_contiguous()
 
 
+def _quantized_embedding(
+    *, ids: Tensor, weight: Tensor, dtype: torch.dtype, **others: object
+) -> bool:
+    return (
+        dtype in _DTYPES
+        and ids.dtype == torch.int64
+        and ids.device.type == weight.device.type == "cpu"
+        and weight.is_contiguous()
+    )
+
+
 def _on_cpu(**arguments: object) -> bool:
     return all(t.device.type == "cpu" for t in arguments.values() if isinstance(t, Tensor))
 
@@ -142,6 +154,7 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (linear, _all_of("x", "weight", "bias")),
     (expert_linear, _all_of("x", "weight", "bias")),
     (quantized_linear, _quantized_linear),
+    (quantized_embedding, _quantized_embedding),
     (fused_linear, _all_of("x", "weight", "bias", "norm_weight", "residual")),
     (write_segments, _on_cpu),
     (prepare_step, _on_cpu),

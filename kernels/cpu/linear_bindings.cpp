@@ -24,48 +24,55 @@ const void* bias_data(const optional<Tensor>& bias, const Tensor& x, int64_t cha
   return bias->data_ptr();
 }
 
-void check_scales(const Tensor& weight, const Tensor& scale, const optional<Tensor>& zero,
-                  const LowBitArgs& a) {
+void check_groups(const Tensor& weight, const Tensor& scale, const optional<Tensor>& zero,
+                  const optional<Tensor>& minimum, const LowBitArgs& a) {
   const bool is_int4 = a.format == Format::int4;
   TORCH_CHECK(scale.dim() == 3 && scale.is_contiguous() && scale.size(0) == weight.size(0) &&
                   scale.size(2) == kChannels && scale.size(1) > 0 &&
-                  a.depth % (scale.size(1) * 32) == 0,
+                  a.depth % (scale.size(1) * kMinGroup) == 0 && a.depth % kDepthStep == 0,
               "scale ", scale.sizes(), " does not fit weight ", weight.sizes());
   TORCH_CHECK(scale.scalar_type() == at::kFloat || (is_int4 && scale.scalar_type() == at::kBFloat16),
               "scale must be float32 (or bfloat16 for uint8 weights), got ", scale.scalar_type());
   TORCH_CHECK(!zero || (is_int4 && zero->scalar_type() == at::kByte && zero->is_contiguous() &&
                         zero->sizes() == scale.sizes()),
               "zero must be uint8, like scale, and comes with uint8 weights only");
+  TORCH_CHECK(!minimum || (!zero && a.format != Format::fp8 && minimum->is_contiguous() &&
+                           minimum->scalar_type() == at::kFloat &&
+                           minimum->sizes() == scale.sizes()),
+              "minimum must be float32, like scale, and comes with integers without zero only");
+}
+
+// Of the weight alone.
+LowBitArgs weight_args(const Tensor& weight, const Tensor& scale, const optional<Tensor>& zero,
+                       const optional<Tensor>& minimum) {
+  TORCH_CHECK(weight.dim() == 3 && weight.size(2) == kLineBytes && weight.is_contiguous(),
+              "weight must be a dense [N / 16, lines, 64], got ", weight.sizes());
+  LowBitArgs a{};
+  a.format = format_of(weight);
+  a.depth = weight.size(1) * (a.format == Format::int4 ? 8 : 4);
+  a.channels = weight.size(0) * kChannels;
+  check_groups(weight, scale, zero, minimum, a);
+  a.group = a.depth / scale.size(1);
+  a.weight = static_cast<const uint8_t*>(weight.data_ptr());
+  a.scale = scale.data_ptr();
+  a.scale_dtype = scale.scalar_type() == at::kFloat ? Dtype::f32 : Dtype::bf16;
+  a.zero = zero ? zero->data_ptr<uint8_t>() : nullptr;
+  a.minimum = minimum ? minimum->data_ptr<float>() : nullptr;
+  a.threads = at::num_threads();
+  return a;
 }
 
 LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& scale,
                      const optional<Tensor>& zero, const optional<Tensor>& bias,
                      const optional<Tensor>& minimum) {
-  TORCH_CHECK(weight.dim() == 3 && weight.size(2) == kLineBytes && weight.is_contiguous(),
-              "weight must be a dense [N / 16, lines, 64], got ", weight.sizes());
-  LowBitArgs a{};
-  a.dtype = dtype_of(x);
-  a.format = format_of(weight);
-  a.depth = weight.size(1) * (a.format == Format::int4 ? 8 : 4);
-  a.channels = weight.size(0) * kChannels;
+  LowBitArgs a = weight_args(weight, scale, zero, minimum);
   TORCH_CHECK(x.dim() >= 1 && x.size(-1) == a.depth && a.depth > 0, "weight ", weight.sizes(),
               " has ", a.depth, " inputs and does not fit x ", x.sizes());
-  check_scales(weight, scale, zero, a);
-  a.group = a.depth / scale.size(1);
+  a.dtype = dtype_of(x);
   a.x = x.data_ptr();
   a.x_stride = a.depth;
   a.rows = x.numel() / a.depth;
-  a.weight = static_cast<const uint8_t*>(weight.data_ptr());
-  a.scale = scale.data_ptr();
-  a.scale_dtype = scale.scalar_type() == at::kFloat ? Dtype::f32 : Dtype::bf16;
-  a.zero = zero ? zero->data_ptr<uint8_t>() : nullptr;
   a.bias = bias_data(bias, x, a.channels);
-  TORCH_CHECK(!minimum || (!zero && a.format != Format::fp8 && minimum->is_contiguous() &&
-                           minimum->scalar_type() == at::kFloat &&
-                           minimum->sizes() == scale.sizes()),
-              "minimum must be float32, like scale, and comes with integers without zero only");
-  a.minimum = minimum ? minimum->data_ptr<float>() : nullptr;
-  a.threads = at::num_threads();
   return a;
 }
 
@@ -112,6 +119,21 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
   return out;
 }
 
+Tensor quantized_embedding(const Tensor& ids, const Tensor& weight, const Tensor& scale,
+                           const optional<Tensor>& zero, const optional<Tensor>& minimum,
+                           int32_t dtype) {
+  LowBitArgs a = weight_args(weight, scale, zero, minimum);
+  auto sizes = ids.sizes().vec();
+  sizes.push_back(a.depth);
+  Tensor out = at::empty(sizes, at::scalar_type_of(dtype));
+  a.dtype = dtype_of(out, "the result");
+  a.out = out.data_ptr();
+  a.rows = ids.numel();
+  const Tensor dense = ids.contiguous();
+  kernels->quantized_embedding(a, dense.data_ptr<int64_t>());
+  return out;
+}
+
 Tensor fused_linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
                     const optional<Tensor>& norm_weight, optional<double> eps, double offset,
                     const optional<std::string>& act, const optional<Tensor>& residual) {
@@ -129,6 +151,7 @@ Tensor fused_linear(const Tensor& x, const Tensor& weight, const optional<Tensor
 
 const at::Ops kOps = {
     {"quantized_linear", &at::boxed<&quantized_linear>},
+    {"quantized_embedding", &at::boxed<&quantized_embedding>},
     {"fused_linear", &at::boxed<&fused_linear>},
 };
 

@@ -9,7 +9,6 @@ namespace llmc {
 namespace {
 
 constexpr int64_t kAhead = 2048;  // bytes of the weight to ask for before they are read
-constexpr int kUnrolled = 4;  // lines; every stretch has a multiple of that
 
 template <class Reader>
 struct Input {  // x in the reader's words
@@ -41,6 +40,7 @@ struct Input {  // x in the reader's words
 template <class Reader, int M>
 void multiply(const LowBitArgs& a, const Input<Reader>& x, int64_t row, int64_t block) {
   constexpr int kSums = M == 1 ? 4 : M == 2 ? 2 : 1;
+  constexpr int kUnrolled = kMinGroup / Reader::kInputs;  // lines: every stretch has a multiple
   const int64_t lines = a.lines() / x.stretches;
   const uint8_t* line = a.weight + block * a.lines() * kLineBytes;
   const typename Reader::X* words = x.words.data() + row * x.row_words;

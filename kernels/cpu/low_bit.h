@@ -14,6 +14,7 @@
 namespace llmc {
 
 constexpr int64_t kChannels = 16, kLineBytes = 64;
+constexpr int64_t kMinGroup = 16, kDepthStep = 32;  // inputs; groups and depths are multiples
 
 enum class Format { int8, int4, fp8 };
 
@@ -47,12 +48,14 @@ bool widens_weights();                     // whether these two serve here, for 
 void reorder_x(const LowBitArgs&, bf16* to);
 // Channels [begin, end) as rows of bf16 in that order, scaled.
 void widen_channels(const LowBitArgs&, int64_t begin, int64_t end, bf16* to);
+// Row m of out: channel ids[m], or zeros where there is none; x and bias are not looked at.
+void quantized_embedding(const LowBitArgs&, const int64_t* ids);
 
 // x is read in stretches that lie inside one group of the weight.
 inline int64_t stretch_of(const LowBitArgs& a) {
-  for (int64_t n : {128, 64})
+  for (int64_t n : {128, 64, 32})
     if (a.group % n == 0) return n;
-  return 32;
+  return kMinGroup;
 }
 
 LLMC_INLINE v16f scale_of(const LowBitArgs& a, int64_t block, int64_t group) {

@@ -25,16 +25,19 @@ void widen_block(const LowBitArgs& a, int64_t block, bf16* to) {
   constexpr int kLines = 16 / Reader::kSteps;  // 32 inputs
   const uint8_t* line = a.weight + block * a.lines() * kLineBytes;
   v16f scale = {}, offset = {};
+  int64_t group = 0;
   for (int64_t k = 0; k < a.depth; k += 32) {
-    if (k % a.group == 0) {
-      scale = scale_of(a, block, k / a.group);
-      offset = scale * (kFormat == Format::int4 ? zero_of(a, block, k / a.group)
-                                                : splat(Reader::kOffset)) -
-               minimum_of(a, block, k / a.group);
-    }
     __m512i tile[16];
 #pragma GCC unroll 8
     for (int i = 0; i < kLines; ++i) {
+      const int64_t input = i * Reader::kInputs;
+      if (input % kMinGroup == 0 && k + input == group * a.group) {
+        scale = scale_of(a, block, group);
+        offset = scale * (kFormat == Format::int4 ? zero_of(a, block, group)
+                                                  : splat(Reader::kOffset)) -
+                 minimum_of(a, block, group);
+        ++group;
+      }
       const v16u bytes = load_as<v16u>(line + i * kLineBytes);
 #pragma GCC unroll 4
       for (int step = 0; step < Reader::kSteps; ++step) {

@@ -54,6 +54,12 @@ constexpr ScalarType type_of = std::is_same_v<T, int64_t>   ? kLong
                                : std::is_same_v<T, float>   ? kFloat
                                                             : kOther;
 
+inline ScalarType scalar_type_of(int32_t code) {
+  int type = 0;
+  while (type != int(kOther) && kTypes[type].code != code) ++type;
+  return ScalarType(type);
+}
+
 struct Sizes {  // borrowed
   const int64_t* data;
   int64_t count;
@@ -107,7 +113,7 @@ class Tensor {
     must(aoti_torch_get_strides(handle, &strides));
     must(aoti_torch_get_dtype(handle, &code));
     sizes_ = sizes, strides_ = strides;
-    while (type_ != kOther && kTypes[int(type_)].code != code) type_ = ScalarType(int(type_) + 1);
+    type_ = scalar_type_of(code);
   }
   Tensor(Tensor&& other) noexcept { swap(other); }
   Tensor& operator=(Tensor&& other) noexcept {

@@ -29,11 +29,16 @@ def needs_upcast(dtype: torch.dtype) -> bool:
     return interpreted() and dtype == torch.bfloat16
 
 
+def on_device(*tensors: Tensor) -> bool:
+    """All on the device that Triton serves."""
+    kind = "cpu" if interpreted() else "cuda"
+    return all(t.device.type == kind for t in tensors)
+
+
 def takes(*tensors: Tensor | None) -> bool:
     """On the device that Triton serves, each of a supported dtype with a dense last dimension."""
-    kind = "cpu" if interpreted() else "cuda"
     return all(
-        t.device.type == kind and t.dtype in DTYPES and (t.shape[-1] == 1 or t.stride(-1) == 1)
+        on_device(t) and t.dtype in DTYPES and (t.shape[-1] == 1 or t.stride(-1) == 1)
         for t in tensors
         if t is not None
     )

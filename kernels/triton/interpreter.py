@@ -1,13 +1,17 @@
-"""Makes triton 3.6's interpreter (TRITON_INTERPRET=1) work with numpy 2.4 and later.
+"""Makes triton 3.6's interpreter (TRITON_INTERPRET=1) work with numpy 2.4, and round as GPUs do.
 
 The interpreter keeps a scalar as an array of one element and turns it to a loop bound with
-`int(array)`, which numpy now refuses for all but arrays of no dimension.
+`int(array)`, which numpy now refuses for all but arrays of no dimension. It cuts float32 off to
+bfloat16, where GPUs round to nearest: twice the error, all of it towards zero.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import triton.language as tl
+from numpy.typing import NDArray
 from triton import knobs
 
 
@@ -24,3 +28,19 @@ def repair() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch
+    convert = interpreter._convert_float
+
+    def rounded(data: Any, source: Any, to: Any, rounding_mode: Any) -> Any:
+        if (source, to, rounding_mode) != (tl.float32, tl.bfloat16, None):
+            return convert(data, source, to, rounding_mode)
+        return to_bfloat16(data)
+
+    interpreter._convert_float = rounded
+
+
+def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The bits of float32 numbers, rounded to nearest with ties to even."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    nearest = (bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16
+    quiet = bits >> 16 | 0x40
+    return np.where(np.isnan(values), quiet, nearest).astype(np.uint16)

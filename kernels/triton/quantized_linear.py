@@ -1,8 +1,9 @@
 """`quantized_linear` in Triton: words of 4- or 8-bit values are widened in registers.
 
 A program reads blocks of 16 channels as 32-bit words, which lie side by side. One row is multiplied
-lane by lane; more are multiplied by tensor cores, in x's dtype. Deep, narrow weights are divided
-along their depth and summed in a second kernel.
+lane by lane; more are multiplied by tensor cores, for which widened weights are rounded to x's
+dtype, as if they had been stored in it. Deep, narrow weights are divided along their depth and
+summed in a second kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import LinearConfig, low_bit_config
 from llmc.kernels.triton.linear_reduce import reduce_launch
 
-_FORMATS = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+FORMATS = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 
 @triton.jit
@@ -124,7 +125,7 @@ def plan(
     bias: Tensor | None,
     minimum: Tensor | None = None,
 ) -> Plan[Tensor]:
-    kind = _FORMATS[weight.dtype]
+    kind = FORMATS[weight.dtype]
     per_word = 8 if kind == "int4" else 4
     depth, channels = weight.shape[1] * per_word, weight.shape[0] * CHANNELS
     flat = x.reshape(-1, depth)
@@ -171,7 +172,7 @@ def _supports(*, x: Tensor, weight: Tensor, bias: Tensor | None, **others: objec
     return (
         takes(x, bias)
         and same_dtype(x, bias)
-        and weight.dtype in _FORMATS
+        and weight.dtype in FORMATS
         and weight.device.type == x.device.type
         and weight.is_contiguous()
     )

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
-from llmc.kernels.quantized_linear import FORMATS, Format, quantization_of, quantize
+from llmc.kernels.quantized_linear import (
+    FORMATS,
+    Format,
+    Quantization,
+    dequantize,
+    quantization_of,
+    quantize,
+)
 from llmc.kernels.registry import OPS
 from llmc.kernels.triton import fused_linear, quantized_linear
 from llmc.kernels.triton.launch import Plan
@@ -85,6 +92,26 @@ def test_a_deep_low_bit_weight_is_divided(format: Format, rows: int) -> None:
     plan = quantized_linear.plan(*case)
     assert len(plan.launches) == 2
     assert_equals_reference("quantized_linear", plan, case)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("format,group", [("int4", 16), ("int4", 128), ("int8", 16), ("int8", 32)])
+def test_weights_far_from_zero_lose_what_bfloat16_weights_do(
+    rows: int, format: Format, group: int
+) -> None:
+    """Against float64: one rounding of the result, and for several rows one of each weight."""
+    to = Quantization(format=format, group=group, wide_scale=format == "int4", minimum=True)
+    gen = torch.Generator().manual_seed(0)
+    codes = torch.randint(-128, 128, to.shape("weight", 80, 256), generator=gen, dtype=torch.int8)
+    scale = 0.5 + torch.rand(to.shape("scale", 80, 256), generator=gen)
+    minimum = 200 * torch.rand(scale.shape, generator=gen)
+    x = rand(rows, 256).bfloat16()
+    plan = quantized_linear.plan(x, codes.view(to.dtype), scale, None, None, minimum)
+    w = dequantize(codes.view(to.dtype), scale, None, minimum)
+    want = x.double() @ (w if rows == 1 else w.bfloat16()).double().T
+    sums = x.double().abs() @ w.double().abs().T  # of float32, whose errors are relative to them
+    error = (plan.run().double() - want).abs()
+    assert float((error - 2**-8 * 1.01 * want.abs() - 2**-21 * sums).max()) <= 0
 
 
 def test_strided_rows() -> None:

@@ -21,6 +21,7 @@ from llmc.kernels import (  # noqa: F401
     paged_attention,
     prepare_step,
     process_logits,
+    quantized_embedding,
     quantized_linear,
     record_tokens,
     rms_norm,

@@ -56,6 +56,8 @@ def _argument(value: Any, kind: str) -> bytes:
         return b"s" + optional + _number(len(value)) + value.encode()
     if "float" in kind:
         return b"d" + optional + struct.pack("<d", value)
+    if isinstance(value, torch.dtype):
+        return b"i" + optional + _number(_CODES[value])
     return b"i" + optional + _number(int(value))
 
 

@@ -25,6 +25,7 @@ from llmc.kernels.triton import (
     norm,
     paged_attention,
     process_logits,
+    quantized_embedding,
     quantized_linear,
     rope_write,
     sample,
@@ -174,6 +175,15 @@ def low_bit(rows: int, format: Format, *, group: int = 0) -> Plan[Tensor]:
     return quantized_linear.plan(meta(rows, 14336), weight, scale, zeros, meta(4096))
 
 
+def embedding(tokens: int, format: Format, *, minimum: bool = False) -> Plan[Tensor]:
+    """In groups of 32, as GGUF files have them."""
+    to = Quantization(format=format, group=32, wide_scale=True, minimum=minimum)
+    weight = meta(*to.shape("weight", VOCAB, 4096), dtype=to.dtype)
+    scale = floats(*to.shape("scale", VOCAB, 4096))
+    minimums = floats(*scale.shape) if minimum else None
+    return quantized_embedding.plan(longs(tokens), weight, scale, None, minimums, BF16)
+
+
 def few_rows(rows: int, channels: int, depth: int, act: str | None = None) -> Plan[Tensor]:
     """Normed where it is gated, with a residual where it is not, as in a decoder's layer."""
     normed = act is not None
@@ -282,6 +292,9 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear int4 few": lambda: low_bit(8, "int4", group=128),
     "quantized_linear int4 many": lambda: low_bit(4096, "int4"),
     "quantized_linear fp8 many": lambda: low_bit(4096, "fp8"),
+    "quantized_embedding int4": lambda: embedding(64, "int4", minimum=True),
+    "quantized_embedding int8": lambda: embedding(64, "int8"),
+    "quantized_embedding fp8": lambda: embedding(64, "fp8"),
     "delta_rule": lambda: delta(64, 64),
     "delta_rule prompts": lambda: delta(4096, 4),
     "delta_rule by channel": lambda: delta(64, 64, by_channel=True),
@@ -323,6 +336,7 @@ SIZED: dict[str, Callable[[int], Plan[Any]]] = {
     "token_logprobs rows": lambda n: token_logprobs.plan(floats(n, VOCAB), longs(n), 5),
     "rms_norm": lambda n: norm.plan(meta(n, 4096), meta(4096), 1e-6, 0.0),
     "act_mul": lambda n: act_mul.plan(meta(n, 24576), "silu"),
+    "quantized_embedding": lambda n: embedding(n, "int4"),
     "delta_rule": lambda n: delta(n, n),
     "selective_scan by state": lambda n: scan(n, 5120, 1, 16),
     "selective_scan": lambda n: scan(n, 80, 64, 128),

@@ -1,7 +1,7 @@
 """Quantized tensors of a GGUF file in the blocks of `quantized_linear`, value for value the same.
 
-A type is kept where each group of 32 inputs is integers times a scale, or that plus a minimum, and
-both are exact in float32. Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
+A type is kept where each group of 16 or 32 inputs is integers times a scale, or that plus a
+minimum, and both are exact in float32. Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from llmc.kernels.quantized_linear import (
     pack_weight,
 )
 
-GROUP = 32
 Array = NDArray[Any]
 
 
@@ -101,6 +100,43 @@ def _q5_k(blocks: Array) -> Integers:
     return Integers(q=q.astype(np.int8), scale=scale, minimum=minimum)
 
 
+def _two_bits(packed: Array) -> Array:
+    """[B, 32 n] -> [B, n, 4, 32]: a byte has a value of each of four stretches of 32."""
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return packed.reshape(len(packed), -1, 1, 32) >> shifts & 3
+
+
+def _q2_k(blocks: Array) -> Integers:
+    scale, minimum = blocks[:, :16] & 15, blocks[:, :16] >> 4
+    least = _half(blocks, 82) * minimum.astype(np.float32)
+    return Integers(
+        q=_two_bits(blocks[:, 16:80]).reshape(-1, 256),
+        scale=_half(blocks, 80) * scale.astype(np.float32),
+        minimum=-least,
+    )
+
+
+def _q3_k(blocks: Array) -> Integers:
+    third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    low = _two_bits(blocks[:, 32:96]).reshape(-1, 8, 32)
+    packed = blocks[:, 96:108]
+    scale = np.concatenate((packed[:, :8] & 15, packed[:, :8] >> 4), axis=1)
+    high = (packed[:, None, 8:] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3).reshape(-1, 16)
+    steps = (scale | high << 4).astype(np.float32) - 32
+    # -4 to 3, in the int4 of which 8 stands for zero
+    return Integers(q=((low | third << 2) + 4).reshape(-1, 256), scale=_half(blocks, 108) * steps)
+
+
+def _q6_k(blocks: Array) -> Integers:
+    low = blocks[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
+    high = _two_bits(blocks[:, 128:192])
+    q = low.reshape(-1, 2, 4, 32) | high << 4
+    steps = blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return Integers(
+        q=q.reshape(-1, 256).astype(np.int8) - np.int8(32), scale=_half(blocks, 208) * steps
+    )
+
+
 def _iq4_nl(blocks: Array) -> Integers:
     values = np.array(quants.IQ4_NL.kvalues, np.int8)
     return Integers(q=values[_nibbles(blocks[:, 2:])], scale=_half(blocks, 0))
@@ -122,33 +158,52 @@ def _mxfp4(blocks: Array) -> Integers:
     return Integers(q=values[_nibbles(blocks[:, 1:])], scale=small.astype("<u4").view(np.float32))
 
 
-_READERS: dict[Type, tuple[Format, bool, Callable[[Array], Integers]]] = {
-    Type.Q4_0: ("int4", False, _q4_0),
-    Type.Q4_1: ("int4", True, _q4_1),
-    Type.Q5_0: ("int8", False, _q5_0),
-    Type.Q5_1: ("int8", True, _q5_1),
-    Type.Q8_0: ("int8", False, _q8_0),
-    Type.Q4_K: ("int4", True, _q4_k),
-    Type.Q5_K: ("int8", True, _q5_k),
-    Type.IQ4_NL: ("int8", False, _iq4_nl),
-    Type.IQ4_XS: ("int8", False, _iq4_xs),
-    Type.MXFP4: ("int8", False, _mxfp4),
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How a type is held, and the function that reads its blocks."""
+
+    format: Format
+    read: Callable[[Array], Integers]
+    minimum: bool = False
+    group: int = 32
+
+
+_KINDS = {
+    Type.Q4_0: _Kind("int4", _q4_0),
+    Type.Q4_1: _Kind("int4", _q4_1, minimum=True),
+    Type.Q5_0: _Kind("int8", _q5_0),
+    Type.Q5_1: _Kind("int8", _q5_1, minimum=True),
+    Type.Q8_0: _Kind("int8", _q8_0),
+    Type.Q2_K: _Kind("int4", _q2_k, minimum=True, group=16),
+    Type.Q3_K: _Kind("int4", _q3_k, group=16),
+    Type.Q4_K: _Kind("int4", _q4_k, minimum=True),
+    Type.Q5_K: _Kind("int8", _q5_k, minimum=True),
+    Type.Q6_K: _Kind("int8", _q6_k, group=16),
+    Type.IQ4_NL: _Kind("int8", _iq4_nl),
+    Type.IQ4_XS: _Kind("int8", _iq4_xs),
+    Type.MXFP4: _Kind("int8", _mxfp4),
 }
-KEPT = tuple(_READERS)
+KEPT = tuple(_KINDS)
 
 
 def kept_as(kind: Type, channels: int, depth: int) -> Quantization | None:
     """None where the op can't have a matrix of this type exactly."""
-    if kind not in _READERS or channels % CHANNELS or depth % INPUTS:
+    held = _KINDS.get(kind)
+    if held is None or channels % CHANNELS or depth % INPUTS:
         return None
-    format, minimum, _ = _READERS[kind]
-    return Quantization(format=format, group=GROUP, wide_scale=format == "int4", minimum=minimum)
+    return Quantization(
+        format=held.format,
+        group=held.group,
+        wide_scale=held.format == "int4",
+        minimum=held.minimum,
+    )
 
 
 def to_blocks(raw: Array, kind: Type, to: Quantization) -> dict[Part, torch.Tensor]:
     """Rows of a file [N, bytes] -> what `quantized_linear` takes."""
     channels = len(raw)
-    integers = _READERS[kind][2](raw.reshape(-1, _block_bytes(kind)))
+    with np.errstate(invalid="ignore"):  # an infinite scale times 0 is NaN, as the file says
+        integers = _KINDS[kind].read(raw.reshape(-1, _block_bytes(kind)))
     q = torch.from_numpy(np.ascontiguousarray(integers.q).reshape(channels, -1))
     parts: dict[Part, torch.Tensor] = {"weight": pack_weight(q, to)}
     groups: tuple[tuple[Part, Array | None], ...] = (
@@ -162,5 +217,4 @@ def to_blocks(raw: Array, kind: Type, to: Quantization) -> dict[Part, torch.Tens
 
 
 def _block_bytes(kind: Type) -> int:
-
     return GGML_QUANT_SIZES[kind][1]

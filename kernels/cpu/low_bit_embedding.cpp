@@ -1,0 +1,64 @@
+// quantized_embedding: rows of a low-bit weight, widened. A row is a channel: a word of four bytes of
+// each line of its block.
+#include "low_bit.h"
+#include "parallel.h"
+
+namespace llmc {
+namespace {
+
+constexpr int64_t kWordBytes = kLineBytes / kChannels;
+
+// Sixteen inputs from the lines that begin at `word`, int4 as it is stored.
+template <Format kFormat>
+LLMC_INLINE v16f values_at(const uint8_t* word) {
+  using Reader = FloatReader<kFormat>;
+  alignas(64) uint32_t lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, word + i / Reader::kInputs * kLineBytes, sizeof bits);
+    lanes[i] = bits >> i % Reader::kInputs * (32 / Reader::kInputs);
+  }
+  return Reader::get(load_as<v16u>(lanes), 0);
+}
+
+template <Format kFormat, class T>
+void widen_row(const LowBitArgs& a, int64_t channel, T* to) {
+  constexpr int64_t kStep = kLanes / FloatReader<kFormat>::kInputs * kLineBytes;
+  const int64_t block = channel / kChannels, lane = channel % kChannels;
+  const uint8_t* word = a.weight + block * a.lines() * kLineBytes + lane * kWordBytes;
+  for (int64_t group = 0; group < a.groups(); ++group) {
+    const float scale = scale_of(a, block, group)[lane];
+    const float offset = kFormat == Format::int4 ? zero_of(a, block, group)[lane] : 0.0f;
+    const float minimum = minimum_of(a, block, group)[lane];
+    for (int64_t k = 0; k < a.group; k += kLanes, to += kLanes, word += kStep)
+      store(to, (values_at<kFormat>(word) - offset) * scale + minimum);
+  }
+}
+
+template <Format kFormat>
+void run(const LowBitArgs& a, const int64_t* ids) {
+  parallel_rows(a.rows, a.depth, a.threads, [&](int64_t begin, int64_t end) {
+    with_type(a.dtype, [&](auto t) {
+      using T = decltype(t);
+      for (int64_t m = begin; m < end; ++m) {
+        T* const to = static_cast<T*>(a.out) + m * a.depth;
+        if (ids[m] < 0 || ids[m] >= a.channels)
+          std::memset(to, 0, a.depth * sizeof(T));
+        else
+          widen_row<kFormat>(a, ids[m], to);
+      }
+    });
+  });
+}
+
+}  // namespace
+
+void quantized_embedding(const LowBitArgs& a, const int64_t* ids) {
+  switch (a.format) {
+    case Format::int8: return run<Format::int8>(a, ids);
+    case Format::int4: return run<Format::int4>(a, ids);
+    case Format::fp8: return run<Format::fp8>(a, ids);
+  }
+}
+
+}  // namespace llmc

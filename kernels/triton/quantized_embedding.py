@@ -1,0 +1,88 @@
+"""`quantized_embedding` in Triton: a program widens a stretch of one row.
+
+A row is a channel: a word of four bytes of each line of its block. Programs side by side read other
+stretches, so a line that several rows share is read from the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmc.kernels.quantized_embedding import quantized_embedding
+from llmc.kernels.quantized_linear import CHANNELS
+from llmc.kernels.triton.define import DTYPES, define, on_device
+from llmc.kernels.triton.launch import Launch, Plan, cdiv
+from llmc.kernels.triton.quantized_linear import FORMATS, widen
+
+_BLOCK = 1024
+
+
+@triton.jit
+def embedding_kernel(
+    ids, words, scale, zero, minimum, out,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr,
+):  # fmt: skip
+    """words [N / 16, K / PER, 16] int32; scale, zero, minimum [N / 16, K / GROUP, 16]."""
+    PER: tl.constexpr = 8 if FORMAT == "int4" else 4
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel = tl.load(ids + row).to(tl.int64)
+    known = (k < K) & (channel >= 0) & (channel < N)
+    block, lane = channel // 16, channel % 16
+    q = tl.load(words + (block * (K // PER) + k // PER) * 16 + lane, mask=known, other=0)
+    shift = k % PER * (32 // PER)
+    values = widen(q, shift, FORMAT)
+    if FORMAT == "fp8":
+        values = tl.where((q >> shift & 0x7F) == 0x7F, float("nan"), values)
+    at = (block * (K // GROUP) + k // GROUP) * 16 + lane
+    if ZERO:
+        values -= tl.load(zero + at, mask=known, other=0).to(tl.float32)
+    elif FORMAT == "int4" and not MINIMUM:
+        values -= 8.0
+    values *= tl.load(scale + at, mask=known, other=0.0).to(tl.float32)
+    if MINIMUM:
+        values += tl.load(minimum + at, mask=known, other=0.0)
+    tl.store(out + row * K + k, values.to(out.dtype.element_ty), mask=k < K)
+
+
+def plan(
+    ids: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    minimum: Tensor | None,
+    dtype: torch.dtype,
+) -> Plan[Tensor]:
+    kind = FORMATS[weight.dtype]
+    depth = weight.shape[1] * (8 if kind == "int4" else 4)
+    out = scale.new_empty(*ids.shape, depth, dtype=dtype)
+    launch = Launch(
+        kernel=embedding_kernel,
+        grid=(ids.numel(), cdiv(depth, _BLOCK)),
+        args={
+            "ids": ids.contiguous(), "words": weight.view(torch.int32), "scale": scale,
+            "zero": zero, "minimum": minimum, "out": out,
+        },
+        constants={
+            "N": weight.shape[0] * CHANNELS, "K": depth, "GROUP": depth // scale.shape[1],
+            "BLOCK": _BLOCK, "FORMAT": kind, "ZERO": zero is not None,
+            "MINIMUM": minimum is not None,
+        },
+    )  # fmt: skip
+    return Plan(out=out, launches=(launch,))
+
+
+def _supports(*, ids: Tensor, weight: Tensor, dtype: torch.dtype, **others: object) -> bool:
+    return (
+        dtype in DTYPES
+        and on_device(ids, weight)
+        and weight.dtype in FORMATS
+        and weight.is_contiguous()
+    )
+
+
+define(quantized_embedding, plan=plan, supports=_supports)
