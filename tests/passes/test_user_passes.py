@@ -155,7 +155,7 @@ def test_a_pass_that_refers_to_the_caller_is_not_cached() -> None:
 
 
 def test_the_example_taps_a_hidden_state_and_steers(tmp_path: Path) -> None:
-    """At -O0 in a real engine, held against hooks on transformers' module."""
+    """At -O0 in a real engine, compared with hooks on transformers' module."""
     path = save_checkpoint("llama", tmp_path / "model")
     prompt = list(prompts((9,))[0])
     module = load_reference(path)
