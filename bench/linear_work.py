@@ -52,20 +52,20 @@ def fused_work(rows: int, depth: int, channels: int, device: torch.device = CPU)
 def low_bit_work(
     format: Format, rows: int, depth: int, channels: int, device: torch.device = CPU
 ) -> Work:
-    """Bytes are those of the quantized weight; many rows are held to the matrix product's rate."""
+    """Bytes are those of the quantized weight; the rate of many rows is the matrix product's."""
     x = _rand(rows, depth, device=device)
     to = quantization_of(format, channels, depth)
     if to is None:
-        raise ValueError(f"a weight of {channels} x {depth} can't be held in {format}")
+        raise ValueError(f"a weight of {channels} x {depth} can't be stored in {format}")
     weight, scale = quantize(_weight(channels, depth, device), to)
     size = weight.nbytes + scale.nbytes
-    held = _copies(weight.clone)
+    copies = _copies(weight.clone)
     plain = _copies(partial(_weight, channels, depth, device))
     many = rows > 64
     return Work(
         op="quantized_linear",
         case=f"{format}, {rows} x {depth} -> {channels}",
-        run=_in_turn([fast("quantized_linear", (x, w, scale, None, None)) for w in held]),
+        run=_in_turn([fast("quantized_linear", (x, w, scale, None, None)) for w in copies]),
         peers={"linear, bf16": _in_turn([partial(F.linear, x, w) for w in plain])},
         num_bytes=0.0 if many else float(size),
         num_flops=2.0 * rows * depth * channels if many else 0.0,

@@ -121,7 +121,7 @@ def _plain(weight: Tensor, dtype: torch.dtype) -> Contestant:
 def _low_bit(weight: Tensor, format: Format) -> Contestant:
     to = quantization_of(format, *weight.shape)
     if to is None:
-        raise SystemExit(f"error: {tuple(weight.shape)} can't be held in {format}")
+        raise SystemExit(f"error: {tuple(weight.shape)} can't be stored in {format}")
     low, scale = quantize(weight, to)
     size = low.numel() + scale.numel() * scale.element_size()
     copies = [_in_huge_pages(low) for _ in range(_copies(size))]

@@ -146,7 +146,7 @@ class Client:
 
 
 def check_growth(rounds: Sequence[Holdings]) -> None:
-    """Nothing that is held grows once the first round has warmed everything up."""
+    """Nothing grows once the first round has warmed everything up."""
     first, last = rounds[0], rounds[-1]
     for name, slack in (("fds", KEPT_OPEN), ("tasks", 0), ("threads", LAZY_THREADS)):
         before, after = getattr(first, name), getattr(last, name)

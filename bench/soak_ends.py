@@ -1,7 +1,7 @@
 """The two ends that a soak uses the engine by: AsyncLLM in this process, and HTTP to a server.
 
 Both start a tiny model (soak_model.py) with a pool so small that requests preempt each other.
-`settle` waits until all is over and says what is held then: that must not grow.
+`settle` waits until all is over and says what is in use then: that must not grow.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class InProcess:
             "preemptions": stats.num_preemptions,
             "swaps": stats.num_swaps,
             "cached tokens": stats.prefix_cache_hits,
-            "guesses right": stats.num_accepted_tokens,
+            "draft tokens accepted": stats.num_accepted_tokens,
             "failed steps": stats.num_failed_steps,
         }
         if stats.num_failed_steps:

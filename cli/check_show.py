@@ -26,7 +26,7 @@ def show(certificate: Certificate) -> None:
     )
     console.print()
     console.print(Text(f"  {verdict}", style=style) + Text(f"  {about}"))
-    console.print(Text(f"  held against {certificate.compared_with}", style="dim"))
+    console.print(Text(f"  compared with {certificate.compared_with}", style="dim"))
     console.print(
         Text(
             f"  {certificate.num_tokens} tokens of {certificate.num_sequences} requests "
@@ -92,7 +92,7 @@ def _measurements(certificate: Certificate) -> Table:
     )
     for changed in certificate.changed:
         row(
-            f"with {changed.name}, held against the model with it",
+            f"with {changed.name}, compared with the model with it",
             f"{changed.logits.relative:.1e}",
             f"{changed.limit.relative:.1e}",
             "",

@@ -28,7 +28,7 @@ def command(
         float | None,
         option(
             "--bandwidth",
-            help="Memory bandwidth to reckon with. Measured on this machine when absent.",
+            help="Memory bandwidth to assume. Measured on this machine when absent.",
             metavar="GB/s",
             panel=INSPECT_PANEL,
         ),

@@ -137,7 +137,7 @@ def gguf_types() -> str:
         assert to is not None
         bits = (4 if to.format == "int4" else 8) + 32 / to.group * (2 if to.minimum else 1)
         rows.append([f"`{kind.name}`", to.format, "yes" if to.minimum else "no", f"{bits:g}"])
-    return _table(("type", "held as", "with minimums", "bits a weight in memory"), rows)
+    return _table(("type", "kept as", "with minimums", "bits a weight in memory"), rows)
 
 
 def tables() -> Mapping[str, Callable[[], str]]:

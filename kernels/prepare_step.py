@@ -17,22 +17,18 @@ from llmc.kernels.step_inputs import PREPARED
 WORK_WORDS = 8
 
 
-# The outputs are the step's inputs; `block_table` is the name of the rows' own table here.
-PACKED = tuple("packed_table" if name == "block_table" else name for name in PREPARED)
-
-
-@op(mutates=PACKED)
+@op(mutates=tuple(PREPARED))
 def prepare_step(
     work: Tensor,
     history: Tensor,
-    block_table: Tensor,
+    row_block_table: Tensor,
     block_size: int,
     token_ids: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
     query_start: Tensor,
     context_len: Tensor,
-    packed_table: Tensor,
+    block_table: Tensor,
     request_row: Tensor,
     logits_index: Tensor,
     row: Tensor,
@@ -44,18 +40,18 @@ def prepare_step(
     where they begin among the packed ones; its context after the step (0: padding); its first
     sample's index and how many samples it has, at its last tokens; how many of them, the first
     ones, are only scored. Lines are in packed order.
-    history [N, L] int32 and block_table [N, B * G] int32 are indexed by row: a block of tokens has
-    one physical block in each of G groups of layers, side by side.
+    history [N, L] int32 and row_block_table [N, B * G] int32 are indexed by row: a block of tokens
+    has one physical block in each of G groups of layers, side by side.
 
-    Written: the inputs of `step_inputs.PREPARED`; slot_mapping [G, T] and packed_table (the step's
-    block_table) [G, R, B] for all groups, the table only as far as each context. length is 0 for
-    padding, and for samples that are only scored: what is drawn there does not count.
+    Written: the inputs of `step_inputs.PREPARED`; slot_mapping [G, T] and block_table [G, R, B]
+    for all groups, the table only as far as each context. length is 0 for padding, and for samples
+    that are only scored: what is drawn there does not count.
     """
     groups = slot_mapping.shape[0]
     starts = [0]
     for r, line in enumerate(work.tolist()):
         at, start, count, first, context, sample, samples, scored = line
-        table = block_table[at].view(-1, groups).T
+        table = row_block_table[at].view(-1, groups).T
         place = torch.arange(start, start + count, device=work.device)
         token_ids[first : first + count] = history[at, place].long()
         positions[first : first + count] = place
@@ -65,7 +61,7 @@ def prepare_step(
         else:
             slot_mapping[:, first : first + count] = -1
         blocks = (context + block_size - 1) // block_size
-        packed_table[:, r, :blocks] = table[:, :blocks]
+        block_table[:, r, :blocks] = table[:, :blocks]
         context_len[r], request_row[r] = context, at
         starts.append(first + count)
         for i in range(samples):

@@ -21,7 +21,7 @@ ExtraArg = bool | int | float | str | Sequence[bool | int | float | str]
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 64  # sequences of tokens; a text may need two
-MAX_BAD_WORD_TOKENS = 16
+BAD_WORD_TOKENS = 16  # as in kernels/step_inputs.py, which imports torch (a test compares them)
 
 
 def _fail(name: str, value: object, rule: str) -> InvalidRequestError:
@@ -183,9 +183,9 @@ class SamplingParams:
                 param="bad_words",
             )
         for word in words:
-            if not 0 < len(word) <= MAX_BAD_WORD_TOKENS:
+            if not 0 < len(word) <= BAD_WORD_TOKENS:
                 raise InvalidRequestError(
-                    f"a bad word has {len(word)} tokens; 1 to {MAX_BAD_WORD_TOKENS} are allowed",
+                    f"a bad word has {len(word)} tokens; 1 to {BAD_WORD_TOKENS} are allowed",
                     param="bad_words",
                 )
             for token in word:

@@ -268,7 +268,7 @@ def _replace(graph: fx.Graph, product: fx.Node, mixed: fx.Node, s: Scoring) -> N
 
 
 def _prove(graph: fx.Graph, old: fx.Node, new: fx.Node, inputs: tuple[Any, ...]) -> None:
-    """Both must give the same for random queries, keys and values; what was measured is a guess."""
+    """Both must give the same for random queries, keys and values: measuring proves nothing."""
     gen = torch.Generator().manual_seed(1)
 
     def random(node: fx.Node) -> Tensor:

@@ -39,12 +39,12 @@ class CacheInput:
 class QuantizedPart:
     """One of the tensors that a quantized weight becomes; in all else their recipes are alike.
 
-    `stored`: it has the checkpoint's bits; else it is quantized while it loads.
+    `kept`: it has the checkpoint's bits; else it is quantized while it loads.
     """
 
     to: Quantization
     part: Part
-    stored: bool = False
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

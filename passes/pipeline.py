@@ -38,7 +38,7 @@ class PipelineOptions:
     device_type: str  # "cpu" or "cuda"
     kv_cache_dtype: str = "auto"  # a name of fp8.CACHE_DTYPES, or the model's own
     quantization: Format | None = None
-    stored: tuple[tuple[str, Quantization], ...] = ()  # weights that stay as they are stored
+    kept: tuple[tuple[str, Quantization], ...] = ()  # weights that stay as they are stored
 
 
 def pipeline(
@@ -77,7 +77,7 @@ def pipeline(
             unwanted=None if options.device_type == "cuda" else "FlashAttention serves GPUs"
         ),
         quantize_linears(  # after merge_linears: whole merged weights
-            format=options.quantization, stored=options.stored
+            format=options.quantization, kept=options.kept
         ),
         fuse_linears(  # after the norms and activations that it takes in
             unwanted=None if options.device_type == "cuda" else "fusing serves GPUs"

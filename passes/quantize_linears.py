@@ -41,11 +41,11 @@ def quantize_linears(
     gm: fx.GraphModule,
     *,
     format: Format | None,
-    stored: Sequence[tuple[str, Quantization]] = (),
+    kept: Sequence[tuple[str, Quantization]] = (),
 ) -> Notes:
     """Read a half or a quarter of the bytes. Not exact: the model's numbers change a little.
 
-    Weights that are `stored` in `format`, or with None in any, stay as they are, which is exact;
+    Weights that are `kept` in `format`, or with None in any, stay as they are, which is exact;
     so do those of embeddings, whose rows `quantized_embedding` widens when they are looked up.
     The output head, if it is not the embedding's weight too, has 8 bits in every format, since its
     errors are the logits' own; a router is not quantized, since a small error can choose another
@@ -57,35 +57,35 @@ def quantize_linears(
         y = llmc.quantized_linear(x, w in 4 or 8 bits, its scales, its zeros or None, b,
                                   its minimums)
     """
-    kept = dict(stored)
-    if format is None and not kept:
+    formats = dict(kept)
+    if format is None and not formats:
         return ["no --quantization was asked for"]
     graph = gm.graph
     left: Counter[str] = Counter()
     for node in calls(graph, aten.linear.default):
         given = arguments(node)
         weight = given.weight
-        to, reason = _stored_form(weight, kept)
-        is_stored = to is not None and format in (None, to.format)
-        if format is not None and not is_stored:
-            to, reason = _new_form(node, weight, format)
+        to, reason = _kept_format(weight, formats)
+        is_kept = to is not None and format in (None, to.format)
+        if format is not None and not is_kept:
+            to, reason = _new_format(node, weight, format)
         if to is None:
             left[reason] += 1
             continue
         assert isinstance(weight, fx.Node)
         with graph.inserting_before(node):
-            parts = _low_bit(graph, weight, to, stored=is_stored)
+            parts = _low_bit(graph, weight, to, kept=is_kept)
             fast = emit(graph, quantized_linear.overload, x=given.input, **parts, bias=given.bias)
         replace(node, fast)
     for node in calls(graph, aten.embedding.default):
-        _keep_embedding(node, kept, format)
+        _keep_embedding(node, formats, format)
     experts = sum("expert_linear" in str(n.target) for n in graph.nodes if n.op == "call_function")
     if experts and format is not None:
         left["routed experts stay as they are stored"] += experts
     return [f"{count} linears: {reason}" for reason, count in left.items()]
 
 
-def _new_form(node: fx.Node, weight: Any, format: Format) -> tuple[Quantization | None, str]:
+def _new_format(node: fx.Node, weight: Any, format: Format) -> tuple[Quantization | None, str]:
     """How a weight is quantized, or why it is not."""
     reason = _why_not(node, weight, format)
     if reason:
@@ -94,20 +94,20 @@ def _new_form(node: fx.Node, weight: Any, format: Format) -> tuple[Quantization 
     return quantization_of(low, *(int(n) for n in val(weight).shape)), ""
 
 
-def _stored_form(weight: Any, kept: Mapping[str, Quantization]) -> tuple[Quantization | None, str]:
+def _kept_format(weight: Any, kept: Mapping[str, Quantization]) -> tuple[Quantization | None, str]:
     """How all parts of a weight are stored, or why it is not taken as it is."""
     role = input_of(weight)
     if not isinstance(role, WeightInput) or role.quantized or role.transposed:
         return None, "the weight is computed"
-    forms = {kept.get(part) for part in role.parts}
-    form = forms.pop()
-    if forms:
+    formats = {kept.get(part) for part in role.parts}
+    format = formats.pop()
+    if formats:
         return None, "merged weights are stored in different ways, so they are widened"
-    if form is None:
-        return None, "stored in full, or in a way that the op can't hold exactly"
+    if format is None:
+        return None, "stored in full, or in a way that the op can't take exactly"
     if not all(_reads_bits(user, weight) for user in weight.users):
         return None, "the weight is shared with another op, which needs it plain"
-    return form, ""
+    return format, ""
 
 
 def _reads_bits(node: fx.Node, weight: fx.Node) -> bool:
@@ -121,7 +121,7 @@ def _keep_embedding(node: fx.Node, kept: Mapping[str, Quantization], format: For
     """Rows of a weight that is stored in few bits are widened when they are looked up."""
     given = arguments(node)
     weight = given.weight
-    to, _ = _stored_form(weight, kept)
+    to, _ = _kept_format(weight, kept)
     if to is None or format not in (None, to.format):
         return
     assert isinstance(weight, fx.Node)
@@ -129,14 +129,14 @@ def _keep_embedding(node: fx.Node, kept: Mapping[str, Quantization], format: For
         return  # which needs it plain
     graph = node.graph
     with graph.inserting_before(node):
-        parts = _low_bit(graph, weight, to, stored=True)
+        parts = _low_bit(graph, weight, to, kept=True)
         dtype = val(node).dtype
         fast = emit(graph, quantized_embedding.overload, ids=given.indices, **parts, dtype=dtype)
     replace(node, fast)
 
 
 def _low_bit(
-    graph: fx.Graph, weight: fx.Node, to: Quantization, *, stored: bool
+    graph: fx.Graph, weight: fx.Node, to: Quantization, *, kept: bool
 ) -> dict[Part, fx.Node | None]:
     """Placeholders of the quantized weight, its scales, its zeros and minimums, if it has any."""
     role = input_of(weight)
@@ -149,7 +149,7 @@ def _low_bit(
             nodes[part] = None
             continue
         fake = val(weight).new_empty(to.shape(part, channels, depth), dtype=to.dtypes[part])
-        low = dataclasses.replace(role, quantized=QuantizedPart(to=to, part=part, stored=stored))
+        low = dataclasses.replace(role, quantized=QuantizedPart(to=to, part=part, kept=kept))
         nodes[part] = add_input(graph, f"{weight.name}_{to.format}_{part}", low, fake)
     return nodes
 

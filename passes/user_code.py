@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from llmc.errors import ConfigError
+from llmc.passes.user_names import file_of, no_attribute, split_name
 
 
 def find(group: str, given: Iterable[object], what: str) -> Iterator[tuple[object, str]]:
@@ -55,23 +56,19 @@ def check_names(names: list[str], what: str) -> None:
 
 
 def _named(name: str, what: str) -> object:
-    where, colon, attribute = name.rpartition(":")
-    if not colon or not where or not attribute.isidentifier():
-        raise ConfigError(f"{name!r} names no {what}: write `module:{what}` or `file.py:{what}`")
+    where, attribute = split_name(name, what)
+    path = file_of(where)
     try:
-        module = _from_file(where) if where.endswith(".py") else importlib.import_module(where)
-    except ImportError as e:
+        module = importlib.import_module(where) if path is None else _from_file(path)
+    except (ImportError, SyntaxError) as e:
         raise ConfigError(f"{name!r} can't be imported: {e}") from e
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise ConfigError(f"{where} has no {attribute!r}") from None
+        raise no_attribute(where, attribute) from None
 
 
-def _from_file(where: str) -> ModuleType:
-    path = Path(where).expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"there is no file {where!r}")
+def _from_file(path: Path) -> ModuleType:
     name = f"llmc_user_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"

@@ -26,6 +26,7 @@ LEAVES = (
     "llmc.speculative_config",
     "llmc.outputs",
     "llmc.model_info",
+    "llmc.cache_dir",
 )
 MAY_IMPORT = {
     "llmc.errors": (),
@@ -36,10 +37,11 @@ MAY_IMPORT = {
     "llmc.structured": ("llmc.errors", "llmc.structured_outputs", "llmc.text"),
     "llmc.outputs": LEAVES,
     "llmc.model_info": (),
-    "llmc.kernels": ("llmc.errors",),
+    "llmc.cache_dir": (),
+    "llmc.kernels": ("llmc.errors", "llmc.cache_dir"),
     "llmc.passes": ("llmc.errors", "llmc.kernels"),
     "llmc.engine": LEAVES,
-    "llmc.weights": ("llmc.errors", "llmc.passes", "llmc.kernels"),
+    "llmc.weights": ("llmc.errors", "llmc.cache_dir", "llmc.passes", "llmc.kernels"),
     "llmc.compiler": ("llmc.errors", "llmc.weights", "llmc.passes", "llmc.kernels"),
     "llmc.runner": (*LEAVES, "llmc.engine", "llmc.compiler", "llmc.passes", "llmc.kernels"),
     "llmc.startup": (

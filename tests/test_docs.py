@@ -1,4 +1,4 @@
-"""The documents say what the code does: their tables, passes, fields and links are held to it."""
+"""The documents say what the code does: tables, passes, fields and links are checked against it."""
 
 from __future__ import annotations
 

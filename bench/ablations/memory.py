@@ -72,14 +72,14 @@ def paged(count: int) -> Use:
     for i, (prompt, output) in enumerate(trace):
         sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
         core.add(AddRequest(request_id=str(i), prompt_token_ids=[5] * prompt, sampling=sampling))
-    held = {str(i): prompt for i, (prompt, _) in enumerate(trace)}
+    num_tokens = {str(i): prompt for i, (prompt, _) in enumerate(trace)}
     live: set[str] = set()
     running: list[int] = []
     wasted: list[float] = []
     while core.stats().num_waiting or not running:
         for update in core.step():
             live.add(update.request_id)
-            held[update.request_id] += len(update.new_token_ids)
+            num_tokens[update.request_id] += len(update.new_token_ids)
             if update.finish_reason is not None:
                 live.discard(update.request_id)
         stats = core.stats()
@@ -87,7 +87,7 @@ def paged(count: int) -> Use:
         if taken and stats.num_waiting:
             running.append(stats.num_running)
             # the newest token of a request is in no block before the next step
-            wasted.append(max(0.0, 1 - sum(held[name] for name in live) / taken))
+            wasted.append(max(0.0, 1 - sum(num_tokens[name] for name in live) / taken))
     return Use(running=sum(running) / len(running), wasted=sum(wasted) / len(wasted))
 
 
@@ -95,15 +95,15 @@ def contiguous(count: int) -> Use:
     """Every request has room for the whole context from its first step to its last."""
     queue = list(reversed(lengths(count)))
     slots = POOL // CONTEXT
-    active: list[tuple[int, int]] = []  # (tokens held, tokens to come)
+    active: list[tuple[int, int]] = []  # (tokens in the cache, tokens to come)
     running: list[int] = []
     wasted: list[float] = []
     while queue:
         while queue and len(active) < slots:
             active.append(queue.pop())
         running.append(len(active))
-        wasted.append(1 - sum(held for held, _ in active) / (len(active) * CONTEXT))
-        active = [(held + 1, left - 1) for held, left in active if left > 1]
+        wasted.append(1 - sum(tokens for tokens, _ in active) / (len(active) * CONTEXT))
+        active = [(tokens + 1, left - 1) for tokens, left in active if left > 1]
     return Use(running=sum(running) / len(running), wasted=sum(wasted) / len(wasted))
 
 
@@ -210,7 +210,7 @@ ROWS = (
     ),
     Row(
         name="copy-on-write",
-        what="n=8 on one prompt: blocks held at most",
+        what="n=8 on one prompt: blocks in use at most",
         on="the prompt's blocks are shared",
         off="each has its own",
         unit="blocks",

@@ -244,7 +244,7 @@ ROWS = (
     Row(
         name="speculation",
         what="prompt lookup on text that repeats",
-        on="up to 4 tokens guessed",
+        on="up to 4 draft tokens",
         off="none",
         unit="tokens/s",
         model=LARGE,

@@ -20,10 +20,10 @@ void write_segments(const Tensor& memory, const Tensor& delta, int64_t count) {
                        dense<int32_t>(delta, "delta", 1, count * 3), count);
 }
 
-void prepare_step(const Tensor& work, const Tensor& history, const Tensor& block_table,
+void prepare_step(const Tensor& work, const Tensor& history, const Tensor& row_block_table,
                   int64_t block_size, const Tensor& token_ids, const Tensor& positions,
                   const Tensor& slot_mapping, const Tensor& query_start,
-                  const Tensor& context_len, const Tensor& packed_table,
+                  const Tensor& context_len, const Tensor& block_table,
                   const Tensor& request_row, const Tensor& logits_index, const Tensor& row,
                   const Tensor& length) {
   TORCH_CHECK(work.dim() == 2 && work.size(1) == 8 && work.is_contiguous(),
@@ -34,13 +34,13 @@ void prepare_step(const Tensor& work, const Tensor& history, const Tensor& block
   a.requests = requests;
   a.history = dense<int32_t>(history, "history", 2, 1);
   a.history_stride = history.stride(0);
-  a.block_table = dense<int32_t>(block_table, "block_table", 2, 1);
-  a.table_stride = block_table.stride(0);
+  a.row_block_table = dense<int32_t>(row_block_table, "row_block_table", 2, 1);
+  a.row_block_table_stride = row_block_table.stride(0);
   a.block_size = block_size;
   a.groups = slot_mapping.size(0);
-  TORCH_CHECK(slot_mapping.dim() == 2 && packed_table.dim() == 3 && slot_mapping.size(1) >= tokens &&
-                  packed_table.size(0) == a.groups && packed_table.size(1) >= requests,
-              "slot_mapping ", slot_mapping.sizes(), " and packed_table ", packed_table.sizes(),
+  TORCH_CHECK(slot_mapping.dim() == 2 && block_table.dim() == 3 && slot_mapping.size(1) >= tokens &&
+                  block_table.size(0) == a.groups && block_table.size(1) >= requests,
+              "slot_mapping ", slot_mapping.sizes(), " and block_table ", block_table.sizes(),
               " do not fit ", tokens, " tokens of ", requests, " requests");
   a.token_ids = dense<int64_t>(token_ids, "token_ids", 1, 0);
   a.positions = dense<int64_t>(positions, "positions", 1, tokens);
@@ -48,9 +48,9 @@ void prepare_step(const Tensor& work, const Tensor& history, const Tensor& block
   a.slot_group = slot_mapping.stride(0);
   a.query_start = dense<int32_t>(query_start, "query_start", 1, requests + 1);
   a.context_len = dense<int32_t>(context_len, "context_len", 1, requests);
-  a.packed_table = dense<int32_t>(packed_table, "packed_table", 3, 0);
-  a.packed_group = packed_table.stride(0);
-  a.packed_stride = packed_table.stride(1);
+  a.block_table = dense<int32_t>(block_table, "block_table", 3, 0);
+  a.block_table_group = block_table.stride(0);
+  a.block_table_stride = block_table.stride(1);
   a.request_row = dense<int64_t>(request_row, "request_row", 1, requests);
   a.logits_index = dense<int64_t>(logits_index, "logits_index", 1, samples);
   a.row = dense<int64_t>(row, "row", 1, samples);

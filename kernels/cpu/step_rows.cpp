@@ -21,7 +21,7 @@ struct Line {
 
 void write_tokens(const PrepareArgs& a, const Line& line) {
   const int32_t* history = a.history + line.row * a.history_stride;
-  const int32_t* table = a.block_table + line.row * a.table_stride;
+  const int32_t* table = a.row_block_table + line.row * a.row_block_table_stride;
   for (int64_t i = 0; i < line.count; ++i) {
     const int64_t position = line.start + i, out = line.first + i;
     a.token_ids[out] = history[position];
@@ -34,14 +34,14 @@ void write_tokens(const PrepareArgs& a, const Line& line) {
 }
 
 void write_table(const PrepareArgs& a, const Line& line, int64_t request) {
-  const int32_t* table = a.block_table + line.row * a.table_stride;
+  const int32_t* table = a.row_block_table + line.row * a.row_block_table_stride;
   const int64_t blocks = (line.context + a.block_size - 1) / a.block_size;
-  int32_t* out = a.packed_table + request * a.packed_stride;
+  int32_t* out = a.block_table + request * a.block_table_stride;
   if (a.groups == 1) {
     std::memcpy(out, table, blocks * sizeof(int32_t));
     return;
   }
-  for (int64_t g = 0; g < a.groups; ++g, out += a.packed_group)
+  for (int64_t g = 0; g < a.groups; ++g, out += a.block_table_group)
     for (int64_t i = 0; i < blocks; ++i) out[i] = table[i * a.groups + g];
 }
 

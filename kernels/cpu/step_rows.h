@@ -13,14 +13,14 @@ struct PrepareArgs {
   int64_t requests;
   const int32_t* history;
   int64_t history_stride;
-  const int32_t* block_table;
-  int64_t table_stride;
+  const int32_t* row_block_table;
+  int64_t row_block_table_stride;
   int64_t block_size, groups;  // a row of the table holds a block of each group, then the next
   int64_t *token_ids, *positions, *slot_mapping;
   int64_t slot_group;  // stride of a group
   int32_t *query_start, *context_len;
-  int32_t* packed_table;
-  int64_t packed_stride, packed_group;
+  int32_t* block_table;
+  int64_t block_table_stride, block_table_group;
   int64_t *request_row, *logits_index, *row;
   int32_t* length;
 };

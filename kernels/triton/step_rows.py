@@ -40,8 +40,8 @@ def write_segments_kernel(memory, delta, BLOCK: tl.constexpr):
 @triton.jit
 def prepare_step_kernel(
     work, history, history_row, table, table_row, token_ids, positions, slots, slots_group,
-    query_start, context_len, packed, packed_group, packed_row, request_row, logits_index, row,
-    length,
+    query_start, context_len, block_table, block_table_group, block_table_request, request_row,
+    logits_index, row, length,
     BLOCK_SIZE: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a request, which writes what its line of `work` asks for."""
@@ -71,13 +71,13 @@ def prepare_step_kernel(
             tl.store(slots + g * slots_group + out, slot, mask=inside)
         tl.store(token_ids + out, token.to(tl.int64), mask=inside)
         tl.store(positions + out, position.to(tl.int64), mask=inside)
-    packed += r.to(tl.int64) * packed_row
+    block_table += r.to(tl.int64) * block_table_request
     blocks = (context + BLOCK_SIZE - 1) // BLOCK_SIZE
     for begin in range(0, blocks, BLOCK):
         inside = begin + i < blocks
         for g in tl.static_range(GROUPS):
             block = tl.load(table + (begin + i) * GROUPS + g, mask=inside)
-            tl.store(packed + g * packed_group + begin + i, block, mask=inside)
+            tl.store(block_table + g * block_table_group + begin + i, block, mask=inside)
     for begin in range(0, samples, BLOCK):
         inside = begin + i < samples
         token = count - samples + begin + i
@@ -136,14 +136,14 @@ def plan_write(memory: Tensor, delta: Tensor, count: int) -> Plan[None]:
 def plan_prepare(
     work: Tensor,
     history: Tensor,
-    block_table: Tensor,
+    row_block_table: Tensor,
     block_size: int,
     token_ids: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
     query_start: Tensor,
     context_len: Tensor,
-    packed_table: Tensor,
+    block_table: Tensor,
     request_row: Tensor,
     logits_index: Tensor,
     row: Tensor,
@@ -154,12 +154,12 @@ def plan_prepare(
         grid=(work.shape[0],),
         args={
             "work": work, "history": history, "history_row": history.stride(0),
-            "table": block_table, "table_row": block_table.stride(0),
+            "table": row_block_table, "table_row": row_block_table.stride(0),
             "token_ids": token_ids, "positions": positions, "slots": slot_mapping,
             "slots_group": slot_mapping.stride(0),
             "query_start": query_start, "context_len": context_len,
-            "packed": packed_table, "packed_group": packed_table.stride(0),
-            "packed_row": packed_table.stride(1),
+            "block_table": block_table, "block_table_group": block_table.stride(0),
+            "block_table_request": block_table.stride(1),
             "request_row": request_row, "logits_index": logits_index, "row": row,
             "length": length,
         },

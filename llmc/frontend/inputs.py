@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from llmc.engine import admission
 from llmc.errors import InvalidRequestError
-from llmc.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
+from llmc.sampling_params import BAD_WORD_TOKENS, SamplingParams
 from llmc.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -141,10 +141,10 @@ class InputProcessor:
         for text in sampling.bad_words:
             for spelling in (text, f" {text.lstrip()}"):
                 ids = tokenizer.encode(spelling, add_special_tokens=False)
-                if len(ids) > MAX_BAD_WORD_TOKENS:
+                if len(ids) > BAD_WORD_TOKENS:
                     raise InvalidRequestError(
                         f"the bad word {text[:80]!r} has {len(ids)} tokens; the limit is "
-                        f"{MAX_BAD_WORD_TOKENS}",
+                        f"{BAD_WORD_TOKENS}",
                         param="bad_words",
                     )
                 if ids:

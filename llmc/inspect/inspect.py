@@ -25,7 +25,7 @@ from llmc.passes.group_caches import widest
 from llmc.passes.inputs import StepInput
 from llmc.startup.compile import rewrite_options
 from llmc.startup.resolve import ModelSource, pick_device, resolve
-from llmc.weights.quantized.kept_quantized import Held, expected_weights, held_weights
+from llmc.weights.quantized.kept_quantized import KeptWeights, expected_weights, kept_weights
 from llmc.weights.tensors import weight_files
 
 _LIVE_VALUES = 4  # of the largest value of a step, that many are taken to live at once
@@ -80,7 +80,7 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
     for keep_all in (True,) if all_layers else (False, True):
         built = build_model(source.load_hf_config(), source.dtype)
         parameters = sum(p.numel() for p in built.module.parameters())
-        options = rewrite_options(source, _held(source, built))
+        options = rewrite_options(source, _kept(source, built))
         shortened = shorten(built.module, built.config, keep_all=keep_all)
         try:
             captured = capture_model(built, device, outline=options.outline)
@@ -115,13 +115,13 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
     )
 
 
-def _held(source: ModelSource, built: BuiltModel) -> Held:
+def _kept(source: ModelSource, built: BuiltModel) -> KeptWeights:
     """Weights that keep their stored form; by config.json alone where there are no weight files."""
     if source.stored is None or source.config.quantization == "none":
         return ()
     if not any(weight_files(source.files.path)):
         return expected_weights(source.stored, built.module)
-    return held_weights(source.open_tensors())
+    return kept_weights(source.open_tensors())
 
 
 def _pass_facts(

@@ -194,7 +194,7 @@ def bandwidth_result(
 
 
 def speculation_result(before: EngineStats, after: EngineStats) -> dict[str, int]:
-    """The part of a JSON result that tells of tokens guessed ahead, between two readings."""
+    """The part of a JSON result that tells of draft tokens, between two readings."""
     return {
         "num_drafts": after.num_drafts - before.num_drafts,
         "num_draft_tokens": after.num_draft_tokens - before.num_draft_tokens,

@@ -31,7 +31,7 @@ from llmc.runner import kv_cache
 from llmc.startup.resolve import ModelSource
 from llmc.weights.checkpoint import Readable
 from llmc.weights.load import DummyWeights, WeightSource
-from llmc.weights.quantized.kept_quantized import Held, held_weights, tell_widened
+from llmc.weights.quantized.kept_quantized import KeptWeights, kept_weights, tell_widened
 
 if TYPE_CHECKING:
     from llmc.compiler.build import BuiltModel
@@ -49,7 +49,7 @@ class CompiledModel:
     built: BuiltModel | None  # None: the program is from the cache
 
 
-def rewrite_options(source: ModelSource, kept: Held | None = None) -> RewriteOptions:
+def rewrite_options(source: ModelSource, kept: KeptWeights | None = None) -> RewriteOptions:
     """What the passes need to know of the engine that the source's config asks for.
 
     `kept` are the weights that keep their stored quantization; None looks into the checkpoint.
@@ -61,7 +61,7 @@ def rewrite_options(source: ModelSource, kept: Held | None = None) -> RewriteOpt
             max_positions=source.model_len,
             kv_cache_dtype=config.kv_cache_dtype,
             quantization=None if config.quantization == "none" else config.quantization,
-            stored=_kept(source) if kept is None else kept,
+            kept=_kept(source) if kept is None else kept,
             device_type=device.type,
         ),
         switches=config.passes,
@@ -70,11 +70,11 @@ def rewrite_options(source: ModelSource, kept: Held | None = None) -> RewriteOpt
     )
 
 
-def _kept(source: ModelSource) -> Held:
+def _kept(source: ModelSource) -> KeptWeights:
     """Weights that may keep their stored form, which is exact."""
     if source.stored is None or source.config.quantization == "none" or source.is_dummy:
         return ()
-    return held_weights(source.open_tensors())
+    return kept_weights(source.open_tensors())
 
 
 def compile_model(source: ModelSource, cache: ProgramCache) -> CompiledModel:

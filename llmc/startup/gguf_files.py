@@ -72,5 +72,5 @@ def _key(path: Path, sampling: Mapping[str, Any]) -> str:
     except OSError as e:
         raise CheckpointError(f"{path.name} can't be read: {e}") from e
     packages = [version(name) for name in ("transformers", "gguf", "tokenizers", "llmc-engine")]
-    told = json.dumps([_LAYOUT, str(path), stats, packages, dict(sampling)])
-    return hashlib.sha256(told.encode()).hexdigest()[:32]
+    described = json.dumps([_LAYOUT, str(path), stats, packages, dict(sampling)])
+    return hashlib.sha256(described.encode()).hexdigest()[:32]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
+from llmc.passes.user_names import check_user_code
 from llmc.startup.config_facts import ConfigFacts, FactsCache, describe, token_ids
 from llmc.startup.model_files import (
     ModelFiles,
@@ -101,10 +102,12 @@ class ModelSource:
 
 
 def check_paths(config: EngineConfig) -> None:
-    """Report a wrong path at once: nothing heavy is imported, nothing is downloaded.
+    """Report a wrong path or name at once: nothing heavy is imported, nothing is downloaded.
 
-    Raises CheckpointError.
+    Raises CheckpointError, or ConfigError for a user's pass or logits processor.
     """
+    check_user_code(config.extra_passes, "pass")
+    check_user_code(config.logits_processors, "class")
     drafting = config.speculative_config
     for name in (config.model, drafting.model if drafting is not None else config.model):
         files = find_local(replace(config, model=name, speculative_config=None))

@@ -83,7 +83,7 @@ class Tokenizer:
         return cls(hf)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the tokenizer's own BOS or EOS unless told otherwise."""
+        """Token ids of `text`, with the tokenizer's own BOS or EOS unless asked otherwise."""
         check_text(text, "prompt")
         if self._backend is not None:
             # Of the encode methods the one that lets other threads run, and that skips offsets.

@@ -274,7 +274,7 @@ def make_weights(
         for part, kind in to.dtypes.items()
     }
     start = 0
-    for made in _low_bit(plain, to, role.quantized.stored, shapes, dtype, source, device):
+    for made in _low_bit(plain, to, role.quantized.kept, shapes, dtype, source, device):
         end = start + len(made["weight"])
         for part, blocks in made.items():
             out[part][start:end] = blocks
@@ -288,14 +288,14 @@ def make_weights(
 def _low_bit(
     role: WeightInput,
     to: Quantization,
-    stored: bool,
+    kept: bool,
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     source: WeightSource,
     device: torch.device,
 ) -> Iterator[dict[Part, Tensor]]:
     """Some blocks of channels at a time: as they are stored, or quantized from what is."""
-    if stored:
+    if kept:
         for name in role.parts:
             yield source.blocks(name, to)
         return

@@ -58,7 +58,7 @@ def test_every_row_works_in_miniature(tmp_path: Path) -> None:
     notes = {found["name"]: found["note"] for found in rows}
     # how many of them were swapped follows from measured times, which are a busy machine's here
     assert " 0 preemptions" not in notes["swap"] and " swapped; without" in notes["swap"]
-    assert "0 of 0 guesses" not in notes["speculation"]
+    assert "0 of 0 draft tokens" not in notes["speculation"]
     assert len(text.read_text().splitlines()) == len(names) + 2
 
 

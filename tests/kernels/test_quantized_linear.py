@@ -30,7 +30,7 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def held(format: Format, n: int, k: int) -> Quantization:
+def kept_as(format: Format, n: int, k: int) -> Quantization:
     to = quantization_of(format, n, k)
     assert to is not None
     return to
@@ -47,7 +47,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantizing_loses_no_more_than_its_bits(format: Format) -> None:
     weight = rand(64, 256)
-    q, scale = quantize(weight, held(format, 64, 256))
+    q, scale = quantize(weight, kept_as(format, 64, 256))
     error = (dequantize(q, scale) - weight).pow(2).mean().sqrt()
     assert 0 < error < MAX_ERROR[format]
 
@@ -55,7 +55,7 @@ def test_quantizing_loses_no_more_than_its_bits(format: Format) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_values_on_the_grid_come_back(format: Format) -> None:
     """And so do a channel of zeros, and channels of very different sizes."""
-    to = held(format, 32, 64)
+    to = kept_as(format, 32, 64)
     weight = dequantize(*quantize(rand(32, 64) * torch.logspace(-6, 6, 32)[:, None], to))
     weight[3] = 0
     again = dequantize(*quantize(weight, to))
@@ -63,13 +63,13 @@ def test_values_on_the_grid_come_back(format: Format) -> None:
 
 
 def test_shapes_follow_from_the_format() -> None:
-    assert held("int4", 32, 256) == Quantization(format="int4", group=128)
-    assert held("int4", 32, 96).group == 32
-    assert held("int8", 32, 96).group == 0
+    assert kept_as("int4", 32, 256) == Quantization(format="int4", group=128)
+    assert kept_as("int4", 32, 96).group == 32
+    assert kept_as("int8", 32, 96).group == 0
     assert quantization_of("int8", 24, 64) is None, "24 channels are no whole blocks"
     assert quantization_of("fp8", 32, 48) is None
     for format in FORMATS:
-        to = held(format, 48, 192)
+        to = kept_as(format, 48, 192)
         weight, scale = quantize(rand(48, 192), to)
         assert (tuple(weight.shape), weight.dtype) == (to.shape("weight", 48, 192), to.dtype)
         assert (tuple(scale.shape), scale.dtype) == (to.shape("scale", 48, 192), to.scale_dtype)
@@ -127,7 +127,7 @@ def assert_near(got: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 9, 12, 13, 17, 40, 200])
 def test_every_row_count(format: Format, rows: int, threads: int) -> None:
     for k, n in ((256, 80), (1056, 2080)):
-        weight, scale = quantize(rand(n, k) * k**-0.5, held(format, n, k))
+        weight, scale = quantize(rand(n, k) * k**-0.5, kept_as(format, n, k))
         x = rand(rows, k, seed=1).bfloat16()
         assert_near(run(x, weight, scale), x, weight, scale)
 
@@ -167,7 +167,7 @@ def test_random_shapes(
     seed: int,
 ) -> None:
     n, k = 16 * blocks, 32 * steps
-    weight, scale = quantize(rand(n, k, seed=seed) * k**-0.5, held(format, n, k))
+    weight, scale = quantize(rand(n, k, seed=seed) * k**-0.5, kept_as(format, n, k))
     zero = None
     if format == "int4" and extras[0]:
         zero = torch.randint(0, 16, scale.shape, dtype=torch.uint8)
@@ -182,7 +182,7 @@ def test_random_shapes(
 @pytest.mark.parametrize("rows", [1, 20])
 def test_an_input_far_larger_than_the_others(format: Format, rows: int) -> None:
     """Activations have such channels; what the others add must not be lost."""
-    weight, scale = quantize(rand(32, 256) * 0.1, held(format, 32, 256))
+    weight, scale = quantize(rand(32, 256) * 0.1, kept_as(format, 32, 256))
     x = rand(rows, 256, seed=1)
     x[:, 5] = 2000.0
     x = x.bfloat16()
@@ -192,7 +192,7 @@ def test_an_input_far_larger_than_the_others(format: Format, rows: int) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("rows", [2, 5, 40])
 def test_a_bad_row_spoils_no_other(format: Format, rows: int) -> None:
-    weight, scale = quantize(rand(48, 64), held(format, 48, 64))
+    weight, scale = quantize(rand(48, 64), kept_as(format, 48, 64))
     x = rand(rows, 64).bfloat16()
     clean = run(x, weight, scale)
     x[rows // 2, 7] = float("nan")
@@ -207,7 +207,7 @@ def test_a_bad_row_spoils_no_other(format: Format, rows: int) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_code_counts_as_what_it_is(format: Format) -> None:
     """Checkpoints hold codes that `quantize` never gives, such as -128 and NaN."""
-    to = held(format, 16, 64)
+    to = kept_as(format, 16, 64)
     shape = to.shape("weight", 16, 64)
     weight = torch.arange(math.prod(shape)).to(torch.uint8).view(shape).view(to.dtype)
     scale = torch.ones(to.shape("scale", 16, 64), dtype=to.scale_dtype)
@@ -219,7 +219,7 @@ def test_every_code_counts_as_what_it_is(format: Format) -> None:
 
 
 def test_strides_and_nothing_to_do() -> None:
-    weight, scale = quantize(rand(32, 64), held("int8", 32, 64))
+    weight, scale = quantize(rand(32, 64), kept_as("int8", 32, 64))
     x = rand(6, 128).bfloat16()[:, :64]
     assert torch.equal(run(x, weight, scale), run(x.contiguous(), weight, scale))
     assert run(x.reshape(2, 3, 64), weight, scale).shape == (2, 3, 32)
@@ -227,7 +227,7 @@ def test_strides_and_nothing_to_do() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    weight, scale = quantize(rand(32, 64), held("int8", 32, 64))
+    weight, scale = quantize(rand(32, 64), kept_as("int8", 32, 64))
     x = rand(2, 64).bfloat16()
     with pytest.raises(RuntimeError, match=r"has 64 inputs and does not fit x \[2, 60\]"):
         run(x[:, :60], weight, scale)

@@ -9,7 +9,7 @@ import op_cases
 import torch
 from torch import Tensor
 
-from llmc.kernels.prepare_step import PACKED, prepare_step
+from llmc.kernels.prepare_step import prepare_step
 from llmc.kernels.registry import OPS
 from llmc.kernels.step_inputs import (
     PREPARED,
@@ -23,18 +23,18 @@ from llmc.kernels.step_inputs import (
 
 
 def test_prepare_step_takes_the_inputs_in_their_order() -> None:
-    assert tuple(prepare_step.defaults)[-len(PACKED) :] == PACKED == prepare_step.mutates
-    assert [n.replace("packed_table", "block_table") for n in PACKED] == list(PREPARED)
+    prepared = tuple(PREPARED)
+    assert tuple(prepare_step.defaults)[-len(prepared) :] == prepared == prepare_step.mutates
 
 
 def test_its_cases_are_of_these_shapes_and_dtypes() -> None:
     for case in op_cases.cases("prepare_step", torch.float32):
         given = OPS["prepare_step"].bind(case)
         work: Tensor = given["work"]
-        sizes = {"R": len(work), "R + 1": len(work) + 1, "blocks": given["packed_table"].shape[-1]}
+        sizes = {"R": len(work), "R + 1": len(work) + 1, "blocks": given["block_table"].shape[-1]}
         sizes |= {"T": int(work[:, 2].sum()), "S": int(work[:, 6].sum())}
-        for name, argument in zip(PREPARED, PACKED, strict=True):
-            spec, tensor = STEP_INPUTS[name], given[argument]
+        for name in PREPARED:
+            spec, tensor = STEP_INPUTS[name], given[name]
             groups = tensor.shape[:1] if spec.grouped else ()
             assert tensor.shape == (*groups, *spec.shape(sizes)) and tensor.dtype == spec.dtype
 

@@ -66,7 +66,7 @@ def eager(running: tiny_engine.Running) -> DraftModelSpeculation:
 
 
 def is_empty(engine: EngineCore) -> bool:
-    """Nothing is held in either cache."""
+    """Nothing is left in either cache."""
     speculation = engine.scheduler.speculation
     assert isinstance(speculation, DraftModelSpeculation)
     engine.check()
@@ -181,7 +181,7 @@ def test_drawn_tokens_have_the_probabilities_of_the_target(
     answers = tiny_engine.finish(engine).values()
     stats = engine.stats()
     assert NUM_ANSWERS / 4 < stats.num_accepted_tokens < 0.95 * stats.num_draft_tokens
-    # The second token can be guessed; the third is drawn behind a guess, right or wrong, or alone.
+    # The second token can be a draft token; the third follows one, accepted or not, or none.
     for place, expected in enumerate(chances(target), start=1):
         counts = Counter(answer.tokens[place] for answer in answers)
         wanted = {t: NUM_ANSWERS * p for t, p in zip(ALLOWED, expected.tolist(), strict=True)}

@@ -40,7 +40,7 @@ def report_of(running: Running) -> str:
     return report
 
 
-# What stays as it is stored; tests/compiler/test_held.py has all of them.
+# What stays as it is stored; tests/compiler/test_kept_quantized.py has all of them.
 @pytest.mark.parametrize(
     "name",
     [
@@ -83,13 +83,13 @@ def test_bytes_are_those_that_are_stored(plain: Path, tmp_path: Path) -> None:
     """In memory and in what `llmc inspect` works out, with the files at hand and without."""
     stored, _ = write_packed(plain, tmp_path, pack_quantized(4, 32, symmetric=True))
     running = tiny_engine.start(stored)
-    held = running.started.info.weight_bytes
+    kept = running.started.info.weight_bytes
     in_files = sum(t.num_bytes for n, t in open_checkpoint(stored).items() if "_shape" not in n)
-    assert held == in_files
+    assert kept == in_files
     config = EngineConfig(model=str(stored), device="cpu", dtype="float32", max_model_len=64)
-    assert inspect_model(config).sizes.weight_bytes == held
+    assert inspect_model(config).sizes.weight_bytes == kept
     (stored / "model.safetensors").unlink()
-    assert inspect_model(config).sizes.weight_bytes == held
+    assert inspect_model(config).sizes.weight_bytes == kept
 
 
 def test_experts_that_are_stored_one_by_one_in_fp8(

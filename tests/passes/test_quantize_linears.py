@@ -104,19 +104,19 @@ def test_stored_weights_keep_their_form() -> None:
     four = Quantization(format="int4", group=32, wide_scale=True, zero=True)
     eight = Quantization(format="int8")
     gm, _ = apply(trace(linears, **inputs), merge_linears())
-    held = (("w", four), ("v", four), ("u", four), ("t", eight))
-    quantized, (report,) = apply(gm, quantize_linears(format=None, stored=held))
+    kept = (("w", four), ("v", four), ("u", four), ("t", eight))
+    quantized, (report,) = apply(gm, quantize_linears(format=None, kept=kept))
     assert report.added == {"llmc.quantized_linear.default": 1}
     roles_of = [r for r in roles(quantized, WeightInput) if r.quantized]
     assert sorted(r.quantized.part for r in roles_of) == ["scale", "weight", "zero"]
-    assert all(r.parts == ("w", "v") and r.quantized.stored for r in roles_of)
+    assert all(r.parts == ("w", "v") and r.quantized.kept for r in roles_of)
     assert "merged weights are stored in different ways" in report.notes[0]
-    _, (report,) = apply(gm, quantize_linears(format=None, stored=(("u", four),)))
+    _, (report,) = apply(gm, quantize_linears(format=None, kept=(("u", four),)))
     assert report.notes[0].startswith("1 linears: stored in full")
-    again, _ = apply(gm, quantize_linears(format="fp8", stored=held))
+    again, _ = apply(gm, quantize_linears(format="fp8", kept=kept))
     assert {f for _, f, _ in low(again)} == {"fp8"}, "a format that is asked for goes first"
-    again, _ = apply(gm, quantize_linears(format="int4", stored=held))
-    assert {(r.parts, r.quantized.stored) for r in roles(again, WeightInput) if r.quantized} == {
+    again, _ = apply(gm, quantize_linears(format="int4", kept=kept))
+    assert {(r.parts, r.quantized.kept) for r in roles(again, WeightInput) if r.quantized} == {
         (("w", "v"), True),
         (("u", "t"), False),
     }
@@ -126,8 +126,8 @@ def test_stored_weights_that_other_ops_read_are_widened() -> None:
     def tied(x: Tensor, w: Tensor) -> Tensor:
         return F.linear(x, w) + w.sum()
 
-    held = (("w", Quantization(format="int8")),)
-    _, (report,) = apply(trace(tied, x=X, w=W), quantize_linears(format=None, stored=held))
+    kept = (("w", Quantization(format="int8")),)
+    _, (report,) = apply(trace(tied, x=X, w=W), quantize_linears(format=None, kept=kept))
     assert not report.added and "shared with another op" in report.notes[0]
 
 
@@ -135,8 +135,8 @@ def test_a_stored_embedding_keeps_its_bits_with_the_head_it_is_tied_to() -> None
     def tied(x: Tensor, w: Tensor) -> Tensor:
         return F.linear(x, w) + F.embedding(torch.zeros(5, dtype=torch.int64), w).sum()
 
-    held = (("w", Quantization(format="int8", group=32)),)
-    gm, (report,) = apply(trace(tied, x=X, w=W), quantize_linears(format=None, stored=held))
+    kept = (("w", Quantization(format="int8", group=32)),)
+    gm, (report,) = apply(trace(tied, x=X, w=W), quantize_linears(format=None, kept=kept))
     assert report.added == {
         "llmc.quantized_linear.default": 1,
         "llmc.quantized_embedding.default": 1,

@@ -22,6 +22,7 @@ from llmc.passes.base import Notes, Pass, graph_pass
 from llmc.passes.edit import aten, insert_after
 from llmc.passes.pipeline import PipelineOptions, pipeline
 from llmc.passes.user import digest, user_passes
+from llmc.passes.user_names import check_user_code
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "user_passes.py"
 X = step(torch.randn(1, 5, 8), dynamic=1)
@@ -92,6 +93,7 @@ def test_passes_are_taken_from_files_and_modules(tmp_path: Path) -> None:
         ("no_such_module:x", "can't be imported"),
         ("no_such_file.py:x", "there is no file"),
         ("{file}:missing", "has no 'missing'"),
+        ("{broken}:x", "can't be imported"),
         ("{file}:number", "is no pass"),
         (3, "is no pass"),
     ],
@@ -99,9 +101,21 @@ def test_passes_are_taken_from_files_and_modules(tmp_path: Path) -> None:
 def test_what_is_no_pass_is_refused(name: object, said: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(FILE, encoding="utf-8")
-    given = name.format(file=file) if isinstance(name, str) else name
+    broken = tmp_path / "broken.py"
+    broken.write_text("x = (", encoding="utf-8")
+    given = name.format(file=file, broken=broken) if isinstance(name, str) else name
     with pytest.raises(ConfigError, match=said):
         user_passes([given])
+
+
+def test_only_names_that_are_surely_wrong_are_refused_unread(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"{FILE}\nraise AssertionError('it was run')\n", encoding="utf-8")
+    check_user_code([f"{file}:nothing", "llmc.passes.fuse_act_mul:gone", double()], "pass")
+    with pytest.raises(ConfigError, match="has no 'missing'"):
+        check_user_code([f"{file}:missing"], "pass")
+    file.write_text("from elsewhere import *\n", encoding="utf-8")
+    check_user_code([f"{file}:missing"], "pass")
 
 
 def test_two_passes_of_one_name_are_refused() -> None:
@@ -155,7 +169,7 @@ def test_a_pass_that_refers_to_the_caller_is_not_cached() -> None:
 
 
 def test_the_example_taps_a_hidden_state_and_steers(tmp_path: Path) -> None:
-    """At -O0 in a real engine, held against hooks on transformers' module."""
+    """At -O0 in a real engine, compared with hooks on transformers' module."""
     path = save_checkpoint("llama", tmp_path / "model")
     prompt = list(prompts((9,))[0])
     module = load_reference(path)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmc import sampling_params
 from llmc.engine.plan import NewRow, RowMask, RowWork, StepPlan
 from llmc.kernels.ban_words import ban_words
 from llmc.kernels.process_logits import process_logits
@@ -181,6 +182,10 @@ def test_bad_words_are_banned_where_they_would_end() -> None:
     assert banned == [5, 9], "the output so far is 6"
     fill(rows, new_row(0, [5, 6, 6], prompt=2))
     assert torch.equal(processed(rows, 0, 3), torch.ones(VOCAB))
+
+
+def test_a_bad_word_that_is_admitted_has_a_place_in_the_table() -> None:
+    assert sampling_params.BAD_WORD_TOKENS == BAD_WORD_TOKENS
 
 
 @pytest.mark.parametrize("allowed", [[0], [31, 32], [63, 64, 69], list(range(VOCAB))])

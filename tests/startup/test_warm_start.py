@@ -69,6 +69,18 @@ def test_a_wrong_path_is_reported_before_anything_heavy_is_imported(
     assert [name for name in HEAVY if name in modules] == []
 
 
+@pytest.mark.parametrize("flag", ["--extra-pass", "--logits-processor"])
+@pytest.mark.parametrize("wrong", ["nothing", "gone:x", "gone.py:x", "mine.py:gone"])
+def test_a_wrong_name_of_users_code_is_reported_before_anything_heavy_is_imported(
+    flag: str, wrong: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("raise AssertionError('it was run')\n", encoding="utf-8")
+    code, modules = run(WRONG_PATH, "serve", flag, wrong, cache=tmp_path)
+    assert code == 2
+    assert isinstance(modules, list)
+    assert [name for name in HEAVY if name in modules] == []
+
+
 def test_a_warm_start_imports_neither_transformers_nor_a_compiler(tmp_path: Path) -> None:
     path = save_checkpoint("llama", tmp_path / "model", num_hidden_layers=1)
     cold_phases, _, *cold = run(START, str(path), "32", cache=tmp_path)

@@ -118,7 +118,7 @@ def start(path: Path, **options: Any) -> Running:
     ):
         started = start_engine(EngineConfig(model=str(path), **{**defaults, **options}))
     if started.upgrade is not None:
-        # waited for, else the step would be exchanged in the middle of a test
+        # waited for, else the step function would be swapped in the middle of a test
         assert started.upgrade.wait(300), started.upgrade.error
     stay = made[len(made) // 2 :]  # before them the caches of the profile steps were made
     return Running(started=started, caches=[cache for caches in stay for cache in caches])

@@ -82,13 +82,13 @@ class RowTable:
         if not self.is_whole:
             num_last = min(num_last, num_computed + self.layout.step_tokens)
         num_new = -(-num_last // size) * groups - len(shared)
-        held = live(shared)
-        num_to_come = self.layout.blocks_for(request.num_tokens) - len(held)
+        found = live(shared)
+        num_to_come = self.layout.blocks_for(request.num_tokens) - len(found)
         wanted = max(num_new, num_to_come) + num_spare * groups
-        if wanted + pool.num_idle(held) > pool.num_free:
+        if wanted + pool.num_idle(found) > pool.num_free:
             self._refused = attempt
             return False
-        pool.share(held)
+        pool.share(found)
         blocks = shared + [pool.take() for _ in range(num_new)]
         if parent is not None and forked is not None and num_computed % size:
             first = len(shared)  # the block in which the shared tokens end, in each group

@@ -118,7 +118,7 @@ class Swapper:
         gone = self._saved.keys() - {request.request_id for request in waiting}
         if gone:
             raise AssertionError(f"slots of host memory are kept for {sorted(gone)}")
-        held = [slot for saved in self._saved.values() for slot in saved.slots]
-        slots = sorted([*self._free, *self._emptied, *held])
+        used = [slot for saved in self._saved.values() for slot in saved.slots]
+        slots = sorted([*self._free, *self._emptied, *used])
         if slots != list(range(self.room.num_slots if self.room else 0)):
-            raise AssertionError(f"slots of host memory are lost or held twice: {slots}")
+            raise AssertionError(f"slots of host memory are lost or used twice: {slots}")

@@ -1,7 +1,7 @@
 """The header of a GGUF file: its metadata, and where its tensors lie.
 
-Nothing is believed: every length is held against the bytes that the file has left before anything
-is read or allocated by it. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Nothing is believed: every length is checked against the bytes that the file has left, before
+anything is read or allocated by it. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights that stay as the checkpoint has them: stored bits in the blocks of `quantized_linear`.
 
-`held_as` says whether its numbers come out exactly; what it has no answer for is dequantized.
+`kept_as` says whether its numbers come out exactly; what it has no answer for is dequantized.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from llmc.weights.quantized.unpack import LowBits
 
 log = logging.getLogger(__name__)
 
-Held = tuple[tuple[str, Quantization], ...]  # by the parameter's name
+KeptWeights = tuple[tuple[str, Quantization], ...]  # by the parameter's name
 _MIDDLE = 8  # the int4 value that stands for 0 without zero points
 
 
-def held_weights(tensors: Mapping[str, Readable]) -> Held:
+def kept_weights(tensors: Mapping[str, Readable]) -> KeptWeights:
     """Of a checkpoint's weights those that can stay as they are stored."""
-    forms = ((name, _held(tensor)) for name, tensor in sorted(tensors.items()))
-    return tuple((name, to) for name, to in forms if to is not None)
+    formats = ((name, _kept_as(tensor)) for name, tensor in sorted(tensors.items()))
+    return tuple((name, to) for name, to in formats if to is not None)
 
 
 def tell_widened(tensors: Mapping[str, Readable], roles: Iterable[WeightInput]) -> None:
     """Log which of a checkpoint's quantized weights take the memory of the model's dtype."""
     quantized = {n: t for n, t in tensors.items() if _is_quantized(t)}
-    held = {p for role in roles if role.quantized and role.quantized.stored for p in role.parts}
-    if wide := sorted(quantized.keys() - held):
+    kept = {p for role in roles if role.quantized and role.quantized.kept for p in role.parts}
+    if wide := sorted(quantized.keys() - kept):
         dtype = quantized[wide[0]].dtype
         values = sum(math.prod(quantized[name].shape) for name in wide)
         log.info(
@@ -68,18 +68,18 @@ def _is_quantized(tensor: Readable) -> bool:
     return isinstance(tensor, QuantizedTensor)
 
 
-def _held(tensor: Readable) -> Quantization | None:
+def _kept_as(tensor: Readable) -> Quantization | None:
     if isinstance(tensor, GgufTensor):
         return tensor.kept_as()
     if not isinstance(tensor, QuantizedTensor):
         return None
     if tensor.transposed or len(tensor.shape) != 2 or tensor.weight.dtype == torch.float8_e5m2:
         return None
-    to = held_as(tensor.scheme, tensor.block, tensor.shape, tensor.scale.dtype)
+    to = kept_as(tensor.scheme, tensor.block, tensor.shape, tensor.scale.dtype)
     return to if to is not None and tensor.is_in_order() else None
 
 
-def expected_weights(stored: StoredQuantization, module: nn.Module) -> Held:
+def expected_weights(stored: StoredQuantization, module: nn.Module) -> KeptWeights:
     """The same by config.json alone, where no tensor is at hand."""
     found = []
     head: Any = getattr(module, "get_output_embeddings", lambda: None)()
@@ -92,12 +92,12 @@ def expected_weights(stored: StoredQuantization, module: nn.Module) -> Held:
         block = scheme.block or (1, ALL)
         shape = tuple(child.weight.shape)
         scale = torch.float16 if scheme.layout in ("gptq", "awq") else torch.bfloat16
-        if (to := held_as(scheme, block, shape, scale)) is not None:
+        if (to := kept_as(scheme, block, shape, scale)) is not None:
             found.append((f"{name}.weight", to))
     return tuple(found)
 
 
-def held_as(
+def kept_as(
     scheme: WeightScheme,
     block: tuple[int, int],
     shape: tuple[int, ...],

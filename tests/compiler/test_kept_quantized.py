@@ -12,13 +12,13 @@ from torch import nn
 
 from llmc.errors import CheckpointError
 from llmc.kernels.quantized_linear import Quantization, dequantize
-from llmc.weights.quantized.kept_quantized import blocks_of, expected_weights, held_weights
+from llmc.weights.quantized.kept_quantized import blocks_of, expected_weights, kept_weights
 from llmc.weights.quantized.quantization_config import read_quantization
 from llmc.weights.quantized.quantized_tensor import QuantizedTensor
 
 INT4 = Quantization(format="int4", group=32, wide_scale=True, zero=True)
 # Of a weight of 48 channels and 96 inputs; the others are widened.
-HELD = {
+KEPT = {
     "fp8 in blocks of 32": Quantization(format="fp8", group=32),
     "fp8, a scale a tensor": Quantization(format="fp8"),
     "fbgemm_fp8": Quantization(format="fp8"),
@@ -40,14 +40,14 @@ HELD = {
 def test_numbers_stay_the_same(name: str, tmp_path: Path) -> None:
     found, numbers = store_one(tmp_path, PACKINGS[name](), drawn(48, 96))
     tensor = found[f"{MODULE}.weight"]
-    if name not in HELD:
-        assert held_weights(found) == ()
+    if name not in KEPT:
+        assert kept_weights(found) == ()
         return
-    assert held_weights(found) == ((f"{MODULE}.weight", HELD[name]),)
-    parts = blocks_of(tensor, HELD[name])
+    assert kept_weights(found) == ((f"{MODULE}.weight", KEPT[name]),)
+    parts = blocks_of(tensor, KEPT[name])
     for part, made in parts.items():
-        assert made.shape == HELD[name].shape(part, 48, 96)
-        assert made.dtype == HELD[name].dtypes[part] and made.is_contiguous()
+        assert made.shape == KEPT[name].shape(part, 48, 96)
+        assert made.dtype == KEPT[name].dtypes[part] and made.is_contiguous()
     assert torch.equal(dequantize(**parts), tensor.read())
     torch.testing.assert_close(dequantize(**parts), numbers, rtol=1e-6, atol=0)
 
@@ -56,7 +56,7 @@ def test_the_widest_groups_that_fit_are_taken(tmp_path: Path) -> None:
     """A scale of all inputs, or of 256, is that of every 128 of them."""
     for group in (-1, 256):
         found, _ = store_one(tmp_path, gptq(4, group), drawn(48, 512))
-        ((_, to),) = held_weights(found)
+        ((_, to),) = kept_weights(found)
         assert to.group == 128
         tensor = found[f"{MODULE}.weight"]
         assert torch.equal(dequantize(**blocks_of(tensor, to)), tensor.read())
@@ -66,7 +66,7 @@ def test_symmetric_gptq_needs_no_zero_points(tmp_path: Path) -> None:
     for bits, format in ((4, "int4"), (8, "int8")):
         packing = gptq(bits, 32, symmetric=True)
         found, numbers = store_one(tmp_path, packing, drawn(48, 96))
-        ((_, to),) = held_weights(found)
+        ((_, to),) = kept_weights(found)
         assert (to.format, to.zero) == (format, False)
         parts = blocks_of(found[f"{MODULE}.weight"], to)
         torch.testing.assert_close(dequantize(**parts), numbers, rtol=1e-6, atol=0)
@@ -76,7 +76,7 @@ def test_zero_points_that_contradict_the_config_are_named(tmp_path: Path) -> Non
     packing = gptq(4, 32)
     packing.config["sym"] = True
     found, _ = store_one(tmp_path, packing, drawn(48, 96))
-    ((_, to),) = held_weights(found)
+    ((_, to),) = kept_weights(found)
     tensor = found[f"{MODULE}.weight"]
     assert isinstance(tensor, QuantizedTensor)
     with pytest.raises(CheckpointError, match="qzeros has zero points other than 8"):
@@ -86,7 +86,7 @@ def test_zero_points_that_contradict_the_config_are_named(tmp_path: Path) -> Non
 def test_sizes_that_are_no_whole_blocks_are_widened(tmp_path: Path) -> None:
     for channels, depth in ((40, 96), (48, 80)):
         found, _ = store_one(tmp_path, PACKINGS["int-quantized"](), drawn(channels, depth))
-        assert held_weights(found) == ()
+        assert kept_weights(found) == ()
 
 
 def test_what_config_json_alone_lets_expect() -> None:
