@@ -193,4 +193,6 @@ def command(
         import asyncio  # here, since it is a tenth of the time that --help takes
 
         return asyncio.run(chat_with_server(url, config.model, api_key, ask))
+    if config.max_num_seqs == EngineConfig().max_num_seqs:  # one person asks, one request at a time
+        config = dataclasses.replace(config, max_num_seqs=1)
     return chat_with_engine(config, ask)

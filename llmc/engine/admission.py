@@ -19,6 +19,8 @@ from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
 
 MAX_CACHE_SALT = 256  # characters
+# In the words that clients look for (LangChain, LiteLLM).
+_CONTEXT = "This model's maximum context length is {} tokens:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +154,8 @@ def _check_length(num_prompt: int, max_tokens: int | None, limits: Limits) -> No
     context, pool = limits.max_model_len, limits.pool_tokens
     if num_prompt >= context:
         raise InvalidRequestError(
-            f"the prompt has {num_prompt} tokens, which leaves no room for an answer in the "
-            f"model's context of {context} tokens; shorten it to at most {context - 1}",
+            f"{_CONTEXT.format(context)} the prompt has {num_prompt} tokens, which leaves no room "
+            f"for an answer; shorten it to at most {context - 1}",
             param="prompt",
             code="context_length_exceeded",
         )
@@ -168,8 +170,8 @@ def _check_length(num_prompt: int, max_tokens: int | None, limits: Limits) -> No
     total = total_tokens(num_prompt, max_tokens, limits)
     if total > context:
         raise InvalidRequestError(
-            f"{num_prompt} prompt tokens and max_tokens={max_tokens} make {total}, but the "
-            f"model's context is {context} tokens; ask for at most {context - num_prompt}",
+            f"{_CONTEXT.format(context)} {num_prompt} prompt tokens and max_tokens={max_tokens} "
+            f"make {total}; ask for at most {context - num_prompt}",
             param="max_tokens",
             code="context_length_exceeded",
         )
