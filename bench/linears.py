@@ -1,4 +1,4 @@
-"""Linears of every form of weight and number of rows, as shares of what the machine allows.
+"""Linears of every weight format and number of rows, beside torch's and the machine's limits.
 
     python -m bench.linears [--threads 2] [--seconds 1.0] [--rows 1,2,...] [--shapes KxN,...]
                             [--formats float32,...] [--output-json FILE]
@@ -8,7 +8,7 @@ operations take at the rate of the library's largest product in the same dtype (
 the CPU has no products of the dtype and that is slower); both are measured in the same run. Weights
 of one shape rotate through more memory than the caches hold, and the contestants alternate; the
 least time of a call counts. `--threads 1` counts the thread's own CPU time, which other processes
-disturb less. x is bfloat16 for the low-bit forms. Experts: 8 of 128 picked by each row, as in a
+disturb less. x is bfloat16 for the low-bit formats. Experts: 8 of 128 picked by each row, as in a
 routed layer of 2048 inputs and 768 channels; only the picked ones are counted, and read.
 """
 
@@ -103,19 +103,22 @@ def linears(depth: int, channels: int, formats: Iterable[str]) -> Iterator[Conte
     weight = torch.randn(channels, depth) * depth**-0.5
     for name in formats:
         if name in PLAIN:
-            yield _plain(weight, getattr(torch, name))
+            yield from _plain(weight, getattr(torch, name))
         else:
             yield _low_bit(weight, FORMATS[FORMATS.index(name)])  # type: ignore[arg-type]
 
 
-def _plain(weight: Tensor, dtype: torch.dtype) -> Contestant:
-    size = weight.numel() * dtype.itemsize
+def _plain(weight: Tensor, dtype: torch.dtype) -> Iterator[Contestant]:
+    """Our linear and torch's, over the same weights."""
+    size, name = weight.numel() * dtype.itemsize, str(dtype).removeprefix("torch.")
     copies = [_in_huge_pages(weight.to(dtype)) for _ in range(_copies(size))]
-    return Contestant(
-        name=str(dtype).removeprefix("torch."), weight_bytes=size, copies=len(copies), dtype=dtype,
-        row_operations=2 * weight.numel(),
-        run=lambda x, i: torch.ops.llmc_cpu.linear(x, copies[i], None),
-    )  # fmt: skip
+    ops = {name: torch.ops.llmc_cpu.linear, f"{name}, torch": torch.nn.functional.linear}
+    for name, op in ops.items():
+        yield Contestant(
+            name=name, weight_bytes=size, copies=len(copies), dtype=dtype,
+            row_operations=2 * weight.numel(),
+            run=lambda x, i, op=op: op(x, copies[i], None),  # type: ignore[misc]
+        )  # fmt: skip
 
 
 def _low_bit(weight: Tensor, format: Format) -> Contestant:

@@ -1,5 +1,5 @@
 // linear: y = x W^T + b for weights as the checkpoint stores them (no packing: a tied embedding is
-// held once, and loading is a plain copy). Few rows are bound by reading the weight; for more, what
+// stored once, and loading is a plain copy). Few rows are bound by reading the weight; for more, what
 // the CPU multiplies fastest: tiles or pairs of bf16 where it has them, float32 otherwise.
 #include "attention.h"
 #include "linear.h"
