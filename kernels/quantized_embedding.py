@@ -61,7 +61,8 @@ torch_impl(quantized_embedding)(quantized_embedding.reference)
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
     shapes = ("int8", 64, 48, 0), ("int8", 96, 32, 32), ("int4", 128, 32, 0), ("int4", 160, 48, 32)
-    for name, k, n, group in (*shapes, ("fp8", 96, 16, 0), ("fp8", 64, 64, 32)):
+    small = ("int8", 64, 32, 16), ("int4", 96, 48, 16)
+    for name, k, n, group in (*shapes, *small, ("fp8", 96, 16, 0), ("fp8", 64, 64, 32)):
         format: Format = name  # type: ignore[assignment]
         to = Quantization(format=format, group=group) if group else quantization_of(format, n, k)
         assert to is not None
