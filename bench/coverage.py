@@ -3,7 +3,7 @@
     python -m bench.coverage [--only TYPE ...] [--jobs 2] [--redo] [--time-limit 240]
     python -m bench.coverage --table docs/coverage.md
 
-Every decoder-only class gets a tiny random checkpoint and a process of its own, with a limit of
+Every decoder-only class gets a tiny random checkpoint and a separate process, with a limit of
 time and memory. Mixed batches run whole, in chunks, and with preemption, in float32 at -O0; greedy
 tokens and their log-probabilities must be those of transformers' eager `generate`. Results are
 appended to bench/results/coverage.jsonl, one line a class, so that a run can be continued.

@@ -1,4 +1,4 @@
-"""One class of the matrix, in a process of its own: a tiny checkpoint, served and compared.
+"""One class of the matrix, in a separate process: a tiny checkpoint, served and compared.
 
 `bench.coverage` starts it as `python -m bench.coverage_case MODEL_TYPE` and reads one JSON line.
 """

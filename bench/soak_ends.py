@@ -182,7 +182,7 @@ _BROKEN = (b"", b"{", b"[1]", b'{"prompt": "\xff"}', b'{"prompt": "x", "temperat
 
 
 class OverHttp:
-    """`llmc serve` as users start it, in processes of its own."""
+    """`llmc serve` as users start it, in separate processes."""
 
     def __init__(self, url: str, client: httpx.AsyncClient) -> None:
         self._url = url

@@ -3,7 +3,7 @@
     python -m bench.start_up [--layers 4 28 80] [--rounds 1] [--config FILE]
                              [--disable-pass outline_layers] [--output-json FILE]
 
-Each start is a process of its own with random weights. Cold: its cache folder is empty, so the
+Each start is a separate process with random weights. Cold: its cache folder is empty, so the
 model is captured and the C++ ops are built. Warm: what a cold start left is there, once its C++
 ops are ready; `warm ops` has these alone, so that the model is captured (a new architecture on a
 machine that has served before). Times begin when the process is made.

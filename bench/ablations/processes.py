@@ -32,7 +32,7 @@ def _processes(bench: Bench) -> Figures:
 ROWS = (
     Row(
         name="processes",
-        what="an engine process of its own",
+        what="a separate engine process",
         on="two processes",
         off="one",
         unit="tokens/s",

@@ -133,7 +133,7 @@ class Subject:
         return SwapRoom(space.num_slots, cost)
 
     def seconds(self, prompts: Sequence[Prompt], max_tokens: int, **options: Any) -> float:
-        """To serve these at once, on an engine of its own."""
+        """To serve these at once, on a new engine."""
         engine = self.engine(**options)
         start = time.perf_counter()
         for prompt in prompts:

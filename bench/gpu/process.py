@@ -1,4 +1,4 @@
-"""One part in a process of its own: what it breaks stays there, and it can be stopped in time."""
+"""One part in a separate process: what it breaks stays there, and it can be stopped in time."""
 
 from __future__ import annotations
 

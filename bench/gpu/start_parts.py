@@ -23,7 +23,7 @@ from bench.gpu.settings import Settings
 from bench.gpu.subject import running
 from bench.gpu.tree import ROOT
 
-_AT_ONCE = 8  # processes that compile; each has workers of its own
+_AT_ONCE = 8  # processes that compile; each has its own workers
 
 
 def run_tests(settings: Settings, record: Record) -> None:
@@ -40,14 +40,14 @@ def run_tests(settings: Settings, record: Record) -> None:
 
 
 def run_pytest(settings: Settings, files: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
-    """In a process of its own. In miniature, without a GPU, the tests are rehearsed."""
+    """In a separate process. In miniature, without a GPU, the tests are a dry run."""
     command = [sys.executable, "-P", "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
     command += ["--rootdir", str(ROOT), *(str(ROOT / "tests/gpu" / name) for name in files)]
     command += ["-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-ra", *options]
     environment = dict(os.environ)
     if settings.tiny:
-        environment["LLMC_REHEARSE_GPU"] = "1"
-        command += ["-k", "rehearsed"]
+        environment["LLMC_GPU_DRY_RUN"] = "1"
+        command += ["-k", "dry_run"]
     done = subprocess.run(
         command, cwd=tempfile.gettempdir(), env=environment, capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""llmc from a checkout that nobody installed: a folder of links with the installed layout.
+"""llmc from a checkout that is not installed: a folder of links with the installed layout.
 
 `passes/`, `kernels/` and `cli/` are installed inside the package; here links put them there. A GPU
 machine may have no network and none of the build's tools. Imports the standard library alone.

@@ -1,5 +1,5 @@
 // Inside of the linear op. A share is a range of output channels that one thread computes for all
-// rows of x, so that each thread reads a stretch of the weight of its own, once.
+// rows of x, so that each thread reads its own stretch of the weight, once.
 #pragma once
 
 #include "kernels.h"

@@ -1,7 +1,7 @@
 """The tokenizer that a GGUF file describes -> the files that transformers' tokenizers load.
 
 Vocabularies are of three kinds: byte-level BPE, SentencePiece BPE and unigram. How text is split
-before BPE is a rule of its own, which a file only names (`tokenizer.ggml.pre`): gguf_splits.json
+before BPE is a separate rule, which a file only names (`tokenizer.ggml.pre`): gguf_splits.json
 has the rules, and the names of the kinds.
 """
 

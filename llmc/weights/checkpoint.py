@@ -103,7 +103,7 @@ class StoredTensor:
 
 
 def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor for data on its way, in pages of its own that go back the moment it is dropped.
+    """A tensor for data on its way, in its own pages, which go back the moment it is dropped.
 
     Freed malloc memory of this size stays in the process as holes between the weights.
     """

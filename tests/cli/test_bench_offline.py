@@ -1,4 +1,4 @@
-"""Offline benchmarks on a scripted engine: every token is timed, decode steps are told apart."""
+"""Offline benchmarks on a scripted engine: every token is timed, decode steps are distinguished."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ TOKENS = ["a", "", "b", "c"]  # the empty one is part of a character: no text ye
 
 
 class Stub(ThreadingHTTPServer):
-    """Answers both APIs, counts what is under way, and fails where it is told to."""
+    """Answers both APIs, counts what is under way, and fails on request."""
 
     daemon_threads = False
 

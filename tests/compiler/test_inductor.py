@@ -1,4 +1,4 @@
-"""What Inductor is told of a step's inputs; compiled steps themselves are in tests/parity."""
+"""What Inductor is given of a step's inputs; compiled steps themselves are in tests/parity."""
 
 from __future__ import annotations
 

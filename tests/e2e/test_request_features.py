@@ -182,7 +182,7 @@ def test_a_batch_that_is_preempted_is_as_each_request_alone(started: Started) ->
 
 
 def ranks(position: dict[int, Logprob] | None) -> dict[int, int | None]:
-    return {token: told.rank for token, told in (position or {}).items()}
+    return {token: reported.rank for token, reported in (position or {}).items()}
 
 
 def test_scores_of_a_prompt_are_those_of_its_tokens_when_drawn(llm: LLM) -> None:
@@ -192,15 +192,17 @@ def test_scores_of_a_prompt_are_those_of_its_tokens_when_drawn(llm: LLM) -> None
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     scored, again = llm.generate([tokens, tokens], params, progress=False)
     for output in (scored, again):  # the second one finds its prompt in the prefix cache
-        told = output.prompt_logprobs
-        assert told is not None and told[0] is None and len(told) == len(tokens)
+        reported = output.prompt_logprobs
+        assert reported is not None and reported[0] is None and len(reported) == len(tokens)
         assert all(
             list(position or ())[0] == t
-            for t, position in zip(tokens, told, strict=True)
+            for t, position in zip(tokens, reported, strict=True)
             if position is not None
         )
         assert all(
-            position[t].logprob <= 0 for t, position in zip(tokens, told, strict=True) if position
+            position[t].logprob <= 0
+            for t, position in zip(tokens, reported, strict=True)
+            if position
         )
     given = drawn.outputs[0].logprobs
     assert given is not None and scored.prompt_logprobs is not None

@@ -1,4 +1,4 @@
-"""As a user does it: the installed `llmc` command on the default model, in processes of its own.
+"""As a user does it: the installed `llmc` command on the default model, in separate processes.
 
 Everything greedy must agree: the answer of the one-shot chat, of piped stdin, of HTTP with and
 without streaming, and of `LLM` in Python.

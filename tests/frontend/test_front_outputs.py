@@ -1,4 +1,4 @@
-"""OutputProcessor: what the engine is told for n > 1 and best_of, and what becomes of its news."""
+"""OutputProcessor: what the engine is asked for with n > 1 and best_of; its updates."""
 
 from __future__ import annotations
 
@@ -120,10 +120,10 @@ def test_the_prompt_is_scored_once_for_all_completions() -> None:
     first = RequestUpdate(request_id="r/0", new_token_ids=(7,), prompt_logprobs=scores)
     outputs.apply([RequestUpdate(request_id="r/1", new_token_ids=(7,)), first])
     outputs.apply([RequestUpdate(request_id="r/0", new_token_ids=(8,))])
-    told = request.output().prompt_logprobs
-    assert told is not None and told[0] is None
-    assert [list(position or ()) for position in told[1:]] == [[2, 9], [3, 9]]
-    assert (told[1] or {})[2].rank == 4 and (told[1] or {})[9].logprob == -0.5
+    reported = request.output().prompt_logprobs
+    assert reported is not None and reported[0] is None
+    assert [list(position or ()) for position in reported[1:]] == [[2, 9], [3, 9]]
+    assert (reported[1] or {})[2].rank == 4 and (reported[1] or {})[9].logprob == -0.5
 
 
 def test_a_prompt_of_one_token_has_no_scores() -> None:

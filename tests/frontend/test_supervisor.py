@@ -1,4 +1,4 @@
-"""Starting the engine process: what goes wrong is told as if it had happened here."""
+"""Starting the engine process: what goes wrong is raised as if it had happened here."""
 
 from __future__ import annotations
 

@@ -212,14 +212,14 @@ def test_a_line_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_a_failure_reads_the_same_in_the_other_process(error: Exception) -> None:
     line = wire.to_line(describe_failure(error))
-    told = as_exception(wire.from_line(line, wire.Failed))
-    assert describe(told) == describe(error)
-    assert "in the engine process" in told.__notes__[0]
+    reported = as_exception(wire.from_line(line, wire.Failed))
+    assert describe(reported) == describe(error)
+    assert "in the engine process" in reported.__notes__[0]
 
 
 def test_an_unforeseen_failure_keeps_its_name() -> None:
-    told = as_exception(describe_failure(RuntimeError("out of\ncudas")))
-    message, _, code = describe(told)
+    reported = as_exception(describe_failure(RuntimeError("out of\ncudas")))
+    message, _, code = describe(reported)
     assert message == "the engine did not start: RuntimeError: out of cudas"
     assert code == 1
 

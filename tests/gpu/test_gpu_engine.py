@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import DEVICE, LEVEL, REHEARSED, needs_gpu
+from gpu import DEVICE, DRY_RUN, LEVEL, needs_gpu
 from op_cases import require_cpu_ops
 from real_model import needs_model
 
@@ -26,7 +26,7 @@ from llmc.runner.model_runner import ModelRunner
 from llmc.startup.start import Started, start_engine
 
 pytestmark = [*needs_gpu, needs_model]
-MAX_ROWS = 4 if REHEARSED else 256
+MAX_ROWS = 4 if DRY_RUN else 256
 NUM_TOKENS = 12
 COMPILE_S = 300
 QUESTIONS = [
@@ -53,7 +53,7 @@ class Small:
 
 
 def start(level: int) -> Small:
-    if REHEARSED:
+    if DRY_RUN:
         require_cpu_ops()
     config = EngineConfig(
         device=DEVICE.type,
@@ -62,7 +62,7 @@ def start(level: int) -> Small:
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
         async_scheduling=level > 0,
-        kv_cache_memory=2**26 if REHEARSED else 2**30,
+        kv_cache_memory=2**26 if DRY_RUN else 2**30,
     )
     started = start_engine(config)
     if started.upgrade is not None:
@@ -84,7 +84,7 @@ def plain_answers() -> list[str]:
     return start(0).answers(MAX_ROWS)
 
 
-def test_text_is_that_of_o0_at_every_bucket_rehearsed(
+def test_text_is_that_of_o0_at_every_bucket_dry_run(
     fast: Small, plain_answers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replayed = set()
@@ -105,12 +105,12 @@ def test_text_is_that_of_o0_at_every_bucket_rehearsed(
         wrong = [i for i in range(size) if got[i] != plain_answers[i]]
         different += [f"batch {size}: {got[i]!r}, not {plain_answers[i]!r}" for i in wrong[:2]]
     assert not different, "\n".join(different)
-    if not REHEARSED:
+    if not DRY_RUN:
         assert replayed == set(sizes)
         assert runner.step.level == LEVEL and runner.max_in_flight > 1
 
 
-def test_nothing_is_compiled_while_it_runs_rehearsed(fast: Small) -> None:
+def test_nothing_is_compiled_while_it_runs_dry_run(fast: Small) -> None:
     """Batches of every kind: odd sizes, prompts of many lengths, mixed with decodes."""
     runner = fast.started.runner
     before = runner.num_runtime_compiles
@@ -126,7 +126,7 @@ def test_nothing_is_compiled_while_it_runs_rehearsed(fast: Small) -> None:
 
 @contextmanager
 def no_synchronizing_calls() -> Iterator[None]:
-    if REHEARSED:
+    if DRY_RUN:
         yield
         return
     torch.cuda.set_sync_debug_mode("error")
@@ -136,7 +136,7 @@ def no_synchronizing_calls() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_steady_loop_makes_no_synchronizing_call_rehearsed(fast: Small) -> None:
+def test_the_steady_loop_makes_no_synchronizing_call_dry_run(fast: Small) -> None:
     core = fast.started.engine
     rows = min(MAX_ROWS, 8)
     params = SamplingParams(temperature=0.7, max_tokens=64, ignore_eos=True, logprobs=2)
@@ -151,13 +151,13 @@ def test_the_steady_loop_makes_no_synchronizing_call_rehearsed(fast: Small) -> N
         core.step()
 
 
-@pytest.mark.skipif(REHEARSED, reason="the CPU never waits for itself")
+@pytest.mark.skipif(DRY_RUN, reason="the CPU never waits for itself")
 def test_the_guard_of_that_test_does_catch() -> None:
     with no_synchronizing_calls(), pytest.raises(RuntimeError, match="synchroniz"):
         torch.ones(1, device=DEVICE).item()
 
 
-def test_the_runner_waits_for_nothing_when_it_launches_rehearsed(fast: Small) -> None:
+def test_the_runner_waits_for_nothing_when_it_launches_dry_run(fast: Small) -> None:
     runner: ModelRunner = fast.started.runner
     with no_synchronizing_calls():
         runner.dummy_run(min(MAX_ROWS, 8))

@@ -12,7 +12,7 @@ from typing import Any
 import op_cases
 import pytest
 import torch
-from gpu import DEVICE, REHEARSED, needs_gpu
+from gpu import DEVICE, DRY_RUN, needs_gpu
 from torch import Tensor
 
 from llmc.kernels.fp8 import FP8
@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed: its ops cannot be
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 
 pytestmark = needs_gpu
-WANTED = "cpu" if REHEARSED else "triton"
+WANTED = "cpu" if DRY_RUN else "triton"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 NAMES = sorted(name for name, op in OPS.items() if any(i.name == "triton" for i in op.impls))
 
@@ -57,13 +57,13 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("name", "dtype", "index"), params())
-def test_op_equals_its_reference_rehearsed(name: str, dtype: torch.dtype, index: int) -> None:
-    if REHEARSED:
+def test_op_equals_its_reference_dry_run(name: str, dtype: torch.dtype, index: int) -> None:
+    if DRY_RUN:
         op_cases.require_cpu_ops()
     case = nth_case(name, dtype, index)
     want_case, got_case = op_cases.copy_case(case), op_cases.copy_case(case)
     impl = version(name)
-    if REHEARSED and not impl.supports(**OPS[name].bind(got_case)):
+    if DRY_RUN and not impl.supports(**OPS[name].bind(got_case)):
         pytest.skip(f"the CPU stands in, and its {name} takes no {dtype}")
     assert impl.available() and impl.supports(**OPS[name].bind(got_case))
     want = op_cases.outputs(OPS[name].reference(*want_case))
@@ -81,5 +81,5 @@ def test_op_equals_its_reference_rehearsed(name: str, dtype: torch.dtype, index:
             )
 
 
-def test_there_are_ops_to_test_rehearsed() -> None:
+def test_there_are_ops_to_test_dry_run() -> None:
     assert {"paged_attention", "sample", "prepare_step", "rope_write"} <= set(NAMES)

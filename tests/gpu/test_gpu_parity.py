@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_engine
 import torch
-from gpu import DEVICE, LEVEL, REHEARSED, needs_gpu
+from gpu import DEVICE, DRY_RUN, LEVEL, needs_gpu
 from tiny_models import load_reference, prompts, reference_logits, save_checkpoint
 
 from llmc.engine.plan import NewRow, RowWork, StepPlan
@@ -64,11 +64,11 @@ def test_bfloat16_logits(family: str, level: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", sorted({0, LEVEL}))
-def test_float32_logits_rehearsed(level: int, tmp_path: Path) -> None:
+def test_float32_logits_dry_run(level: int, tmp_path: Path) -> None:
     path = save_checkpoint("llama", tmp_path)
     exact = load_reference(path)
     running = tiny_engine.start(path, device=DEVICE.type, dtype="float32", opt_level=level, **SMALL)
     for prompt in prompts(LENGTHS):
         want = reference_logits(exact, list(prompt))[-1].log_softmax(-1)
         torch.testing.assert_close(our_logprobs(running, prompt), want, rtol=0, atol=FLOAT32_ERROR)
-    assert REHEARSED or running.started.info.device.startswith("cuda")
+    assert DRY_RUN or running.started.info.device.startswith("cuda")

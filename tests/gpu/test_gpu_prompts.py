@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import DEVICE, REHEARSED, needs_gpu
+from gpu import DEVICE, DRY_RUN, needs_gpu
 
 from llmc.kernels.paged_attention import make_case
 from llmc.kernels.prompts import Prompts
@@ -17,7 +17,7 @@ from llmc.kernels.triton import prompt_attention
 
 pytestmark = [
     *needs_gpu,
-    pytest.mark.skipif(REHEARSED, reason="torch's FlashAttention runs on a GPU only"),
+    pytest.mark.skipif(DRY_RUN, reason="torch's FlashAttention runs on a GPU only"),
 ]
 
 

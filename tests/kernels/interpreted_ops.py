@@ -1,6 +1,6 @@
 """The Triton ops against their references, under Triton's interpreter, on CPU tensors.
 
-Run by test_ops_triton.py in a process of its own, since TRITON_INTERPRET must be set before triton
+Run by test_ops_triton.py in a separate process, since TRITON_INTERPRET must be set before triton
 is imported; or by hand: `TRITON_INTERPRET=1 pytest tests/kernels/interpreted_ops.py`.
 New memory is filled with NaN, so an element that a kernel forgets to write fails its test.
 """

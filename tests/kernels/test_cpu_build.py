@@ -1,4 +1,4 @@
-"""The cache of the C++ library: damage is repaired, a missing compiler is survived and told."""
+"""The cache of the C++ library: damage is repaired, a missing compiler is survived and reported."""
 
 from __future__ import annotations
 

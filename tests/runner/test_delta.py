@@ -251,5 +251,5 @@ def test_the_last_fresh_requests_of_many_tokens_are_prompts() -> None:
     assert mixed == Prompts(first_request=1, first_token=1, lengths=(150, 160))
     assert encode(rows, plan((0, 150), (40, 1))).prompts.lengths == ()
     assert encode(rows, plan((40, 1), (0, 100)), padding=2).prompts.lengths == ()
-    rehearsed = encode(rows, StepPlan(step=-1, work=()), padding=2, num_tokens=400).prompts
-    assert rehearsed == Prompts(lengths=(200, 200))
+    dummy = encode(rows, StepPlan(step=-1, work=()), padding=2, num_tokens=400).prompts
+    assert dummy == Prompts(lengths=(200, 200))

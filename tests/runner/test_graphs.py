@@ -132,7 +132,7 @@ def test_steps_with_prompts_run_as_graphs_of_the_shapes_that_came(
 def test_graphs_leave_fresh_prompts_to_their_kernel(
     naming_prompts: tiny_engine.Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of 13 tokens may run in a graph; one of 14 is told to the kernel that is quicker."""
+    """A prompt of 13 tokens may run in a graph; one of 14 goes to the kernel that is quicker."""
     monkeypatch.setattr("llmc.runner.delta.MIN_TOKENS", 14)
     monkeypatch.setattr(Prompts.find, "__defaults__", (14,))
     runner, backend = graphed(naming_prompts)

@@ -1,4 +1,4 @@
-"""A model, told that it must call: its answers are calls that fit the schemas."""
+"""A model that must call: its answers are calls that fit the schemas."""
 
 from __future__ import annotations
 

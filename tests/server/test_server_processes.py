@@ -1,4 +1,4 @@
-"""The engine in a process of its own: what clients see when it dies, hangs, or does its work."""
+"""The engine in a separate process: what clients see when it dies, hangs, or does its work."""
 
 from __future__ import annotations
 

@@ -135,20 +135,20 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(live: Live) -> None:
     [choice] = body["choices"]
     num_prompt = body["usage"]["prompt_tokens"]
     assert choice["text"] == fields["prompt"] + plain["text"]
-    told = choice["logprobs"]
-    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
-    assert all(value < 0 for value in told["token_logprobs"][1:])
-    assert {len(values) for values in told.values()} == {num_prompt + 3}
-    assert b"".join(map(token_bytes, told["tokens"])).decode(errors="replace") == choice["text"]
-    assert told["tokens"][num_prompt:] == plain["logprobs"]["tokens"]
-    assert told["token_logprobs"][num_prompt:] == pytest.approx(
+    reported = choice["logprobs"]
+    assert reported["token_logprobs"][0] is None and reported["top_logprobs"][0] is None
+    assert all(value < 0 for value in reported["token_logprobs"][1:])
+    assert {len(values) for values in reported.values()} == {num_prompt + 3}
+    assert b"".join(map(token_bytes, reported["tokens"])).decode(errors="replace") == choice["text"]
+    assert reported["tokens"][num_prompt:] == plain["logprobs"]["tokens"]
+    assert reported["token_logprobs"][num_prompt:] == pytest.approx(
         plain["logprobs"]["token_logprobs"], abs=1e-4
     )
-    assert all(len(top) in (2, 3) for top in told["top_logprobs"][1:])
+    assert all(len(top) in (2, 3) for top in reported["top_logprobs"][1:])
     assert (len(choice["token_ids"]), len(choice["prompt_token_ids"])) == (3, num_prompt)
     events = live.events(COMPLETIONS, {**fields, "echo": True})
     streamed = [e["choices"][0]["logprobs"]["tokens"] for e in events]
-    assert [word for words in streamed for word in words] == told["tokens"]
+    assert [word for words in streamed for word in words] == reported["tokens"]
 
 
 def test_prompt_logprobs(live: Live) -> None:
@@ -160,9 +160,9 @@ def test_prompt_logprobs(live: Live) -> None:
         assert 2 <= len(position) <= 3
         assert {"logprob", "rank", "decoded_token"} == set(next(iter(position.values())))
     answer = live.chat("A pass?", prompt_logprobs=0, max_tokens=1).json()
-    told = answer["prompt_logprobs"]
-    assert len(told) == answer["usage"]["prompt_tokens"]
-    assert told[0] is None and all(len(position) == 1 for position in told[1:])
+    reported = answer["prompt_logprobs"]
+    assert len(reported) == answer["usage"]["prompt_tokens"]
+    assert reported[0] is None and all(len(position) == 1 for position in reported[1:])
     assert "prompt_logprobs" not in live.chat("A pass?", max_tokens=1).json()
 
 

@@ -72,8 +72,8 @@ def test_a_server_logs_its_throughput_and_then_is_silent(
     with live_server() as live:
         assert live.complete().status_code == 200
         live.wait_idle()
-        wait_for_reads(3)  # what was still to be told has been told
-        told = len(lines())
+        wait_for_reads(3)  # what was still to be logged has been logged
+        num_lines = len(lines())
         wait_for_reads(5)
-        assert 1 <= told == len(lines())
+        assert 1 <= num_lines == len(lines())
     assert lines()[0].startswith("Avg prompt throughput: ")

@@ -40,7 +40,9 @@ def shared() -> Iterator[Live]:
         yield live
 
 
-def told(events: list[dict[str, Any]], index: int = 0) -> tuple[str, list[dict[str, Any]], str]:
+def assembled(
+    events: list[dict[str, Any]], index: int = 0
+) -> tuple[str, list[dict[str, Any]], str]:
     """Content, calls and reason of one choice, put together as clients do."""
     content, calls, reason = "", [], ""
     for event in events:
@@ -83,7 +85,7 @@ def test_calls_of_a_stream(n: int, live: Live) -> None:
     usage = events.pop()["usage"]
     assert usage["completion_tokens"] > n * 50
     for index in range(n):
-        content, calls, reason = told(events, index)
+        content, calls, reason = assembled(events, index)
         assert (content, reason) == ("Let me see.", "tool_calls")
         assert json.loads(calls[0]["function"]["arguments"]) == ARGUMENTS
         assert calls[1]["function"] == {"name": "time-now", "arguments": "{}"}
@@ -106,7 +108,7 @@ def test_what_is_no_call_stays_content(live: Live) -> None:
     [choice] = live.post(CHAT, body).json()["choices"]
     assert choice["message"]["content"] == "Hm.<|calls|><|call|>nobody<|sep|>{}"
     assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
-    assert told(live.events(CHAT, body)) == (choice["message"]["content"], [], "stop")
+    assert assembled(live.events(CHAT, body)) == (choice["message"]["content"], [], "stop")
 
 
 def test_other_special_tokens_stay_hidden(live: Live) -> None:
@@ -118,7 +120,7 @@ def test_a_call_that_max_tokens_cuts(live: Live) -> None:
     body = {**SAY, "max_tokens": 30}
     [choice] = live.post(CHAT, body).json()["choices"]
     assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
-    content, calls, reason = told(live.events(CHAT, body))
+    content, calls, reason = assembled(live.events(CHAT, body))
     assert (content, reason) == ("Let me see.", "length")
     assert calls[0]["function"]["name"] == "weather"
 
@@ -127,7 +129,7 @@ def test_one_call_where_parallel_ones_are_not_wanted(live: Live) -> None:
     body = {**SAY, "parallel_tool_calls": False}
     [choice] = live.post(CHAT, body).json()["choices"]
     assert len(choice["message"]["tool_calls"]) == 1
-    assert len(told(live.events(CHAT, body))[1]) == 1
+    assert len(assembled(live.events(CHAT, body))[1]) == 1
 
 
 def test_no_tools_are_told_or_read_with_choice_none(live: Live) -> None:

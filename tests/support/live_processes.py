@@ -1,4 +1,4 @@
-"""A live server in a thread of the test process, on an engine in a process of its own."""
+"""A live server in a thread of the test process, on an engine in a separate process."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Generated:
 def generate(
     engine: EngineCore, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: Any
 ) -> list[Generated]:
-    """All prompts in one batch, greedy unless told otherwise; fails on any request's error."""
+    """All prompts in one batch, greedy unless asked otherwise; fails on any request's error."""
     params = SamplingParams(
         **{"temperature": 0.0, "logprobs": 0, "max_tokens": max_tokens, "ignore_eos": True}
         | sampling

@@ -18,7 +18,7 @@ MAX_INDEXED = 512  # tokens a call: a long prompt is indexed over several steps
 
 
 class NgramSpeculation(Speculation):
-    """Each request has an index of its own text."""
+    """Each request has its own index over its text."""
 
     def drafter(self, request: Request) -> Drafter:
         return NgramDrafter(self, NgramIndex(request.token_ids, *self.config.lengths))

@@ -44,7 +44,7 @@ def map_parameters(header: GgufHeader, hf_config: Any, fields: Mapping[str, Any]
             f"transformers can't build a model of what {header.files[0].name} says: {reason_of(e)}"
         ) from e
     shapes = {name: tuple(p.shape) for name, p in module.state_dict().items()}
-    if "lm_head.weight" in shapes:  # a module that ties it has no name for a head of its own
+    if "lm_head.weight" in shapes:  # a module that ties it has no name for a separate head
         names.setdefault("output.weight", "lm_head.weight")
     parts: dict[str, list[str]] = {}
     unknown = []
