@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Sequence
 
 from torch import fx
 
+from llmc.kernels.quantized_linear import Quantization
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, only_user, replace, val
 from llmc.passes.inputs import WeightInput, add_input, input_of
 
 
 @graph_pass()
-def merge_linears(gm: fx.GraphModule) -> Notes:
+def merge_linears(gm: fx.GraphModule, *, kept: Sequence[tuple[str, Quantization]] = ()) -> Notes:
     """One matrix product where a layer had several (query, key, value; gate, up).
+
+    Weights that are `kept` in their stored bits are merged with those of the same format alone.
 
     Before:
         a = aten.linear(x, wa, ba);  b = aten.linear(x, wb, bb)
@@ -22,10 +26,14 @@ def merge_linears(gm: fx.GraphModule) -> Notes:
         ab = aten.linear(x, cat(wa, wb), cat(ba, bb))
         a, b = aten.split_with_sizes(ab, [na, nb], -1)
     """
-    graph = gm.graph
-    groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    graph, formats = gm.graph, dict(kept)
+    groups: dict[tuple[fx.Node, Quantization | None], list[fx.Node]] = defaultdict(list)
     for node in calls(graph, aten.linear.default):
-        groups[arguments(node).input].append(node)
+        given = arguments(node)
+        role = input_of(given.weight)
+        parts = role.parts if isinstance(role, WeightInput) else ()
+        stored = {formats.get(part) for part in parts}
+        groups[given.input, stored.pop() if len(stored) == 1 else None].append(node)
     notes = []
     for group in groups.values():
         if len(group) < 2:

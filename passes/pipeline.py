@@ -67,7 +67,7 @@ def pipeline(
         last_token_logits(),
         append_sampler(),  # after last_token_logits: samples the selected rows
         *processor_passes(processors),  # between the model and append_sampler's first op
-        merge_linears(),
+        merge_linears(kept=options.kept),
         share_rotary(max_positions=options.max_positions),
         fuse_rms_norm(),
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output

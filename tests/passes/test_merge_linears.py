@@ -16,6 +16,7 @@ from tiny_graphs import (
 )
 from torch import Tensor
 
+from llmc.kernels.quantized_linear import Quantization
 from llmc.passes.inputs import WeightInput
 from llmc.passes.merge_linears import merge_linears
 
@@ -38,6 +39,20 @@ def test_rewrites_three_linears_over_one_input() -> None:
     assert roles(merged, WeightInput) == [WeightInput(parts=("a", "b", "c"))]
     assert_same(merged, gm, Values.of(**inputs))
     assert_idempotent(gm, merge_linears())
+
+
+def test_weights_that_keep_different_bits_stay_apart() -> None:
+    inputs = {"x": X, "wa": WA, "wb": WB, "wc": WC}
+    gm = trace(lambda x, a, b, c: (F.linear(x, a), F.linear(x, b), F.linear(x, c)), **inputs)
+    four, eight = Quantization(format="int4", group=32), Quantization(format="int8", group=16)
+    split = merge_linears(kept=(("a", four), ("b", eight), ("c", four)))
+    merged, _ = apply(gm, split)
+    parts = [role.parts for role in roles(merged, WeightInput)]
+    assert sorted(parts) == [("a", "c"), ("b",)]
+    assert_same(merged, gm, Values.of(**inputs))
+    assert_idempotent(gm, split)
+    merged, _ = apply(gm, merge_linears(kept=(("b", eight),)))
+    assert sorted(role.parts for role in roles(merged, WeightInput)) == [("a", "c"), ("b",)]
 
 
 def test_biases_are_merged_with_the_weights() -> None:
