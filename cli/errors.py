@@ -13,41 +13,10 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 
+from llmc.cli import ported_flags
 from llmc.cli.options import say_flag
 from llmc.errors import ConfigError, EngineDeadError, LlmcError
 
-# Options of `vllm serve` that a ported command line may carry, and what to write instead.
-_VLLM_OPTIONS: Mapping[str, str] = {
-    "--enforce-eager": "-O0 runs without compilation",
-    "--compilation-config": "choose a level with -O0 to -O3, and passes with --disable-pass",
-    "--tensor-parallel-size": "llmc runs on one device; start one server for each",
-    "-tp": "llmc runs on one device; start one server for each",
-    "-pp": "llmc runs on one device; start one server for each",
-    "-dp": "start one llmc server for each device",
-    "--pipeline-parallel-size": "llmc runs on one device; start one server for each",
-    "--data-parallel-size": "start one llmc server for each device",
-    "--enable-lora": "llmc does not load LoRA adapters; merge them into the model first",
-    "--lora-modules": "llmc does not load LoRA adapters; merge them into the model first",
-    "--enable-chunked-prefill": "chunked prefill is always on; leave the option out",
-    "--disable-log-stats": "leave the option out, or set --log-level warning",
-    "--disable-log-requests": "leave the option out, or set --log-level warning",
-    "--uvicorn-log-level": "the option is called --log-level",
-    "--enable-auto-tool-choice": "not needed: the format is read off the model's chat template",
-    "--tool-call-parser": "not needed: the format is read off the model's chat template",
-    "--reasoning-parser": "reasoning stays in the answer's text; leave the option out",
-    "--allowed-origins": "the option is called --allowed-origin, and may be repeated",
-    "--generation-config": "the model's own is used; requests override it",
-    "--hf-overrides": "change config.json in a copy of the model's directory",
-    "--download-dir": "set HF_HOME",
-    "--api-server-count": "the option is called --api-workers",
-    "--ssl-keyfile": "there is no TLS; put a proxy before the server",
-    "--max-seq-len": "the option is called --max-model-len",
-    "--context-length": "the option is called --max-model-len",
-    "--ctx-size": "the option is called --max-model-len",
-    "--model-path": "the option is called --model",
-    "--mem-fraction-static": "the option is called --gpu-memory-utilization",
-    "--max-running-requests": "the option is called --max-num-seqs",
-}
 TYPO = 0.75  # how alike two options must be for one to be a misspelling of the other
 _MISSING_OPTION = re.compile(r"[Nn]o such option:? *'?(-[-\w]*)'?")
 
@@ -109,8 +78,8 @@ def _describe_usage(error: BaseException, argv: Sequence[str]) -> tuple[str, str
         message = f"{path} has no option {name}"
         known = list(getattr(error, "possibilities", None) or ())
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=TYPO)
-        if name in _VLLM_OPTIONS:
-            hint = _VLLM_OPTIONS[name]
+        if known_elsewhere := ported_flags.hint(name):
+            hint = known_elsewhere
         elif nearest:
             message += f"; did you mean {nearest[0]}?"
     return message, hint, int(getattr(error, "exit_code", 2))
@@ -120,6 +89,12 @@ def _as_written(name: str, argv: Sequence[str]) -> str:
     """typer names the first letter of `-tp`, which it reads as several short options."""
     words = (word.partition("=")[0] for word in argv)
     return next((word for word in words if word.startswith(name) and word[:2] != "--"), name)
+
+
+def note_left_out(flags: Mapping[str, str]) -> None:
+    """One warning for all flags that were left out."""
+    reasons = "; ".join(f"{name} ({why})" for name, why in flags.items())
+    _write(f"warning: left out, since llmc needs none of these: {reasons}", None)
 
 
 def _one_line(text: str) -> str:

@@ -14,6 +14,7 @@ import typer
 from llmc import __version__
 from llmc.cli import bench, chat, check, collect_env, errors, inspect, serve
 from llmc.cli.help import EPILOG, HelpCommand
+from llmc.cli.ported_flags import port
 
 app = typer.Typer(
     name="llmc",
@@ -65,6 +66,11 @@ def main(argv: list[str] | None = None) -> int:
     # --debug is taken out first so that it may stand anywhere, also after the command's name.
     words = [word for word in given if word != "--debug"]
     try:
+        if words[:1] == ["serve"]:
+            ported = port(words[1:])
+            words = ["serve", *ported.words]
+            if ported.left_out:
+                errors.note_left_out(ported.left_out)
         result = app(words, prog_name="llmc", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         return errors.report(error, debug=debug, argv=words)

@@ -128,6 +128,27 @@ def gguf_architectures() -> str:
     return _table(("architecture", "read as"), rows)
 
 
+def ported_flags() -> str:
+    from llmc.cli import ported_flags as flags
+
+    rows = [(f"`{old}`", f"`{new}`") for old, new in flags.RENAMED.items()]
+    rows += [(f"`{old}`", f"`{' '.join(new)}`") for old, new in flags.WRITTEN.items()]
+    stored = ", ".join(f"`{name}`" for name in sorted(flags.STORED))
+    rows += [
+        ("`--quantization`", f"left out for what a checkpoint is stored in: {stored}"),
+        ("`--kv-cache-dtype fp8`", "`--kv-cache-dtype fp8_e4m3`"),
+        ("`--swap-space 4`", "`--swap-space 4G`"),
+        ('`--allowed-origins \'["a", "b"]\'`', "`--allowed-origin a --allowed-origin b`"),
+    ]
+    for old, (values, why) in flags.VALUES.items():
+        taken = ", ".join(f"`{value}`" for value in sorted(values))
+        rows.append((f"`{old}`", f"left out with {taken}; else refused: {why}"))
+    for table in (flags.NOT_NEEDED, flags.NOT_NEEDED_WITH_VALUE):
+        rows += [(f"`{old}`", f"left out: {why}") for old, why in table.items()]
+    rows += [(f"`{old}`", f"refused: {why}") for old, why in flags.REFUSED.items()]
+    return _table(("flag", "with `llmc serve`"), rows)
+
+
 def gguf_types() -> str:
     from llmc.weights.gguf.blocks import KEPT, kept_as
 
@@ -145,6 +166,7 @@ def tables() -> Mapping[str, Callable[[], str]]:
         "engine": engine_table,
         "step inputs": lambda: step_table(STEP_INPUTS),
         "row tables": lambda: step_table(ROW_TABLES),
+        "ported flags": ported_flags,
         "gguf architectures": gguf_architectures,
         "gguf types": gguf_types,
     }

@@ -1,0 +1,98 @@
+"""Command lines of `vllm serve`: what llmc makes of each flag."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from llmc.cli.main import app
+from llmc.cli.ported_flags import (
+    NOT_NEEDED,
+    NOT_NEEDED_WITH_VALUE,
+    REFUSED,
+    RENAMED,
+    VALUES,
+    WRITTEN,
+    hint,
+    port,
+)
+from llmc.errors import ConfigError
+
+LINES = {
+    "m -tp 1 --enforce-eager --max-model-len 99": "m -O0 --max-model-len 99",
+    "m --tensor_parallel_size=1 --max_seq_len=99": "m --max-model-len 99",
+    "m --quantization awq --kv-cache-dtype fp8": "m --kv-cache-dtype fp8_e4m3",
+    "m --quantization=int8 --kv-cache-dtype auto": "m --quantization int8 --kv-cache-dtype auto",
+    "m --swap-space 4 --port 9": "m --swap-space 4G --port 9",
+    "m --swap-space 4G": "m --swap-space 4G",
+    "m --swap-space 1048576": "m --swap-space 1048576",
+    "m --served-model-name a b --port 9": "m --served-model-name a --served-model-name b --port 9",
+    "--served-model-name a m": "--served-model-name a m",
+    "m --disable-log-requests --uvicorn-log-level error": "m --no-access-log --log-level error",
+    "m --enable-auto-tool-choice --tool-call-parser hermes": "m",
+    "m --api-server-count 2 --generation-config vllm": "m --api-workers 2",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_is_written_as_ours(line: str) -> None:
+    assert port(line.split()).words == LINES[line].split()
+
+
+def test_every_word_of_ours_is_an_option_of_serve() -> None:
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    known = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+    mine = {*RENAMED.values(), *(words[0] for words in WRITTEN.values())}
+    assert {flag[:2] if flag.startswith("-O") else flag for flag in mine} <= known | {"-O"}
+    theirs = {*RENAMED, *WRITTEN, *NOT_NEEDED, *NOT_NEEDED_WITH_VALUE, *VALUES, *REFUSED}
+    assert not theirs & known, "an option of ours needs no translation"
+    assert all(hint(flag) for flag in theirs)
+
+
+def test_all_that_is_refused_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        port(
+            [
+                "m",
+                "--enable-lora",
+                "--lora-modules",
+                "a=b",
+                "c=d",
+                "-pp",
+                "4",
+                "--ssl-keyfile",
+                "k",
+                "--port",
+                "9",
+            ]
+        )
+    for name in ("--enable-lora (", "--lora-modules (", "-pp 4 (", "--ssl-keyfile ("):
+        assert name in str(caught.value)
+
+
+def test_what_is_left_out_is_told_with_the_reason() -> None:
+    ported = port(["m", "--enable-chunked-prefill", "--quantization", "gptq"])
+    assert ported.words == ["m"]
+    assert set(ported.left_out) == {"--enable-chunked-prefill", "--quantization"}
+    assert all(ported.left_out.values())
+
+
+def test_origins_are_json() -> None:
+    origins = json.dumps(["http://a", "*"])
+    words = port(["m", "--allowed-origins", origins]).words
+    assert words == ["m", "--allowed-origin", "http://a", "--allowed-origin", "*"]
+    for wrong in ("*", "{}", "[1]"):
+        with pytest.raises(ConfigError, match="JSON list"):
+            port(["m", "--allowed-origins", wrong])
+    with pytest.raises(ConfigError, match="--max-seq-len needs a value"):
+        port(["m", "--max-seq-len"])
+
+
+def test_names_are_those_of_the_docs() -> None:
+    docs = Path(__file__).parents[2] / "docs" / "server.md"
+    named = set(re.findall(r"^\| `(--?[-\w]+)", docs.read_text(encoding="utf-8"), re.MULTILINE))
+    assert {*RENAMED, *WRITTEN, *NOT_NEEDED, *NOT_NEEDED_WITH_VALUE, *VALUES, *REFUSED} <= named
