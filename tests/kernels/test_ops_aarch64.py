@@ -20,7 +20,7 @@ from llmc.kernels.registry import OPS
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 NAMES = sorted(name for name in OPS if OPS[name].impls and name != "attention")
-pytestmark = [pytest.mark.slow, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=AARCH64, ids=lambda level: level.name)
