@@ -12,115 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.errors import ConfigError
-
-_ONE_DEVICE = "llmc runs on one device; start one server for each"
-_MERGE_LORA = "llmc does not load LoRA adapters; merge them into the model first"
-_TEMPLATE = "the format is read off the model's chat template"
-_NO_TLS = "there is no TLS; put a proxy before the server"
-
-# The same value under another name.
-RENAMED: Mapping[str, str] = {
-    "--api-server-count": "--api-workers",
-    "--uvicorn-log-level": "--log-level",
-    "--max-seq-len": "--max-model-len",
-    "--context-length": "--max-model-len",
-    "--ctx-size": "--max-model-len",
-    "--model-path": "--model",
-    "--mem-fraction-static": "--gpu-memory-utilization",
-    "--max-running-requests": "--max-num-seqs",
-}
-# Switches that are written otherwise.
-WRITTEN: Mapping[str, tuple[str, ...]] = {
-    "--enforce-eager": ("-O0",),
-    "--disable-uvicorn-access-log": ("--no-access-log",),
-    "--disable-log-requests": ("--no-access-log",),
-    "--no-enable-log-requests": ("--no-access-log",),
-}
-# Left out, for what they ask is there anyway or means nothing here: switches, then with a value.
-NOT_NEEDED: Mapping[str, str] = {
-    "--enable-auto-tool-choice": _TEMPLATE,
-    "--enable-chunked-prefill": "chunked prefill is always on",
-    "--disable-log-stats": "--log-level sets what is logged",
-    "--enable-prompt-tokens-details": "usage always has them",
-    "--enable-request-id-headers": "answers always have them",
-    "--disable-custom-all-reduce": "there is one device",
-    "--disable-fastapi-docs": "there is no such page",
-    "--no-enable-log-outputs": "outputs are never logged",
-    "--enable-log-requests": "the access log is on",
-}
-NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
-    "--tool-call-parser": _TEMPLATE,
-    "--chat-template-content-format": _TEMPLATE,
-    "--generation-config": "the model's own is used; requests override it",
-    "--guided-decoding-backend": "grammars have one implementation",
-    "--structured-outputs-config": "grammars have one implementation",
-    "--distributed-executor-backend": "there is one device",
-    "--max-seq-len-to-capture": "graphs are captured by batch size (--cuda-graph-buckets)",
-    "--max-parallel-loading-workers": "weights are read once, in order",
-    "--tokenizer-pool-size": "--api-workers answer HTTP, tokenizers included",
-    "--max-log-len": "prompts are never logged",
-    "--response-role": "it is assistant",
-    "--num-lookahead-slots": "blocks are taken as they are needed",
-}
-# Left out for these values alone; what to do for others.
-VALUES: Mapping[str, tuple[frozenset[str], str]] = {
-    "--tensor-parallel-size": (frozenset({"1"}), _ONE_DEVICE),
-    "-tp": (frozenset({"1"}), _ONE_DEVICE),
-    "--pipeline-parallel-size": (frozenset({"1"}), _ONE_DEVICE),
-    "-pp": (frozenset({"1"}), _ONE_DEVICE),
-    "--data-parallel-size": (frozenset({"1"}), "start one llmc server for each device"),
-    "-dp": (frozenset({"1"}), "start one llmc server for each device"),
-    "--num-scheduler-steps": (frozenset({"1"}), "a step draws one token a request"),
-    "--tokenizer-mode": (frozenset({"auto", "hf"}), "only tokenizers of Hugging Face are read"),
-    "--cpu-offload-gb": (frozenset({"0"}), "weights stay on one device; take fewer bits with -q"),
-    "--task": (frozenset({"auto", "generate"}), "llmc generates; it serves no other task"),
-    "--runner": (frozenset({"auto", "generate"}), "llmc generates; it serves no other task"),
-    "--model-impl": (frozenset({"auto", "transformers"}), "models run from transformers' code"),
-    "--config-format": (frozenset({"auto", "hf"}), "only config.json is read"),
-}
-REFUSED: Mapping[str, str] = {
-    "--compilation-config": "choose a level with -O0 to -O3, and passes with --disable-pass",
-    "--no-enable-chunked-prefill": "chunked prefill is always on; raise --max-num-batched-tokens",
-    "--enable-expert-parallel": _ONE_DEVICE,
-    "--enable-lora": _MERGE_LORA,
-    "--lora-modules": _MERGE_LORA,
-    "--max-loras": _MERGE_LORA,
-    "--max-lora-rank": _MERGE_LORA,
-    "--max-cpu-loras": _MERGE_LORA,
-    "--reasoning-parser": "reasoning stays in the answer's text; leave the option out",
-    "--tool-parser-plugin": _TEMPLATE + "; leave the option out",
-    "--hf-overrides": "change config.json in a copy of the model's directory",
-    "--rope-scaling": "change config.json in a copy of the model's directory",
-    "--rope-theta": "change config.json in a copy of the model's directory",
-    "--hf-token": "set HF_TOKEN",
-    "--download-dir": "set HF_HOME",
-    "--ssl-keyfile": _NO_TLS,
-    "--ssl-certfile": _NO_TLS,
-    "--ssl-ca-certs": _NO_TLS,
-    "--root-path": "let the proxy take the path off",
-    "--middleware": "put a proxy before the server",
-    "--otlp-traces-endpoint": "there are no traces yet; /metrics has the times",
-    "--limit-mm-per-prompt": "models are served as text models",
-    "--mm-processor-kwargs": "models are served as text models",
-    "--override-generation-config": "send the parameters with each request",
-    "--kv-transfer-config": "blocks stay on one device",
-    "--num-gpu-blocks-override": "set the cache in bytes with --kv-cache-memory",
-    "--speculative-model": 'give --speculative-config \'{"method":"draft_model","model":...}\'',
-    "--config": "write the options on the command line, or as LLMC_... in the environment",
-}
-# Formats that a checkpoint is stored in: it is served as it is.
-STORED = frozenset(
-    [
-        "awq",
-        "awq_marlin",
-        "gptq",
-        "gptq_marlin",
-        "compressed-tensors",
-        "mxfp4",
-        "gguf",
-        "fbgemm_fp8",
-        "auto",
-    ]
+from llmc.frontend.ported_options import (
+    MOST_GIB,
+    NOT_NEEDED,
+    NOT_NEEDED_WITH_VALUE,
+    REFUSED,
+    RENAMED,
+    STORED,
+    VALUES,
+    WRITTEN,
 )
 
 
@@ -145,7 +45,7 @@ def _kv_cache_dtype(value: str, left_out: dict[str, str]) -> list[str]:
 
 def _swap_space(value: str, left_out: dict[str, str]) -> list[str]:
     """In GiB there, in bytes here: no swap space has fewer than 1024 of these."""
-    is_gib = re.fullmatch(r"\d+(\.\d+)?", value) and float(value) < 1024
+    is_gib = re.fullmatch(r"\d+(\.\d+)?", value) and float(value) < MOST_GIB
     return ["--swap-space", f"{value}G" if is_gib else value]
 
 

@@ -129,7 +129,7 @@ def gguf_architectures() -> str:
 
 
 def ported_flags() -> str:
-    from llmc.cli import ported_flags as flags
+    from llmc.frontend import ported_options as flags
 
     rows = [(f"`{old}`", f"`{new}`") for old, new in flags.RENAMED.items()]
     rows += [(f"`{old}`", f"`{' '.join(new)}`") for old, new in flags.WRITTEN.items()]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 from llmc.config import EngineConfig, SchedulingPolicy
 from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
 from llmc.errors import ConfigError
+from llmc.frontend.ported_options import port_keywords
 from llmc.speculative_config import SpeculativeConfig
 from llmc.text.template_file import read_template
 from llmc.text.tokenizer import Tokenizer
@@ -64,8 +65,10 @@ class Engine(Protocol):
 
 
 def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
-    """EngineConfig from keyword arguments; the error for an unknown one names the closest match."""
+    """EngineConfig from keyword arguments, vLLM's among them; the error for an unknown one names
+    the closest match."""
     known = [f.name for f in dataclasses.fields(EngineConfig) if f.name != "model"]
+    options = port_keywords(options, frozenset(known))
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

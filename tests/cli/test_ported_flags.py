@@ -10,17 +10,17 @@ import pytest
 import typer
 
 from llmc.cli.main import app
-from llmc.cli.ported_flags import (
+from llmc.cli.ported_flags import hint, port
+from llmc.errors import ConfigError
+from llmc.frontend.engine_options import make_config
+from llmc.frontend.ported_options import (
     NOT_NEEDED,
     NOT_NEEDED_WITH_VALUE,
     REFUSED,
     RENAMED,
     VALUES,
     WRITTEN,
-    hint,
-    port,
 )
-from llmc.errors import ConfigError
 
 LINES = {
     "m -tp 1 --enforce-eager --max-model-len 99": "m -O0 --max-model-len 99",
@@ -96,3 +96,24 @@ def test_names_are_those_of_the_docs() -> None:
     docs = Path(__file__).parents[2] / "docs" / "server.md"
     named = set(re.findall(r"^\| `(--?[-\w]+)", docs.read_text(encoding="utf-8"), re.MULTILINE))
     assert {*RENAMED, *WRITTEN, *NOT_NEEDED, *NOT_NEEDED_WITH_VALUE, *VALUES, *REFUSED} <= named
+
+
+def test_keywords_are_written_as_ours(caplog: pytest.LogCaptureFixture) -> None:
+    theirs = {
+        "enforce_eager": True,
+        "tensor_parallel_size": 1,
+        "quantization": "awq",
+        "kv_cache_dtype": "fp8",
+        "swap_space": 4,
+        "max_seq_len": 99,
+        "disable_custom_all_reduce": True,
+    }
+    config = make_config("m", theirs)
+    assert (config.opt_level, config.quantization, config.max_model_len) == (0, None, 99)
+    assert (config.kv_cache_dtype, config.swap_space) == ("fp8_e4m3", 4 * 2**30)
+    assert "tensor_parallel_size (1 is what llmc does)" in caplog.text
+    assert "quantization" in caplog.text and "disable_custom_all_reduce" in caplog.text
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 \(.*enable_lora \("):
+        make_config("m", {"tensor_parallel_size": 2, "enable_lora": True})
+    with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
+        make_config("m", {"max_num_seq": 2})

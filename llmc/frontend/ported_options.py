@@ -1,0 +1,166 @@
+"""Options of vLLM that llmc takes, writes as its own, or refuses: for `llmc serve` and `LLM(...)`.
+
+Names are those of flags; keywords are the same with underscores.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from llmc.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_ONE_DEVICE = "llmc runs on one device; start one server for each"
+_MERGE_LORA = "llmc does not load LoRA adapters; merge them into the model first"
+_TEMPLATE = "the format is read off the model's chat template"
+_NO_TLS = "there is no TLS; put a proxy before the server"
+
+# The same value under another name.
+RENAMED: Mapping[str, str] = {
+    "--api-server-count": "--api-workers",
+    "--uvicorn-log-level": "--log-level",
+    "--max-seq-len": "--max-model-len",
+    "--context-length": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "--model-path": "--model",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--max-running-requests": "--max-num-seqs",
+}
+# Switches that are written otherwise.
+WRITTEN: Mapping[str, tuple[str, ...]] = {
+    "--enforce-eager": ("-O0",),
+    "--disable-uvicorn-access-log": ("--no-access-log",),
+    "--disable-log-requests": ("--no-access-log",),
+    "--no-enable-log-requests": ("--no-access-log",),
+}
+# Left out, for what they ask is there anyway or means nothing here: switches, then with a value.
+NOT_NEEDED: Mapping[str, str] = {
+    "--enable-auto-tool-choice": _TEMPLATE,
+    "--enable-chunked-prefill": "chunked prefill is always on",
+    "--disable-log-stats": "--log-level sets what is logged",
+    "--enable-prompt-tokens-details": "usage always has them",
+    "--enable-request-id-headers": "answers always have them",
+    "--disable-custom-all-reduce": "there is one device",
+    "--disable-fastapi-docs": "there is no such page",
+    "--no-enable-log-outputs": "outputs are never logged",
+    "--enable-log-requests": "the access log is on",
+}
+NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
+    "--tool-call-parser": _TEMPLATE,
+    "--chat-template-content-format": _TEMPLATE,
+    "--generation-config": "the model's own is used; requests override it",
+    "--guided-decoding-backend": "grammars have one implementation",
+    "--structured-outputs-config": "grammars have one implementation",
+    "--distributed-executor-backend": "there is one device",
+    "--max-seq-len-to-capture": "graphs are captured by batch size (--cuda-graph-buckets)",
+    "--max-parallel-loading-workers": "weights are read once, in order",
+    "--tokenizer-pool-size": "--api-workers answer HTTP, tokenizers included",
+    "--max-log-len": "prompts are never logged",
+    "--response-role": "it is assistant",
+    "--num-lookahead-slots": "blocks are taken as they are needed",
+}
+# Left out for these values alone; what to do for others.
+VALUES: Mapping[str, tuple[frozenset[str], str]] = {
+    "--tensor-parallel-size": (frozenset({"1"}), _ONE_DEVICE),
+    "-tp": (frozenset({"1"}), _ONE_DEVICE),
+    "--pipeline-parallel-size": (frozenset({"1"}), _ONE_DEVICE),
+    "-pp": (frozenset({"1"}), _ONE_DEVICE),
+    "--data-parallel-size": (frozenset({"1"}), "start one llmc server for each device"),
+    "-dp": (frozenset({"1"}), "start one llmc server for each device"),
+    "--num-scheduler-steps": (frozenset({"1"}), "a step draws one token a request"),
+    "--tokenizer-mode": (frozenset({"auto", "hf"}), "only tokenizers of Hugging Face are read"),
+    "--cpu-offload-gb": (frozenset({"0"}), "weights stay on one device; take fewer bits with -q"),
+    "--task": (frozenset({"auto", "generate"}), "llmc generates; it serves no other task"),
+    "--runner": (frozenset({"auto", "generate"}), "llmc generates; it serves no other task"),
+    "--model-impl": (frozenset({"auto", "transformers"}), "models run from transformers' code"),
+    "--config-format": (frozenset({"auto", "hf"}), "only config.json is read"),
+}
+REFUSED: Mapping[str, str] = {
+    "--compilation-config": "choose a level with -O0 to -O3, and passes with --disable-pass",
+    "--no-enable-chunked-prefill": "chunked prefill is always on; raise --max-num-batched-tokens",
+    "--enable-expert-parallel": _ONE_DEVICE,
+    "--enable-lora": _MERGE_LORA,
+    "--lora-modules": _MERGE_LORA,
+    "--max-loras": _MERGE_LORA,
+    "--max-lora-rank": _MERGE_LORA,
+    "--max-cpu-loras": _MERGE_LORA,
+    "--reasoning-parser": "reasoning stays in the answer's text; leave the option out",
+    "--tool-parser-plugin": _TEMPLATE + "; leave the option out",
+    "--hf-overrides": "change config.json in a copy of the model's directory",
+    "--rope-scaling": "change config.json in a copy of the model's directory",
+    "--rope-theta": "change config.json in a copy of the model's directory",
+    "--hf-token": "set HF_TOKEN",
+    "--download-dir": "set HF_HOME",
+    "--ssl-keyfile": _NO_TLS,
+    "--ssl-certfile": _NO_TLS,
+    "--ssl-ca-certs": _NO_TLS,
+    "--root-path": "let the proxy take the path off",
+    "--middleware": "put a proxy before the server",
+    "--otlp-traces-endpoint": "there are no traces yet; /metrics has the times",
+    "--limit-mm-per-prompt": "models are served as text models",
+    "--mm-processor-kwargs": "models are served as text models",
+    "--override-generation-config": "send the parameters with each request",
+    "--kv-transfer-config": "blocks stay on one device",
+    "--num-gpu-blocks-override": "set the cache in bytes with --kv-cache-memory",
+    "--speculative-model": 'give --speculative-config \'{"method":"draft_model","model":...}\'',
+    "--config": "write the options on the command line, or as LLMC_... in the environment",
+}
+MOST_GIB = 1024  # of swap space; a larger number is bytes
+# Formats that a checkpoint is stored in: it is served as it is.
+STORED = frozenset(
+    [
+        "awq",
+        "awq_marlin",
+        "gptq",
+        "gptq_marlin",
+        "compressed-tensors",
+        "mxfp4",
+        "gguf",
+        "fbgemm_fp8",
+        "auto",
+    ]
+)
+
+
+def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """Keywords of `LLM(...)`, in which vLLM's may stand, as ours alone. `known` are ours.
+
+    Raises ConfigError that names every keyword of vLLM's that can't be had, and what to do.
+    """
+    out: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if name == "quantization" and value in STORED:
+            left_out[name] = "a quantized checkpoint is served as it is stored"
+        elif name == "kv_cache_dtype" and value == "fp8":
+            out[name] = "fp8_e4m3"
+        elif name == "swap_space" and isinstance(value, int | float) and 0 < value < MOST_GIB:
+            out[name] = int(value * 2**30)
+        elif name in known:
+            out[name] = value
+        elif name == "enforce_eager":
+            out |= {"opt_level": 0} if value else {}
+        elif RENAMED.get(flag, "")[2:].replace("-", "_") in known:
+            out[RENAMED[flag][2:].replace("-", "_")] = value
+        elif flag in VALUES and str(value) in VALUES[flag][0]:
+            left_out[name] = f"{value} is what llmc does"
+        elif flag in NOT_NEEDED or flag in NOT_NEEDED_WITH_VALUE:
+            left_out[name] = NOT_NEEDED.get(flag) or NOT_NEEDED_WITH_VALUE[flag]
+        elif flag in VALUES:
+            refused[f"{name}={value}"] = VALUES[flag][1]
+        elif flag in REFUSED:
+            refused[name] = REFUSED[flag]
+        else:
+            out[name] = value  # make_config knows the closest name
+    if refused:
+        reasons = "; ".join(f"{name} ({why})" for name, why in refused.items())
+        raise ConfigError(f"llmc can't have {reasons}")
+    if left_out:
+        reasons = "; ".join(f"{name} ({why})" for name, why in left_out.items())
+        log.warning("left out, since llmc needs none of these: %s", reasons)
+    return out
