@@ -100,7 +100,7 @@ def test_allowing_only_stop_tokens_contradicts_min_tokens() -> None:
     [
         (32, None, LIMITS, "prompt", "context_length_exceeded", "32 tokens.*at most 31"),
         (40, 1, LIMITS, "prompt", "context_length_exceeded", "40 tokens.*at most 31"),
-        (30, 3, LIMITS, "max_tokens", "context_length_exceeded", "make 33.*32 tokens.*at most 2"),
+        (30, 3, LIMITS, "max_tokens", "context_length_exceeded", "32 tokens.*make 33.*at most 2"),
         (20, 1, SMALL_POOL, "prompt", "kv_capacity_exceeded", "20 tokens.*holds 20.*5 blocks of 4"),
         (18, 3, SMALL_POOL, "max_tokens", "kv_capacity_exceeded", "make 21.*holds 20.*at most 2"),
     ],

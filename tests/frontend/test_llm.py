@@ -6,6 +6,7 @@ import dataclasses
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -196,6 +197,15 @@ def test_interrupt_leaves_the_engine_usable(llm: LLM, scripted: Scripted) -> Non
     scripted.assert_idle()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts what runs in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("beams", [False, True])
 def test_ctrl_c_inside_a_step_waits_for_its_end(
     llm: LLM, scripted: Scripted, monkeypatch: pytest.MonkeyPatch, beams: bool
