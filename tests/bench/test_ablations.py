@@ -46,7 +46,7 @@ def test_every_row_works_in_miniature(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rows = json.loads(output.read_text())["rows"]

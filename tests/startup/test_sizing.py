@@ -106,6 +106,7 @@ def test_free_memory_on_the_cpu_leaves_most_to_others() -> None:
 def test_peak_memory_sees_what_was_freed_again() -> None:
     peak = PeakMemory(torch.device("cpu"))
     peak.start()
-    block = torch.ones(32 * 2**20)  # 128 MiB
+    block = torch.ones(256 * 2**20)  # 1 GiB
     del block
-    assert 100 * 2**20 < peak.grown_by() < 300 * 2**20
+    # The kernel may take back idle pages of this process meanwhile, which count against it.
+    assert 700 * 2**20 < peak.grown_by() < 1200 * 2**20
