@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ class LlamaCpp(Engine):
             list(pool.map(one, job.prompts, job.num_tokens))
 
     def settings(self) -> str:
-        return "continuous batching, 32 slots, batch 2048, micro-batch 512, fp16 cache"
+        release = version("xllamacpp")
+        return f"{release}, continuous batching, 32 slots, micro-batch 512, fp16 cache"
 
 
 class Transformers(Engine):

@@ -2,7 +2,7 @@
 
     pip install --no-deps xllamacpp     # a prebuilt llama.cpp
     python -m bench.peers [--peer llama.cpp,transformers] [--type BF16] [--rounds 5] [--threads 2]
-                          [--output-json FILE] [MODEL.gguf]
+                          [--only decode,prefill-128] [--output-json FILE] [MODEL.gguf]
 
 MODEL is the default model where none is named. `--type` has its matrices written anew in another
 type first. Every engine has a process of its own, gets the same token ids, and answers greedily to
@@ -34,6 +34,7 @@ from llmc.weights.gguf.reader import read_header
 DECODE_TOKENS = 64
 PREFILLS = (128, 1024)
 MIXED_REQUESTS = 32
+KINDS = ("decode", *(f"prefill-{length}" for length in PREFILLS), "mixed")
 
 
 def jobs(vocab_size: int) -> dict[str, Job]:
@@ -44,7 +45,7 @@ def jobs(vocab_size: int) -> dict[str, Job]:
         return [gen.randrange(vocab_size // 2) for _ in range(length)]
 
     prefills = {
-        f"prefill {length}": Job(prompts=[prompt(length)], num_tokens=[1]) for length in PREFILLS
+        f"prefill-{length}": Job(prompts=[prompt(length)], num_tokens=[1]) for length in PREFILLS
     }
     mixed = Job(
         prompts=[prompt(gen.randint(32, 256)) for _ in range(MIXED_REQUESTS)],
@@ -59,7 +60,9 @@ def jobs(vocab_size: int) -> dict[str, Job]:
     }
 
 
-def measure(path: Path, names: list[str], rounds: int, threads: int) -> dict[str, Any]:
+def measure(
+    path: Path, names: list[str], kinds: list[str], rounds: int, threads: int
+) -> dict[str, Any]:
     """Seconds by engine and measurement, one number a round; `decode` is of one token."""
     header = read_header(path)
     todo = jobs(header.tensors["token_embd.weight"].shape[0])
@@ -74,16 +77,16 @@ def measure(path: Path, names: list[str], rounds: int, threads: int) -> dict[str
             engine = EngineProcess(name, path, threads)
             stack.callback(engine.close)
             engines.append(engine)
-            for job in todo.values():  # not counted
-                engine.seconds(job)
+            for kind in kinds:  # not counted
+                _seconds(engine, kind, todo)
         result["settings"] = {engine.name: engine.settings for engine in engines}
         samples: dict[str, dict[str, list[float]]] = {
-            name: {kind: [] for kind in ("decode", *list(todo)[2:])} for name in names
+            name: {kind: [] for kind in kinds} for name in names
         }
         for number in range(rounds):
             result["bandwidth_bytes_per_s"].append(measure_read_bandwidth("cpu", repeats=3))
             turn = number % len(engines)
-            for kind in ("decode", *list(todo)[2:]):
+            for kind in kinds:
                 for engine in engines[turn:] + engines[:turn]:
                     samples[engine.name][kind].append(_seconds(engine, kind, todo))
     return {**result, "seconds": samples}
@@ -113,8 +116,9 @@ def print_table(result: Mapping[str, Any]) -> None:
             ratio = "" if name == "llmc" else f" ({times[kind] / ours[kind]:.2f} x llmc's)"
             told.append(f"{name} {times[kind] * 1e3:.1f} ms{ratio}")
         print(f"{kind:13} " + ", ".join(told))
-    share = result["weight_bytes"] / ours["decode"] / bandwidth
-    print(f"decode reads the file's weights at {share:.0%} of the bandwidth")
+    if "decode" in ours:
+        share = result["weight_bytes"] / ours["decode"] / bandwidth
+        print(f"decode reads the file's weights at {share:.0%} of the bandwidth")
 
 
 def main() -> None:
@@ -124,6 +128,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--peer", default="llama.cpp,transformers", help="engines, by commas")
     parser.add_argument("--type", choices=[kind.name for kind in GGMLQuantizationType])
+    parser.add_argument("--only", default=",".join(KINDS), help="measurements, by commas")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output-json", type=Path)
@@ -132,12 +137,16 @@ def main() -> None:
     unknown = [name for name in peers if name not in ENGINES]
     if unknown:
         parser.error(f"--peer has {', '.join(unknown)}; known are {', '.join(ENGINES)}")
+    kinds = args.only.split(",")
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        parser.error(f"--only has {', '.join(unknown)}; known are {', '.join(KINDS)}")
     model = args.model or default_model_path()
     with tempfile.TemporaryDirectory() as folder:
         if args.type is not None:
             target = Path(folder) / f"{model.stem}.rewritten-{args.type}.gguf"
             model = rewrite(model, target, GGMLQuantizationType[args.type])
-        result = measure(model, ["llmc", *peers], args.rounds, args.threads)
+        result = measure(model, ["llmc", *peers], kinds, args.rounds, args.threads)
     print_table(result)
     if args.output_json:
         facts = {**context(), "versions": package_versions(), "machine": describe_machine()}
