@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -172,7 +173,11 @@ class LoadedModel:
 
     @property
     def num_parameters(self) -> int:
-        return sum(weight.numel() for weight in self._distinct)
+        """Of the model: weights that keep few bits a value count in full, tied ones once."""
+        shapes, aliases = self.program.parameters.shapes, self.program.parameters.aliases
+        used = {part for _, role in self.program.weight_inputs() for part in role.parts}
+        first = {min(aliases.get(name, (name,))) for name in used}
+        return sum(math.prod(shapes[name]) for name in first)
 
     @property
     def weight_bytes(self) -> int:

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from op_cases import require_cpu_ops
+from safetensors.torch import load_file
 from tiny_models import save_checkpoint
 
 from llmc.compiler.cache import ProgramCache
@@ -32,6 +33,8 @@ def test_a_warm_start_runs_no_step(tmp_path: Path) -> None:
     require_cpu_ops()
     path, cache = save_checkpoint("llama", tmp_path / "model"), ProgramCache(tmp_path / "cache")
     cold, key = start(path, cache)
+    tensors = load_file(path / "model.safetensors").values()
+    assert cold.num_parameters == sum(tensor.numel() for tensor in tensors)
     first = profile.profile_model(cold, MODE, key=key, cache=cache)
     warm, _ = start(path, cache)
     assert warm.program.from_cache
