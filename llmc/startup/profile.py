@@ -14,6 +14,7 @@ from torch import fx
 from llmc.compiler.cache import ProgramCache
 from llmc.compiler.program import lowered
 from llmc.engine.plan import NewRow, RowWork, StepPlan
+from llmc.kernels.cpu.levels import pick_level
 from llmc.runner import kv_cache
 from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
@@ -38,7 +39,9 @@ def profile_model(
     config, program = model.source.config, model.program
     graph = lowered(program)
     tokens = min(config.max_num_batched_tokens, model.source.model_len)
-    name = f"{tokens}-tokens-{config.max_num_seqs}-requests-{torch.get_num_threads()}-threads"
+    kernels = level.name if (level := pick_level()) is not None else "references"
+    threads = torch.get_num_threads()
+    name = f"{tokens}-tokens-{config.max_num_seqs}-requests-{threads}-threads-{kernels}"
     is_kept = program.device.type == "cpu" and mode.kernels_built and not config.swap_space
     if is_kept and program.from_cache and cache is not None:
         activations = cache.load_figure(key, name)
