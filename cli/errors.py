@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from llmc.cli import ported_flags
 from llmc.cli.options import say_flag
 from llmc.errors import ConfigError, EngineDeadError, LlmcError
+from llmc.frontend.ported_options import say_left_out
 
 TYPO = 0.75  # how alike two options must be for one to be a misspelling of the other
 _MISSING_OPTION = re.compile(r"[Nn]o such option:? *'?(-[-\w]*)'?")
@@ -93,8 +94,7 @@ def _as_written(name: str, argv: Sequence[str]) -> str:
 
 def note_left_out(flags: Mapping[str, str]) -> None:
     """One warning for all flags that were left out."""
-    reasons = "; ".join(f"{name} ({why})" for name, why in flags.items())
-    _write(f"warning: left out, since llmc needs none of these: {reasons}", None)
+    _write(f"warning: {say_left_out(flags)}", None)
 
 
 def _one_line(text: str) -> str:

@@ -21,6 +21,7 @@ from llmc.frontend.ported_options import (
     STORED,
     VALUES,
     WRITTEN,
+    listed,
 )
 
 
@@ -66,6 +67,8 @@ _TRANSLATED: Mapping[str, Callable[[str, dict[str, str]], list[str]]] = {
     "--swap-space": _swap_space,
     "--allowed-origins": _allowed_origins,
 }
+_WITH_VALUE = frozenset((*RENAMED, *_TRANSLATED, *NOT_NEEDED_WITH_VALUE, *VALUES))
+_KNOWN = _WITH_VALUE.union(WRITTEN, NOT_NEEDED, REFUSED)
 _SEVERAL = ("--served-model-name", "--api-key")  # values in a row, behind a first word MODEL
 
 
@@ -86,13 +89,15 @@ def port(words: Sequence[str]) -> Ported:
         elif name in NOT_NEEDED:
             left_out[name] = NOT_NEEDED[name]
         elif name in _SEVERAL and has_model:
+            out += [name, *rest[:1]]  # the first one whatever it is, and none is typer's to refuse
+            del rest[:1]
             while rest and not rest[0].startswith("-"):
                 out += [name, rest.pop(0)]
         elif name in REFUSED:
             refused[name] = REFUSED[name]
             while rest and not rest[0].startswith("-"):
                 rest.pop(0)
-        elif not _takes_value(name):
+        elif name not in _WITH_VALUE:
             out.append(name)
         elif not rest:
             raise ConfigError(f"{name} needs a value")
@@ -109,16 +114,8 @@ def port(words: Sequence[str]) -> Ported:
             else:
                 refused[f"{name} {value}"] = VALUES[name][1]
     if refused:
-        reasons = "; ".join(f"{name} ({why})" for name, why in refused.items())
-        raise ConfigError(f"llmc serve can't have {reasons}")
+        raise ConfigError(f"llmc serve can't have {listed(refused)}")
     return Ported(words=out, left_out=left_out)
-
-
-def _takes_value(name: str) -> bool:
-    tables: tuple[Mapping[str, object], ...] = (
-        RENAMED, _TRANSLATED, NOT_NEEDED_WITH_VALUE, VALUES,
-    )  # fmt: skip
-    return any(name in table for table in tables)
 
 
 def _split(word: str) -> list[str]:
@@ -127,8 +124,9 @@ def _split(word: str) -> list[str]:
     if not name.startswith("-"):
         return [word]
     known = name.replace("_", "-")
-    tables = (WRITTEN, NOT_NEEDED, REFUSED)
-    if not (_takes_value(known) or any(known in t for t in tables) or known in _SEVERAL):
+    if known in _SEVERAL:  # with `=` there is one value, which may begin with a dash
+        return [known + equals + value]
+    if known not in _KNOWN:
         return [word]
     return [known, value] if equals else [known]
 

@@ -125,6 +125,16 @@ STORED = frozenset(
 )
 
 
+def listed(options: Mapping[str, str]) -> str:
+    """Names, each with its reason."""
+    return "; ".join(f"{name} ({why})" for name, why in options.items())
+
+
+def say_left_out(options: Mapping[str, str]) -> str:
+    """One sentence for all options that were left out."""
+    return f"left out, since llmc needs none of these: {listed(options)}"
+
+
 def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
     """Keywords of `LLM(...)`, in which vLLM's may stand, as ours alone. `known` are ours.
 
@@ -158,9 +168,7 @@ def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str
         else:
             out[name] = value  # make_config knows the closest name
     if refused:
-        reasons = "; ".join(f"{name} ({why})" for name, why in refused.items())
-        raise ConfigError(f"llmc can't have {reasons}")
+        raise ConfigError(f"llmc can't have {listed(refused)}")
     if left_out:
-        reasons = "; ".join(f"{name} ({why})" for name, why in left_out.items())
-        log.warning("left out, since llmc needs none of these: %s", reasons)
+        log.warning("%s", say_left_out(left_out))
     return out

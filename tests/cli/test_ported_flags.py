@@ -32,6 +32,9 @@ LINES = {
     "m --swap-space 1048576": "m --swap-space 1048576",
     "m --served-model-name a b --port 9": "m --served-model-name a --served-model-name b --port 9",
     "--served-model-name a m": "--served-model-name a m",
+    "m --api-key -a b --port 9": "m --api-key -a --api-key b --port 9",
+    "m --api_key=-a --port 9": "m --api-key=-a --port 9",
+    "m --port 9 --api-key": "m --port 9 --api-key",  # typer refuses it: never no key
     "m --disable-log-requests --uvicorn-log-level error": "m --no-access-log --log-level error",
     "m --enable-auto-tool-choice --tool-call-parser hermes": "m",
     "m --api-server-count 2 --generation-config vllm": "m --api-workers 2",
