@@ -34,6 +34,7 @@ class Ask:
     system: str | None
     settings: dict[str, Any]
     show_stats: bool | None
+    certificate: bool = True
 
 
 def is_model_word(word: str) -> bool:
@@ -107,6 +108,15 @@ def command(
             panel=CHAT_PANEL,
         ),
     ] = None,
+    certificate: Annotated[
+        bool,
+        option(
+            "--certificate/--no-certificate",
+            help="In an interactive chat, compare a small model of this architecture with "
+            "transformers, once for each version.",
+            panel=CHAT_PANEL,
+        ),
+    ] = True,
     url: Annotated[
         str | None,
         option(
@@ -183,6 +193,7 @@ def command(
         system=system,
         settings={name: value for name, value in given.items() if value is not None},
         show_stats=stats,
+        certificate=certificate,
     )
     from llmc.cli.conversation import check_settings
 

@@ -8,6 +8,7 @@ import sys
 
 from rich.console import Console
 
+from llmc.check.background import BackgroundCheck
 from llmc.cli.chat import Ask
 from llmc.cli.chat_backends import Backend, ServerBackend
 from llmc.cli.chat_engine import EngineBackend
@@ -16,6 +17,8 @@ from llmc.cli.console import about_model, note, stderr_console
 from llmc.cli.conversation import Conversation, stats_line, why_it_ended
 from llmc.cli.loading import load_async_llm
 from llmc.config import EngineConfig
+from llmc.model_info import ModelInfo
+from llmc.startup.architecture_certificate import ArchitectureCertificate
 
 # Of a chat, where the model's files have no parameters of their own.
 _USUAL_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
@@ -32,7 +35,22 @@ def chat_with_engine(config: EngineConfig, ask: Ask) -> int:
         note(console, about_model(llm.info))
     if not backend.has_template:
         note(console, "This model has no chat template: it continues what you write.", "yellow")
-    return asyncio.run(_chat(backend, ask, console))
+    if not ask.certificate or ask.question is not None:  # too short for a check beside it
+        return asyncio.run(_chat(backend, ask, console))
+    found: list[ArchitectureCertificate] = []
+    with BackgroundCheck(config, llm.info, found.append):
+        is_known = bool(found)
+        if is_known:
+            _warn_of_difference(console, found[0], llm.info)
+        code = asyncio.run(_chat(backend, ask, console))
+    if found and not is_known:
+        _warn_of_difference(console, found[0], llm.info)
+    return code
+
+
+def _warn_of_difference(console: Console, found: ArchitectureCertificate, info: ModelInfo) -> None:
+    if found.status == "different" and not info.disabled_passes:
+        note(console, str(found), style="yellow")
 
 
 async def chat_with_server(url: str, model: str | None, api_key: str | None, ask: Ask) -> int:

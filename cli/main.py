@@ -13,6 +13,7 @@ import typer
 
 from llmc import __version__
 from llmc.cli import bench, chat, check, collect_env, errors, inspect, serve
+from llmc.cli.config_file import expand
 from llmc.cli.help import EPILOG, HelpCommand
 from llmc.cli.ported_flags import port
 
@@ -59,6 +60,14 @@ def _root(
     """Options of `llmc` itself; `main` reads --debug before typer does."""
 
 
+class _Opposites:
+    """The options of `llmc serve` that turn a switch off; asked for a config file alone."""
+
+    def __contains__(self, name: object) -> bool:
+        serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+        return any(name in parameter.secondary_opts for parameter in serve.params)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = sys.argv[1:] if argv is None else argv
@@ -67,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     words = [word for word in given if word != "--debug"]
     try:
         if words[:1] == ["serve"]:
-            ported = port(words[1:])
+            ported = port(expand(words[1:], _Opposites()))
             words = ["serve", *ported.words]
             if ported.left_out:
                 errors.note_left_out(ported.left_out)

@@ -263,6 +263,30 @@ ENGINE_OPTIONS = (
         "vocabulary. The answers stay the same.",
     ),
     EngineOption(
+        field="enable_lora",
+        panel=BATCH_PANEL,
+        flags=("--enable-lora/--no-enable-lora",),
+        help="Serve LoRA adapters beside the model, each request its own.",
+    ),
+    EngineOption(
+        field="max_loras",
+        panel=BATCH_PANEL,
+        metavar="ADAPTERS",
+        help="Adapters that one step can use; requests of others wait for a slot.",
+    ),
+    EngineOption(
+        field="max_lora_rank",
+        panel=BATCH_PANEL,
+        metavar="RANK",
+        help="Largest rank of an adapter. Slots take memory for it, and steps compute it.",
+    ),
+    EngineOption(
+        field="max_cpu_loras",
+        panel=BATCH_PANEL,
+        metavar="ADAPTERS",
+        help="Adapters kept in host memory. When absent: as many as --max-loras.",
+    ),
+    EngineOption(
         field="opt_level",
         panel=COMPILER_PANEL,
         flags=("--opt-level", "--optimization-level", "-O"),

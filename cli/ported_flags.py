@@ -69,7 +69,11 @@ _TRANSLATED: Mapping[str, Callable[[str, dict[str, str]], list[str]]] = {
 }
 _WITH_VALUE = frozenset((*RENAMED, *_TRANSLATED, *NOT_NEEDED_WITH_VALUE, *VALUES))
 _KNOWN = _WITH_VALUE.union(WRITTEN, NOT_NEEDED, REFUSED)
-_SEVERAL = ("--served-model-name", "--api-key")  # values in a row, behind a first word MODEL
+_SEVERAL = (
+    "--served-model-name",
+    "--api-key",
+    "--lora-modules",
+)  # values in a row, behind a first word MODEL
 
 
 def port(words: Sequence[str]) -> Ported:

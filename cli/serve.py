@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Annotated
 
 from llmc.cli.options import engine_options, option
@@ -41,12 +43,68 @@ def command(
             panel=SERVER_PANEL,
         ),
     ] = None,
+    ssl_certfile: Annotated[
+        str | None,
+        option(
+            "--ssl-certfile",
+            help="Serve HTTPS with this certificate, a PEM file with its chain.",
+            metavar="FILE",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
+    ssl_keyfile: Annotated[
+        str | None,
+        option(
+            "--ssl-keyfile",
+            help="The certificate's key, a PEM file; absent: it is in the same file.",
+            metavar="FILE",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
+    ssl_ca_certs: Annotated[
+        str | None,
+        option(
+            "--ssl-ca-certs",
+            help="Take only clients with a certificate signed by one of these, a PEM file.",
+            metavar="FILE",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
+    root_path: Annotated[
+        str,
+        option(
+            "--root-path",
+            help="Path under which a proxy shows the server, such as /llm.",
+            metavar="PATH",
+            panel=SERVER_PANEL,
+        ),
+    ] = "",
     served_model_name: Annotated[
         list[str] | None,
         option(
             "--served-model-name",
             help="Name of the model in the API; may be repeated. The model's own when absent.",
             metavar="NAME",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        option(
+            "--lora-modules",
+            help="LoRA adapter to serve as the model NAME, in PEFT's format; may be repeated. "
+            "Needs --enable-lora.",
+            metavar="NAME=DIR",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
+    runtime_lora_dir: Annotated[
+        str | None,
+        option(
+            "--runtime-lora-dir",
+            help="Allow clients to load adapters from directories inside of this one, and to "
+            "unload them (/v1/load_lora_adapter). When absent nobody can.",
+            metavar="DIR",
             panel=SERVER_PANEL,
         ),
     ] = None,
@@ -124,6 +182,14 @@ def command(
             panel=SERVER_PANEL,
         ),
     ] = True,
+    ui: Annotated[
+        bool,
+        option(
+            "--ui/--no-ui",
+            help="Serve a page to chat and to watch the engine at /.",
+            panel=SERVER_PANEL,
+        ),
+    ] = True,
     verify: Annotated[
         bool,
         option(
@@ -132,6 +198,15 @@ def command(
             panel=SERVER_PANEL,
         ),
     ] = False,
+    certificate: Annotated[
+        bool,
+        option(
+            "--certificate/--no-certificate",
+            help="Compare a small model of this architecture with transformers beside the server, "
+            "once for each version.",
+            panel=SERVER_PANEL,
+        ),
+    ] = True,
     log_level: Annotated[
         str,
         option(
@@ -165,6 +240,8 @@ def command(
             raise ConfigError(f"{flag} must be at least 1, got {number}")
     if salt_by_api_key and not api_key:
         raise ConfigError("--salt-by-api-key needs at least one --api-key")
+    if (lora_modules or runtime_lora_dir) and not config.enable_lora:
+        raise ConfigError("--lora-modules and --runtime-lora-dir need --enable-lora")
     if api_workers > 1 and not engine_process:
         raise ConfigError("--api-workers needs the engine in a separate process")
     from llmc.startup.resolve import check_paths
@@ -176,15 +253,23 @@ def command(
         host=host,
         port=port,
         uds=uds,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        ssl_ca_certs=ssl_ca_certs,
+        root_path=root_path.rstrip("/"),
         stream_interval=stream_interval,
         api_workers=api_workers,
         served_model_names=tuple(served_model_name or ()),
+        lora_modules=_lora_modules(lora_modules or ()),
+        runtime_lora_dir=runtime_lora_dir,
         api_keys=tuple(api_key or ()),
         salt_by_api_key=salt_by_api_key,
         allowed_hosts=tuple(allowed_host or ()),
         allowed_origins=tuple(allowed_origin or ()),
         shutdown_timeout_s=shutdown_timeout,
         access_log=access_log,
+        ui=ui,
+        certificate=certificate,
     )
     if verify:
         from llmc.cli.verify import require_certificate
@@ -193,3 +278,20 @@ def command(
     from llmc.cli.serve_run import run_server
 
     run_server(config, settings, log_level=log_level, engine_process=engine_process)
+
+
+def _lora_modules(words: Sequence[str]) -> dict[str, str]:
+    """Directories by name, of `name=dir` or {"name": ..., "path": ...}."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, _, path = word.partition("=")
+        if word.startswith("{"):
+            try:
+                given = json.loads(word)
+                name, path = str(given["name"]), str(given["path"])
+            except (ValueError, KeyError, TypeError):
+                name = path = ""
+        if not name or not path or name in found:
+            raise ConfigError(f"--lora-modules must be NAME=DIR, each name once; got {word!r:.200}")
+        found[name] = path
+    return found

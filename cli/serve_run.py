@@ -17,16 +17,20 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from llmc.check.background import BackgroundCheck
 from llmc.cli.console import about_model, banner, model_rows, note, phases, stderr_console
 from llmc.cli.loading import load_async_llm
 from llmc.config import EngineConfig
-from llmc.server.run import Companions, bind_socket, serve
+from llmc.server.run import Companions, bind_socket, check_certificates, serve
 from llmc.server.settings import ServerSettings
 from llmc.server.unix_socket import unix_socket
+from llmc.startup.architecture_certificate import ArchitectureCertificate
 
 if TYPE_CHECKING:
     from llmc.async_llm import AsyncLLM
     from llmc.processes.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
 
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -37,6 +41,7 @@ def run_server(
 ) -> None:
     _set_up_logging(log_level)
     run = _Run(config=config, settings=settings, log_level=log_level, console=stderr_console())
+    check_certificates(settings)
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(_listening(settings))
         companions: Companions | None = None
@@ -71,13 +76,18 @@ def _serve(run: _Run, llm: AsyncLLM, sock: socket.socket, companions: Companions
     if llm.info.is_default:
         note(run.console, about_model(llm.info))
     _warn_if_open(run.console, settings)
-    serve(
-        app,
-        settings,
-        sock,
-        on_ready=lambda: banner(run.console, "llmc is ready", rows),
-        companions=companions,
-    )
+    with contextlib.ExitStack() as stack:
+
+        def on_ready() -> None:
+            banner(run.console, "llmc is ready", rows)
+            if settings.certificate:
+                stack.enter_context(BackgroundCheck(run.config, llm.info, _log_certificate))
+
+        serve(app, settings, sock, on_ready=on_ready, companions=companions)
+
+
+def _log_certificate(found: ArchitectureCertificate) -> None:
+    log.log(logging.WARNING if found.status == "different" else logging.INFO, "%s", found)
 
 
 def _load_in_process(
@@ -146,13 +156,14 @@ def _listening(settings: ServerSettings) -> contextlib.AbstractContextManager[so
 def _where(settings: ServerSettings, sock: socket.socket) -> tuple[str, str]:
     if settings.uds is not None:
         return "socket", settings.uds
-    return "URL", url_of(settings.host, sock)
+    return "URL", url_of(settings, sock) + settings.root_path
 
 
-def url_of(host: str, sock: socket.socket) -> str:
+def url_of(settings: ServerSettings, sock: socket.socket) -> str:
     """Where a client on this machine finds the server; `sock` knows the port that 0 became."""
+    host = settings.host
     shown = "localhost" if host in ANY_ADDRESS else f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{sock.getsockname()[1]}"
+    return f"{settings.scheme}://{shown}:{sock.getsockname()[1]}"
 
 
 def _warn_if_open(console: Console, settings: ServerSettings) -> None:

@@ -8,7 +8,11 @@ from llmc.errors import CompileError
 
 
 def require_certificate(config: EngineConfig) -> None:
-    """Use the certificate of an earlier `llmc check`, or check now; CompileError if it fails."""
+    """A small model of the architecture, which goes past every window, and then the real weights.
+
+    Uses the certificates of earlier runs, or checks now; CompileError if one fails.
+    """
+    _certify_architecture(config)
     console = stderr_console()
     from llmc.check.check import check_model, find_certificate
 
@@ -26,5 +30,34 @@ def require_certificate(config: EngineConfig) -> None:
     way = (
         f"serve it with {switches}" if certificate.is_fixable and switches else "leave --verify out"
     )
+    error.hint = f"{way}, or see `llmc check`"  # type: ignore[attr-defined]
+    raise error
+
+
+def _certify_architecture(config: EngineConfig) -> None:
+    console = stderr_console()
+    from llmc.cache_dir import cache_dir
+    from llmc.startup.architecture_certificate import (
+        ArchitectureCertificates,
+        architecture_key,
+    )
+    from llmc.startup.resolve import pick_device, resolve
+
+    key = architecture_key(resolve(config, pick_device(config.device)))
+    store = ArchitectureCertificates(cache_dir())
+    found = store.load(key)
+    if found is None:
+        with phases(console) as on_phase:
+            from llmc.check.architecture import check_architecture
+
+            found = check_architecture(config, on_phase=on_phase)
+        if key:
+            store.save(key, found)
+    if found.status != "different":
+        note(console, str(found))
+        return
+    error = CompileError(f"the rewritten model is not certified, so it is not served: {found}")
+    switches = " ".join(f"--disable-pass {name}" for name in found.fixed_by)
+    way = f"serve it with {switches}" if switches else "leave --verify out"
     error.hint = f"{way}, or see `llmc check`"  # type: ignore[attr-defined]
     raise error

@@ -6,6 +6,7 @@ fails when one is out of date.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -156,7 +157,10 @@ def gguf_types() -> str:
     for kind in KEPT:
         to = kept_as(kind, 16, 256)
         assert to is not None
-        bits = (4 if to.format == "int4" else 8) + 32 / to.group * (2 if to.minimum else 1)
+        num_bytes = sum(
+            math.prod(to.shape(part, 16, 256)) * dtype.itemsize for part, dtype in to.dtypes.items()
+        )
+        bits = 8 * num_bytes / (16 * 256)
         rows.append([f"`{kind.name}`", to.format, "yes" if to.minimum else "no", f"{bits:g}"])
     return _table(("type", "kept as", "with minimums", "bits a weight in memory"), rows)
 

@@ -34,6 +34,13 @@ def first_visible(position: int, window: int, chunk: int) -> int:
     return max(first, position // chunk * chunk) if chunk > 0 else first
 
 
+def among(chosen: Tensor, num_keys: int) -> Tensor:
+    """Positions [Q, N], of which negative ones are none, as a mask [Q, num_keys]."""
+    mask = torch.zeros(chosen.shape[0], num_keys + 1, dtype=torch.bool, device=chosen.device)
+    rest = torch.where(chosen < 0, num_keys, chosen.long())
+    return mask.scatter(1, rest, True)[:, :num_keys]
+
+
 def attend(
     query: Tensor,  # [Q, H, D]
     key: Tensor,  # [K, Hkv, D]
@@ -46,6 +53,7 @@ def attend(
     softcap: float,
     sinks: Tensor | None,  # [H]
     slopes: Tensor | None,  # [H]
+    allowed: Tensor | None = None,  # [Q, K] bool: the others are not seen
 ) -> Tensor:
     """Softmax attention of one sequence in float32, rounded once: [Q, H, Dv] in query's dtype."""
     groups = query.shape[1] // key.shape[1]
@@ -58,7 +66,8 @@ def attend(
     if slopes is not None:
         distance = (key_pos[None, :] - query_pos[:, None]).float()
         scores = scores + slopes.float()[:, None, None] * distance
-    scores = scores.masked_fill(~visible(query_pos, key_pos, window, chunk), float("-inf"))
+    seen = visible(query_pos, key_pos, window, chunk)
+    scores = scores.masked_fill(~(seen if allowed is None else seen & allowed), float("-inf"))
     if sinks is not None:  # a logit that takes part in the softmax and carries no value
         sink = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
         weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
@@ -85,10 +94,12 @@ def attention(
     softcap: float,
     sinks: Tensor | None,
     slopes: Tensor | None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] -> [1, T, H, Dv].
 
-    Causal attention over one sequence of T tokens; the caches are not read.
+    Causal attention over one sequence of T tokens; the caches are not read. chosen [T, N]: the
+    positions that each token attends to, where the model chooses them; negative ones are none.
     """
     pos = torch.arange(query.shape[2], device=query.device)
     out = attend(
@@ -103,5 +114,6 @@ def attention(
         softcap,
         sinks,
         slopes,
+        None if chosen is None else among(chosen, len(pos)),
     )
     return out[None]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmc.kernels.attention import attend, first_visible
+from llmc.kernels.attention import among, attend, first_visible
 from llmc.kernels.fp8 import FP8, from_cache, indexable, to_cache
 from llmc.kernels.registry import Case, op
 
@@ -33,6 +33,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     prompts: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """query [T, H, D] of R requests laid end to end -> [T, H, Dv] in query's dtype.
 
@@ -45,6 +46,8 @@ def paged_attention(
     sinks [H]: a logit per head with no value. slopes [H]: ALiBi, slope * (key pos - query pos).
     Caches may be float8, with k_scale and v_scale as in `fp8.py`.
     prompts, on the host: which requests are prompts (`prompts.py`), a hint that changes no result.
+    chosen [T, N] int32: the positions that each query attends to, at least one and none twice;
+    negative ones are none. It goes with neither window, chunk nor slopes; nothing else is read.
     Blocks before the first that a query of the request sees are never read, and may hold anything.
     A request with context_len 0, or with no queries, is padding: its outputs are zero, as are
     those of queries past query_start[R].
@@ -78,6 +81,7 @@ def paged_attention(
             softcap,
             sinks,
             slopes,
+            None if chosen is None else among(chosen[first:last], length),
         )
     return out
 
@@ -98,6 +102,7 @@ def make_case(
     sinks: bool = False,
     alibi: bool = False,
     cache: torch.dtype | None = None,  # None: dtype
+    chosen: int = 0,  # most positions that a query attends to; 0: all
     seed: int = 0,
 ) -> Case:
     """Random inputs with shuffled blocks; blocks that are not owned, or not seen, hold NaN.
@@ -141,7 +146,18 @@ def make_case(
         torch.randn(heads, generator=gen).to(device, dtype) if sinks else None,
         (2.0 ** -torch.arange(1, heads + 1).float()).to(device) if alibi else None,
         *(s.to(device) if cached in FP8 else None for s in (k_scale, v_scale)),
+        *((None, _choose(lengths, chosen, gen).to(device)) if chosen else ()),
     )
+
+
+def _choose(lengths: list[tuple[int, int]], most: int, gen: torch.Generator) -> Tensor:
+    """[T, most] int32: positions up to each query's own, in any order, then -1."""
+    rows = []
+    for new, context in lengths:
+        for position in range(context - new, context):
+            some = torch.randperm(position + 1, generator=gen)[:most]
+            rows.append(torch.nn.functional.pad(some, (0, most - len(some)), value=-1))
+    return torch.stack(rows).int() if rows else torch.empty(0, most, dtype=torch.int32)
 
 
 @paged_attention.cases
@@ -159,3 +175,6 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_case(mixed, 4, 4, 40, 32, 8, device, dtype, cache=FP8[1], window=7)
     yield make_case([(1, 70), (12, 60)], 16, 1, 64, 64, 16, device, dtype, cache=FP8[0])
     yield make_case([(1, 40), (3, 21)], 4, 2, 512, 512, 16, device, dtype)
+    yield make_case(mixed, 4, 4, 48, 32, 8, device, dtype, chosen=9)
+    yield make_case(mixed, 6, 2, 40, 36, 16, device, dtype, chosen=20, sinks=True, softcap=5.0)
+    yield make_case([(1, 170), (3, 90)], 4, 1, 64, 64, 16, device, dtype, chosen=80, cache=FP8[0])

@@ -69,6 +69,7 @@ def fits_flash(
     softcap: float,
     sinks: object,
     slopes: object,
+    chosen: object = None,
     **others: object,
 ) -> bool:
     """Whether FlashAttention computes `paged_attention` of these arguments: plain and causal, in 16
@@ -79,6 +80,7 @@ def fits_flash(
         and softcap == 0
         and sinks is None
         and slopes is None
+        and chosen is None
         and query.dtype in (torch.bfloat16, torch.float16)
         and key_cache.dtype == value_cache.dtype == query.dtype
         and dim == value_cache.shape[3] <= _MAX_HEAD_DIM

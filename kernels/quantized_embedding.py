@@ -11,6 +11,7 @@ from llmc.kernels.quantized_linear import (
     CHANNELS,
     Format,
     Quantization,
+    mxfp4_draw,
     numbers,
     quantization_of,
 )
@@ -79,6 +80,9 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             on_device = (None if part is None else part.to(device) for part in parts)
             wide = scale if parts[1] is not None else scale.to(to.scale_dtype)
             yield ids.to(device), weight, wide.to(device), *on_device, dtype
+    codes, exponents = mxfp4_draw(gen, 48, 96)
+    exponents[0, 0, :2] = torch.tensor([0, 255], dtype=torch.uint8)
+    yield ids.to(device) % 48, codes.to(device), exponents.to(device), None, None, dtype
     yield (
         torch.zeros(0, dtype=torch.int64, device=device),
         weight,

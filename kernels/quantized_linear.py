@@ -3,9 +3,10 @@
 A weight is cut in blocks of 16 channels; a line of a block holds four bytes of each of them, so
 that one thread or program reads one block as one stream, and a vector register holds a line.
 
-Formats: int8 and fp8 (e4m3) with float32 scales; int4, two a byte, the lower half first, with
-bfloat16 or float32 ones. A scale is one channel's, or a group's of its inputs: that follows from
-the shapes. `quantize` makes one scale a channel in 8 bits; checkpoints bring groups too.
+Formats: int8, fp8 (e4m3), and int4, two a byte, the lower half first, with scales in float32 or 16
+bits; mxfp4, like int4, of e2m1 numbers with powers of two, a byte each (OCP microscaling formats).
+A scale is one channel's, or a group's of its inputs: that follows from the shapes. `quantize` makes
+one scale a channel in 8 bits; checkpoints bring groups too.
 """
 
 from __future__ import annotations
@@ -20,15 +21,28 @@ from torch import Tensor
 
 from llmc.kernels.registry import Case, op
 
-Format = Literal["int8", "int4", "fp8"]
+Format = Literal["int8", "int4", "fp8", "mxfp4"]
+Scale = Literal["float32", "float16", "bfloat16", "exponent"]
 Part = Literal["weight", "scale", "zero", "minimum"]
-FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")
+FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")  # that `quantize` makes
 CHANNELS = 16  # of a block
 INPUTS = 32  # the depth is a multiple of this
 GROUPS = (128, 64, 32)  # inputs that share a scale in int4
 _LINE = 4  # bytes of each channel
 _ZERO = 8  # the int4 value that stands for 0 where no zero points are given
-_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
+_DTYPES = {
+    "int8": torch.int8,
+    "int4": torch.uint8,
+    "fp8": torch.float8_e4m3fn,
+    "mxfp4": torch.uint8,
+}
+_SCALES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "exponent": torch.uint8,
+}
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; 8 to 15 are less than zero
 _FP8_MAX = 448.0
 
 
@@ -48,10 +62,12 @@ def quantized_linear(
     """x [..., K] -> x w^T + bias [..., N] in x's dtype, with w[n, k] = (q[n, k] - zero) * scale.
 
     weight [N / 16, lines, 64] is q in blocks: int8 and float8_e4m3fn hold K / 4 lines, uint8 (two
-    values a byte) K / 8. scale [N / 16, K / group, 16]: float32, or for uint8 bfloat16; groups are
+    values a byte) K / 8. scale [N / 16, K / group, 16]: float32, float16 or bfloat16; groups are
     multiples of 16. zero: uint8, like scale, for uint8 weights only; None stands for 8. bias [N].
-    minimum: float32, like scale, for int8 and uint8 without zero; then w = q * scale + minimum.
-    Summed in float32 and rounded once.
+    minimum: float32 or float16, in the shape of scale, for int8 and uint8 without zero; then
+    w = q * scale + minimum.
+    A scale of uint8 is an exponent: 2 ** (scale - 127), 255 is NaN; q are then codes of e2m1 in
+    uint8, and there is neither zero nor minimum. Summed in float32 and rounded once.
     """
     w = dequantize(weight, scale, zero, minimum)
     y = F.linear(x.float(), w, None if bias is None else bias.float())
@@ -71,7 +87,11 @@ def numbers(
 ) -> Tensor:
     """Rows [..., bytes] and what their groups [..., G] have -> what they stand for, [..., K]."""
     if stored.dtype == torch.uint8:
-        values = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2).float()
+        codes = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
+        if scale.dtype == torch.uint8:
+            known = torch.tensor(_E2M1 + tuple(-v for v in _E2M1), device=stored.device)
+            return known[codes.int()] * _spread(powers_of_two(scale), codes)
+        values = codes.float()
     else:
         values = stored.float()
     if minimum is not None:
@@ -79,6 +99,11 @@ def numbers(
     if stored.dtype == torch.uint8:
         values = values - (_ZERO if zero is None else _spread(zero, values))
     return values * _spread(scale, values)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """E8M0: uint8 -> 2 ** (e - 127) in float32; 255 is NaN."""
+    return exponents.view(torch.float8_e8m0fnu).float()
 
 
 def _spread(groups: Tensor, like: Tensor) -> Tensor:
@@ -107,15 +132,18 @@ def _from_blocks(blocks: Tensor, width: int) -> Tensor:
 class Quantization:
     """The format of a weight in memory. `group`: inputs that share a scale; 0: all of a channel.
 
-    `wide_scale`: of int4, in float32 instead of bfloat16. `zero`: int4 with zero points.
-    `minimum`: integers with what stands for 0 in each group, in float32.
+    `scale`: its dtype; "exponent" is that of mxfp4. `zero`: int4 with zero points.
+    `minimum`: integers with what stands for 0 in each group, in float32, or in float16 where the
+    scales are. `transposed`: of experts, where it is made of [E, K, N]; in memory channels come
+    first all the same.
     """
 
     format: Format
     group: int = 0
-    wide_scale: bool = False
+    scale: Scale = "float32"
     zero: bool = False
     minimum: bool = False
+    transposed: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -123,29 +151,37 @@ class Quantization:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.format == "int4" and not self.wide_scale else torch.float32
+        return _SCALES[self.scale]
 
     @property
     def dtypes(self) -> dict[Part, torch.dtype]:
         """Of the tensors that a weight becomes."""
         zero: dict[Part, torch.dtype] = {"zero": torch.uint8} if self.zero else {}
-        low: dict[Part, torch.dtype] = {"minimum": torch.float32} if self.minimum else {}
+        least = torch.float16 if self.scale == "float16" else torch.float32
+        low: dict[Part, torch.dtype] = {"minimum": least} if self.minimum else {}
         return {"weight": self.dtype, "scale": self.scale_dtype, **zero, **low}
 
-    def shape(self, part: Part, channels: int, depth: int) -> tuple[int, int, int]:
-        """Of the quantized weight, of its scales, zero points or minimums."""
+    def shape(self, part: Part, *size: int) -> tuple[int, ...]:
+        """Of the quantized weight, of its scales, zero points or minimums.
+
+        size: [N, K] of the weight, or [E, N, K] of experts, which then come first here too.
+        """
+        *experts, channels, depth = size
         blocks = channels // CHANNELS
         if part == "weight":
-            return blocks, depth // (8 if self.format == "int4" else 4), CHANNELS * _LINE
-        return blocks, depth // (self.group or depth), CHANNELS
+            values = 8 if self.dtype == torch.uint8 else 4  # of a channel in a line
+            return *experts, blocks, depth // values, CHANNELS * _LINE
+        return *experts, blocks, depth // (self.group or depth), CHANNELS
 
 
 def quantization_of(format: Format, channels: int, depth: int) -> Quantization | None:
     """The format for a weight of this shape; None where the op can't take it."""
     if channels % CHANNELS or depth % INPUTS or not channels:
         return None
-    group = next(g for g in GROUPS if depth % g == 0) if format == "int4" else 0
-    return Quantization(format=format, group=group)
+    if format == "int4":
+        group = next(g for g in GROUPS if depth % g == 0)
+        return Quantization(format=format, group=group, scale="bfloat16")
+    return Quantization(format=format)
 
 
 def quantize(rows: Tensor, to: Quantization) -> tuple[Tensor, Tensor]:
@@ -173,11 +209,16 @@ def quantize(rows: Tensor, to: Quantization) -> tuple[Tensor, Tensor]:
 
 
 def pack_weight(q: Tensor, to: Quantization) -> Tensor:
-    """Values [N, K] as the format has them, int4 as 0 to 15 in uint8 -> the op's weight."""
-    if to.format == "int4":
+    """Values [N, K] as the format has them, 4 bits as 0 to 15 in uint8 -> the op's weight."""
+    if to.dtype == torch.uint8:
         pairs = q.contiguous().view(torch.int16)  # little-endian, as all that torch runs on
         q = (pairs & 15 | pairs >> 4).to(torch.uint8)
-    return _to_blocks(q, _LINE)
+    return pack_bytes(q)
+
+
+def pack_bytes(stored: Tensor) -> Tensor:
+    """The same of bytes [N, W] that hold one value, or two with the lower half first."""
+    return _to_blocks(stored, _LINE)
 
 
 def pack_groups(groups: Tensor) -> Tensor:
@@ -209,9 +250,25 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         bias = torch.randn(n, generator=gen).to(device, dtype) if n % 48 == 0 else None
         x = torch.randn(*rows, k, generator=gen).to(device, dtype)
         yield x, weight.to(device), scale.to(device), zero, bias
+        if group and rows != (3,):  # float16, as GGUF files have it
+            yield x, weight.to(device), scale.half().to(device), zero, bias
         if format != "fp8" and zero is None:
             # as quantizers choose them: the values of a group lie about zero
             spread = torch.randn(scale.shape, generator=gen).to(device)
             middle = 7.5 if format == "int4" else 0.0
             minimum = (spread - middle) * scale.to(device).float()
             yield x, weight.to(device), scale.float().to(device), None, bias, minimum
+            yield x, weight.to(device), scale.half().to(device), None, bias, minimum.half()
+    for count in (1, 3, 7, 20, 40):
+        codes, exponents = mxfp4_draw(gen, 48, 96)
+        bias = torch.randn(48, generator=gen).to(device, dtype)
+        x = torch.randn(count, 96, generator=gen).to(device, dtype)
+        yield x, codes.to(device), exponents.to(device), None, bias
+
+
+def mxfp4_draw(gen: torch.Generator, *size: int) -> tuple[Tensor, Tensor]:
+    """(weight, scale) of a random weight [..., N, K], for tests and benchmarks."""
+    to = Quantization(format="mxfp4", group=32, scale="exponent")
+    shapes = to.shape("weight", *size), to.shape("scale", *size)
+    codes = torch.randint(0, 256, shapes[0], generator=gen, dtype=torch.uint8)
+    return codes, torch.randint(122, 126, shapes[1], generator=gen, dtype=torch.uint8)

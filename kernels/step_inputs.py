@@ -122,6 +122,9 @@ ROW_TABLES: Mapping[str, StepTensor] = {
     "top_p": StepTensor(dims=("rows",), dtype=_FLOAT, about="1: off", neutral=1),
     "min_p": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
     "seed": StepTensor(dims=("rows",), dtype=_LONG, about="of the request's draws"),
+    "adapter": StepTensor(
+        dims=("rows",), dtype=_INT, about="the slot of the request's LoRA adapter, from 1; 0: none"
+    ),
 }
 
 GROUPED = tuple(name for name, spec in STEP_INPUTS.items() if spec.grouped)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from llmc.config import EngineConfig
     from llmc.errors import LlmcError
     from llmc.llm import LLM
+    from llmc.lora_request import LoRARequest
     from llmc.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Threads of a product that are done wait for the others, by default spinning for several
-# milliseconds (libgomp) or 200 (libiomp): the whole time slice of a thread that another process
-# keeps off its core, and the core that it could move to is not free. Half a millisecond bridges the
-# gaps inside of a step. Read when torch is first imported.
+# torch's threads that are done with their part of a product wait for the others, by default
+# spinning for several milliseconds (libgomp) or 200 (libiomp): the whole time slice of a thread
+# that another process keeps off its core, and the core that it could move to is not free. Half a
+# millisecond bridges the gaps inside of a step. Read when torch is first imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     os.environ.setdefault("KMP_BLOCKTIME", "1")
@@ -39,6 +40,7 @@ _PUBLIC = {
     "LLM": "llmc.llm",
     "AsyncLLM": "llmc.async_llm",
     "EngineConfig": "llmc.config",
+    "LoRARequest": "llmc.lora_request",
     "SamplingParams": "llmc.sampling_params",
     "BeamSearchParams": "llmc.sampling_params",
     "StructuredOutputs": "llmc.structured_outputs",
@@ -61,6 +63,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "LlmcError",
+    "LoRARequest",
     "LogitsBatch",
     "LogitsProcessor",
     "Logprob",

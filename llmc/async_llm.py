@@ -18,7 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from llmc.config import EngineConfig
-from llmc.engine.messages import AbortRequest, EngineOutputs, EngineStats, RequestUpdate
+from llmc.engine.messages import (
+    AbortRequest,
+    EngineOutputs,
+    EngineState,
+    EngineStats,
+    GetState,
+    RequestUpdate,
+)
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from llmc.frontend.engine_link import (
     EngineEvent,
@@ -32,11 +39,13 @@ from llmc.frontend.engine_thread import EngineThread
 from llmc.frontend.inputs import Input, InputProcessor, Prompt
 from llmc.frontend.outputs import OutputProcessor
 from llmc.frontend.stream import Stream as Stream
+from llmc.lora_request import LoRARequest
 from llmc.outputs import FinishReason, RequestOutput
 from llmc.processes.grammar_trial import make_trial
 from llmc.processes.watchdog import Watchdog
 from llmc.sampling_params import SamplingParams
-from llmc.text.chat import Message, Tool, check_tools, render_chat
+from llmc.text.chat import Message, Tool, check_tools, reasoning_format, render_chat
+from llmc.text.reasoning import find_reasoning
 from llmc.text.tokenizer import Tokenizer
 from llmc.text.tools.tool_format import ToolFormat
 
@@ -110,6 +119,7 @@ class AsyncLLM:
         self._streams: dict[str, Stream] = {}
         self._link = link
         self._stats = stats
+        self._state: asyncio.Future[EngineState | None] | None = None  # that was asked for
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="llmc-text")
         self._trial = make_trial(info)
@@ -130,13 +140,14 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the output so far each time there is more; the last one has `finished` set.
 
         Leaving the loop early, or cancelling the task, aborts the request.
         """
         sampling = sampling_params or self.get_default_sampling_params()
-        source = await self.prepare(prompt, sampling)
+        source = (await self.prepare(prompt, sampling)).with_adapter(lora_request)
         async with self.submit(source, request_id=request_id, priority=priority) as stream:
             while await stream.deltas():
                 output = stream.requests[0].output()
@@ -192,8 +203,14 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        splits_reasoning: bool = False,
+        max_reasoning_tokens: int | None = None,
     ) -> Input:
-        """Render the chat template, check and tokenize, within RENDER_TIMEOUT_S."""
+        """Render the chat template, check and tokenize, within RENDER_TIMEOUT_S.
+
+        With `splits_reasoning` the input says how the answer marks its reasoning, if it may have
+        any, and a grammar is for what comes after it; `max_reasoning_tokens` then limits it.
+        """
         tokenizer = self.inputs.need_tokenizer("messages")
 
         def render() -> Input:
@@ -205,10 +222,18 @@ class AsyncLLM:
                 continue_final_message=continue_final_message,
                 template_kwargs=template_kwargs,
             )
-            return self.inputs.process(ids, sampling)
+            source = self.inputs.process(ids, sampling)
+            form = reasoning_format(tokenizer) if splits_reasoning else None
+            if form is None:
+                return source
+            continued = messages[-1] if continue_final_message else None
+            reasoning = find_reasoning(form, tokenizer, ids, continued)
+            return (
+                source if reasoning is None else source.splitting(reasoning, max_reasoning_tokens)
+            )
 
         source = await self._within_time(render)
-        await self._try_grammar(sampling)
+        await self._try_grammar(source.sampling)
         return source
 
     async def check_tools(self, tools: Sequence[Tool]) -> ToolFormat:
@@ -306,6 +331,22 @@ class AsyncLLM:
         """The engine's numbers after its latest turn."""
         return self._stats
 
+    async def engine_state(self) -> EngineState:
+        """Rows, blocks and queues as of the engine's next turn. Callers at a time share one.
+
+        Raises EngineDeadError when there is no engine, or it is lost meanwhile.
+        """
+        self.open()
+        self.check_health()
+        if self._state is None:
+            self._state = asyncio.get_running_loop().create_future()
+            self._link.send(GetState())
+        state = await asyncio.shield(self._state)
+        if state is None:
+            self.check_health()
+            raise EngineDeadError("the engine was restarted")
+        return state
+
     def processes(self) -> Processes:
         """The processes that the model is served by."""
         return self._link.processes()
@@ -356,6 +397,7 @@ class AsyncLLM:
         await self.drain(drain_timeout)
         self._watchdog.stop()
         self._dead = self._dead or "it was shut down"
+        self._answer_state(None)
         self._lose_all("abort")
         for workers in (self._workers, self._trial_worker):
             workers.shutdown(wait=False, cancel_futures=True)
@@ -387,15 +429,24 @@ class AsyncLLM:
             case EngineOutputs():
                 self._stats = event.stats
                 self._apply(event.updates)
+            case EngineState():
+                self._answer_state(event)
             case EngineLost():
                 self._dead, self._is_over = event.reason, event.is_final
+                self._answer_state(None)
                 self._lose_all("error")
             case EngineStarted():
+                self._answer_state(None)
                 self._lose_all("error")
                 self._dead = None
                 self._stats = event.stats or self._stats
                 self.info = event.info
                 self.inputs = InputProcessor(event.info, self.tokenizer)
+
+    def _answer_state(self, state: EngineState | None) -> None:
+        waiter, self._state = self._state, None
+        if waiter is not None:
+            waiter.set_result(state)
 
     def _apply(self, updates: Sequence[RequestUpdate]) -> None:
         changed, aborts = self._outputs.apply(updates)

@@ -9,6 +9,7 @@ from typing import Literal
 from llmc.errors import ConfigError
 from llmc.speculative_config import SpeculativeConfig
 
+MOST_LORAS, MOST_LORA_RANK = 1024, 512
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {
     "half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
@@ -64,6 +65,10 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None  # or a mapping of its fields
     opt_level: Literal[0, 1, 2, 3] | None = None
     cuda_graph_buckets: Sequence[int] | None = None  # decode batch sizes captured at -O2
+    enable_lora: bool = False
+    max_loras: int = 1  # adapters that steps use at a time, in slots of the device's memory
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None  # adapters kept in host memory; None: max_loras
     passes: Mapping[str, bool] = field(
         default_factory=dict
     )  # {"merge_linears": False} switches off
@@ -109,6 +114,18 @@ class EngineConfig:
         drafting = self.speculative_config
         if drafting is not None and drafting.quantization is not None:
             _one_of("quantization in speculative_config", drafting.quantization, QUANTIZATIONS)
+        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+            _positive(name, getattr(self, name))
+        if self.max_loras > MOST_LORAS or self.max_lora_rank > MOST_LORA_RANK:
+            raise ConfigError(
+                f"max_loras must be at most {MOST_LORAS} and max_lora_rank at most "
+                f"{MOST_LORA_RANK}, got {self.max_loras} and {self.max_lora_rank}"
+            )
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras must be at least max_loras ({self.max_loras}), since an adapter "
+                f"passes through host memory; got {self.max_cpu_loras}"
+            )
         for size in self.cuda_graph_buckets or ():
             _positive("cuda_graph_buckets", size)
         if self.opt_level not in (None, 0, 1, 2, 3):

@@ -24,6 +24,7 @@ from llmc.frontend.inputs import Input, InputProcessor, Prompt
 from llmc.frontend.interrupts import uninterrupted
 from llmc.frontend.outputs import ActiveRequest, OutputProcessor
 from llmc.frontend.progress import GenerationProgress
+from llmc.lora_request import LoRARequest
 from llmc.outputs import BeamSearchOutput, RequestOutput
 from llmc.processes.grammar_trial import make_trial
 from llmc.sampling_params import BeamSearchParams, SamplingParams
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from llmc.startup.start import Started
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None  # one for all, or one for each
 Outcome = ActiveRequest | InvalidRequestError
 
 
@@ -89,6 +91,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         priority: int | Sequence[int] = 0,
+        lora_request: Adapters = None,
         progress: bool = True,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
@@ -102,13 +105,19 @@ class LLM:
         served first. A prompt given as a dict may have a `cache_salt`: only prompts of the same
         salt then share cached prefixes; and `add_special_tokens`, False for a text that begins
         with them.
+        `lora_request`: the LoRA adapter to answer with, one for all prompts or one (or None) for
+        each; the engine must have been started with `enable_lora=True`.
         `use_tqdm` is another name for `progress`.
         """
         items = _as_list(prompts)
         params = self._params(sampling_params, len(items), self.get_default_sampling_params())
+        adapters = _adapters(lora_request, len(items))
+
+        def prepare(prompt: Prompt, sampling: SamplingParams, adapter: Any) -> Input:
+            return self._inputs.process(prompt, sampling).with_adapter(adapter)
+
         jobs = [
-            functools.partial(self._inputs.process, prompt, sampling)
-            for prompt, sampling in zip(items, params, strict=True)
+            functools.partial(prepare, *each) for each in zip(items, params, adapters, strict=True)
         ]
         ranks = _priorities(priority, len(items))
         return self._run(jobs, items, progress if use_tqdm is None else use_tqdm, ranks)
@@ -122,6 +131,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Adapters = None,
         progress: bool = True,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
@@ -144,12 +154,13 @@ class LLM:
             template_kwargs=chat_template_kwargs,
         )
 
-        def prepare(chat: Sequence[Message], sampling: SamplingParams) -> Input:
-            return self._inputs.process(render(chat), sampling)
+        adapters = _adapters(lora_request, len(chats))
+
+        def prepare(chat: Sequence[Message], sampling: SamplingParams, adapter: Any) -> Input:
+            return self._inputs.process(render(chat), sampling).with_adapter(adapter)
 
         jobs = [
-            functools.partial(prepare, chat, sampling)
-            for chat, sampling in zip(chats, params, strict=True)
+            functools.partial(prepare, *each) for each in zip(chats, params, adapters, strict=True)
         ]
         return self._run(jobs, [None] * len(chats), progress if use_tqdm is None else use_tqdm)
 
@@ -348,6 +359,17 @@ def _priorities(priority: int | Sequence[int], count: int) -> Sequence[int]:
             param="priority",
         )
     return priority
+
+
+def _adapters(given: Adapters, count: int) -> Sequence[LoRARequest | None]:
+    if not isinstance(given, list | tuple):
+        return [cast(LoRARequest | None, given)] * count  # checked with each request
+    if len(given) != count:
+        raise InvalidRequestError(
+            f"{len(given)} lora_requests for {count} prompts; give one, or one for each",
+            param="lora_request",
+        )
+    return given
 
 
 def _conversations(

@@ -42,4 +42,6 @@ class ModelInfo:
     opt_level: int
     pass_reports: tuple[str, ...] = ()
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
+    certificate_key: str = ""  # of its architecture's certificate; "": nothing can be kept
+    disabled_passes: tuple[str, ...] = ()  # left out since that certificate names them
     extra_args: tuple[str, ...] = ()  # names that its logits processors accept in a request

@@ -32,6 +32,7 @@ class StructuredOutputs:
     regex: str | None = None
     choice: Sequence[str] | None = None  # one of these strings
     grammar: str | None = None  # GBNF, an EBNF, or Lark
+    preamble: str = ""  # Lark: what may come before, as a model's reasoning; the rest is `@answer`
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -47,6 +48,8 @@ class StructuredOutputs:
             if value is not None and (not isinstance(value, str) or not value):
                 raise _fail(name, f"must be a text that is not empty, got {value!r}")
         _check_size(given[0], self.text)
+        if not isinstance(self.preamble, str):
+            raise _fail("preamble", f"must be a text, got {self.preamble!r}")
 
     @property
     def kind(self) -> str:
@@ -54,7 +57,7 @@ class StructuredOutputs:
 
     @property
     def text(self) -> str:
-        """The grammar in its own language; with `kind` it says all."""
+        """The grammar in its own language; with `kind` and `preamble` it says all."""
         if self.json_object:
             return '{"type": "object"}'
         if self.choice is not None:

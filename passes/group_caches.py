@@ -51,7 +51,7 @@ def group_caches(gm: fx.GraphModule, *, max_positions: int) -> Notes:
     if len(kinds) < 2:
         return [] if len(kinds) == 0 else ["all layers see the same span"]
     layers = _caches(graph)
-    shapes = {_shape(layers[layer]) for kind in kinds.values() for layer in kind}
+    shapes = {_shape(parts) for parts in layers.values()}
     if len(shapes) > 1:
         return [f"caches of {len(shapes)} shapes can't share blocks"]
     size = group_size([len(kind) for kind in kinds.values()])
@@ -118,7 +118,7 @@ def _caches(graph: fx.Graph) -> dict[int, dict[str, fx.Node]]:
 
 
 def _shape(parts: dict[str, fx.Node]) -> tuple[object, ...]:
-    return tuple((*val(parts[p]).shape[1:], val(parts[p]).dtype) for p in ("key", "value"))
+    return tuple((*val(parts[p]).shape[1:], val(parts[p]).dtype) for p in sorted(parts))
 
 
 def _layers_by_window(graph: fx.Graph, max_positions: int) -> dict[tuple[int, int], list[int]]:

@@ -29,7 +29,10 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInput:
-    """One half of a layer's paged cache. `layer` counts attention calls in execution order."""
+    """One half of a layer's paged cache. `layer` counts attention calls in execution order.
+
+    After them come the caches of sparse indexers, which have keys alone.
+    """
 
     layer: int
     part: Literal["key", "value"]
@@ -68,6 +71,18 @@ class WeightInput:
     quantized: QuantizedPart | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterInput:
+    """A or B of the LoRA adapters on one linear, stacked by slot (kernels/add_lora.py).
+
+    `weights` are the parameters that the linear is made of, with `widths` output channels each.
+    """
+
+    matrix: Literal["a", "b"]
+    weights: tuple[str, ...]
+    widths: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ConstantInput:
     """A tensor known at capture: a buffer that the model computes from its config, or a table."""
@@ -75,7 +90,7 @@ class ConstantInput:
     tensor: Tensor
 
 
-Input = StepInput | CacheInput | StateInput | WeightInput | ConstantInput
+Input = StepInput | CacheInput | StateInput | WeightInput | AdapterInput | ConstantInput
 
 
 def input_of(node: Any) -> Input | None:

@@ -24,7 +24,7 @@ class CacheSpec:
     layer: int
     kv_heads: int
     head_dim: int
-    v_head_dim: int
+    v_head_dim: int  # 0: keys alone, of a sparse indexer
     dtype: torch.dtype
 
     @property
@@ -40,6 +40,8 @@ def page_attention(
 
     `cache_dtype` None: caches are of the model's own dtype. Layers that attend to the keys and
     values of an earlier one read its cache; a module that is called twice has a cache for each.
+
+    Attention to chosen positions (find_indexers) is paged alike.
 
     Before:
         o = llmc.attention(q [1, H, T, D], k, v, key_cache, value_cache, scale, window, ...)
@@ -103,7 +105,7 @@ def _page(graph: fx.Graph, marker: fx.Node, *, write: bool) -> None:
     bounds = {name: step_input(graph, name) for name in names}
     slots = step_input(graph, "slot_mapping")
     caches = {"key_cache": given.key_cache, "value_cache": given.value_cache}
-    kind = ("scale", "window", "chunk", "softcap", "sinks", "slopes")
+    kind = ("scale", "window", "chunk", "softcap", "sinks", "slopes", "chosen")
     with graph.inserting_before(marker):
         if write:
             emit(

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from llmc.kernels.fp8 import CACHE_DTYPES
 from llmc.kernels.quantized_linear import Format, Quantization
 from llmc.passes.append_sampler import append_sampler
+from llmc.passes.apply_lora import apply_lora
 from llmc.passes.base import Pass
 from llmc.passes.canonicalize import canonicalize
 from llmc.passes.find_attention import find_attention
 from llmc.passes.find_convolutions import find_convolutions
+from llmc.passes.find_indexers import find_indexers
 from llmc.passes.find_positions import find_positions
 from llmc.passes.find_shifts import find_shifts
 from llmc.passes.fuse_act_mul import fuse_act_mul
@@ -39,6 +41,8 @@ class PipelineOptions:
     kv_cache_dtype: str = "auto"  # a name of fp8.CACHE_DTYPES, or the model's own
     quantization: Format | None = None
     kept: tuple[tuple[str, Quantization], ...] = ()  # weights that stay as they are stored
+    max_loras: int = 0  # LoRA adapters that steps can use at a time
+    max_lora_rank: int = 0
 
 
 def pipeline(
@@ -55,6 +59,9 @@ def pipeline(
         canonicalize(),  # first: the others match on one spelling
         *(p for p in extra if p.place == "early"),  # see the model's own ops; ours fuse theirs too
         find_attention(max_positions=options.max_positions),  # what page_attention then pages
+        find_indexers(  # before page_attention: what it reads of a sequence, its caches are for
+            max_positions=options.max_positions, block_size=options.block_size
+        ),
         page_attention(
             block_size=options.block_size, cache_dtype=CACHE_DTYPES[options.kv_cache_dtype]
         ),
@@ -68,6 +75,9 @@ def pipeline(
         append_sampler(),  # after last_token_logits: samples the selected rows
         *processor_passes(processors),  # between the model and append_sampler's first op
         merge_linears(kept=options.kept),
+        apply_lora(  # after merge_linears; before what reads halves of merged outputs
+            slots=options.max_loras, rank=options.max_lora_rank
+        ),
         share_rotary(max_positions=options.max_positions),
         fuse_rms_norm(),
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output

@@ -1,5 +1,5 @@
-"""`quantize_linears`: linears read weights of 4 or 8 bits: quantized while they load, or as the
-checkpoint stores them.
+"""`quantize_linears`: linears and routed experts read weights of 4 or 8 bits: quantized while they
+load, or as the checkpoint stores them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import fx
 
+from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.quantized_embedding import quantized_embedding
+from llmc.kernels.quantized_expert_linear import quantized_expert_linear
 from llmc.kernels.quantized_linear import (
     Format,
     Part,
@@ -56,6 +58,7 @@ def quantize_linears(
     After:
         y = llmc.quantized_linear(x, w in 4 or 8 bits, its scales, its zeros or None, b,
                                   its minimums)
+    and llmc.expert_linear becomes llmc.quantized_expert_linear in the same way.
     """
     formats = dict(kept)
     if format is None and not formats:
@@ -79,10 +82,55 @@ def quantize_linears(
         replace(node, fast)
     for node in calls(graph, aten.embedding.default):
         _keep_embedding(node, formats, format)
-    experts = sum("expert_linear" in str(n.target) for n in graph.nodes if n.op == "call_function")
-    if experts and format is not None:
-        left["routed experts stay as they are stored"] += experts
+    for node in calls(graph, expert_linear.overload):
+        reason = _quantize_experts(node, formats, format)
+        if reason:
+            left[reason] += 1
     return [f"{count} linears: {reason}" for reason, count in left.items()]
+
+
+def _quantize_experts(
+    node: fx.Node, kept: Mapping[str, Quantization], format: Format | None
+) -> str:
+    """Rewrite a call of `expert_linear`; -> why it was not, or ""."""
+    given = arguments(node)
+    weight = given.weight
+    to, reason = _kept_format(weight, kept)
+    if to is not None and to.transposed != given.transposed:
+        to, reason = None, "experts are stored in another order than the model has them"
+    is_kept = to is not None and format in (None, to.format)
+    if format is not None and not is_kept:
+        role = input_of(weight)
+        if not isinstance(role, WeightInput) or role.quantized or len(role.parts) != 1:
+            return "the weight is computed"
+        if only_user(weight) is None:
+            return "the weight is shared with another op, which needs it plain"
+        size = _size(weight, given.transposed)
+        to = quantization_of(format, *size[1:])
+        if to is None:
+            return f"{size[1]} channels of {size[2]} inputs are no whole blocks of 16 and 32"
+        to = dataclasses.replace(to, transposed=given.transposed)
+    if to is None:
+        return reason
+    graph = node.graph
+    with graph.inserting_before(node):
+        parts = _low_bit(graph, weight, to, kept=is_kept)
+        fast = emit(
+            graph,
+            quantized_expert_linear.overload,
+            x=given.x,
+            **parts,
+            bias=given.bias,
+            expert=given.expert,
+        )
+    replace(node, fast)
+    return ""
+
+
+def _size(weight: fx.Node, transposed: bool) -> tuple[int, ...]:
+    """[N, K], or [E, N, K] of experts."""
+    *experts, channels, depth = (int(n) for n in val(weight).shape)
+    return (*experts, depth, channels) if transposed else (*experts, channels, depth)
 
 
 def _new_format(node: fx.Node, weight: Any, format: Format) -> tuple[Quantization | None, str]:
@@ -112,7 +160,7 @@ def _kept_format(weight: Any, kept: Mapping[str, Quantization]) -> tuple[Quantiz
 
 def _reads_bits(node: fx.Node, weight: fx.Node) -> bool:
     """Whether a user of a weight can have it in few bits."""
-    if is_call(node, aten.linear.default):
+    if is_call(node, aten.linear.default, expert_linear.overload):
         return arguments(node).weight is weight
     return is_call(node, aten.embedding.default)
 
@@ -141,14 +189,14 @@ def _low_bit(
     """Placeholders of the quantized weight, its scales, its zeros and minimums, if it has any."""
     role = input_of(weight)
     assert isinstance(role, WeightInput)
-    channels, depth = (int(n) for n in val(weight).shape)
+    size = _size(weight, to.transposed)
     nodes: dict[Part, fx.Node | None] = {}
     parts: tuple[Part, ...] = ("weight", "scale", "zero", "minimum")
     for part in parts:
         if part not in to.dtypes:
             nodes[part] = None
             continue
-        fake = val(weight).new_empty(to.shape(part, channels, depth), dtype=to.dtypes[part])
+        fake = val(weight).new_empty(to.shape(part, *size), dtype=to.dtypes[part])
         low = dataclasses.replace(role, quantized=QuantizedPart(to=to, part=part, kept=kept))
         nodes[part] = add_input(graph, f"{weight.name}_{to.format}_{part}", low, fake)
     return nodes

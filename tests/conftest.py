@@ -12,6 +12,8 @@ import pytest
 
 MOST_WORKERS = 8  # each holds torch and small models: 1 to 2 GB
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+# Servers of other tests than its own make no certificate beside them: it would take their cores.
+os.environ.setdefault("LLMC_CERTIFICATE", "0")
 
 
 def _num_cores() -> int:

@@ -124,6 +124,7 @@ void attend(const AttentionArgs& a) {
   for (int64_t r = 0; r < a.requests; ++r)
     if (a.context_len[r] <= 0) zero_rows<T>(a, a.query_start[r], a.query_start[r + 1]);
   zero_rows<T>(a, a.query_start[a.requests], a.tokens);
+  if (a.chosen != nullptr) return run_chosen(a);
 
   static thread_local std::vector<Item> items;
   items.clear();

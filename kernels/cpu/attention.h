@@ -108,6 +108,7 @@ bool amx_ready();  // the CPU has bf16 tiles and the kernel lets this process us
 void run_stream(const Plan&, const Item&);      // one token, few heads: bound by memory
 void run_stream_amx(const Plan&, const Item&);  // the same with scores by AMX
 void run_tiles(const Plan&, const Item&);       // many rows: bound by arithmetic
+void run_chosen(const AttentionArgs&);          // all of a step whose positions are chosen
 bool amx_streams(const AttentionArgs&);         // whether run_stream_amx will take its tokens
 constexpr int64_t kMaxStreamRows = 8;           // heads of a group in either
 

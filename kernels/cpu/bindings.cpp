@@ -217,18 +217,21 @@ Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
   return out;
 }
 
-std::vector<float> to_floats(const optional<Tensor>& t, const char* name, int64_t heads) {
-  std::vector<float> out;
-  if (!t.has_value() || !t->defined()) return out;
+// One float a head, in `kept` unless the tensor holds them so; null where there is no `t`.
+const float* to_floats(const optional<Tensor>& t, const char* name, int64_t heads,
+                       std::vector<float>& kept) {
+  if (!t.has_value() || !t->defined()) return nullptr;
   TORCH_CHECK(t->dim() == 1 && t->size(0) == heads, name, " must have ", heads,
               " elements, got ", t->sizes());
+  if (t->scalar_type() == at::kFloat && t->is_contiguous()) return t->data_ptr<float>();
+  at::leave_out();
   const int64_t step = t->stride(0);
   for (int64_t h = 0; h < heads; ++h) {
     with_type(dtype_of(*t, name), [&](auto of) {
-      out.push_back(to_float(static_cast<const decltype(of)*>(t->data_ptr())[h * step]));
+      kept.push_back(to_float(static_cast<const decltype(of)*>(t->data_ptr())[h * step]));
     });
   }
-  return out;
+  return kept.data();
 }
 
 Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
@@ -236,7 +239,8 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
                        const Tensor& block_table, double scale, int64_t window, int64_t chunk,
                        double softcap, const optional<Tensor>& sinks,
                        const optional<Tensor>& slopes, const optional<Tensor>& k_scale,
-                       const optional<Tensor>& v_scale, const optional<Tensor>& /* prompts */) {
+                       const optional<Tensor>& v_scale, const optional<Tensor>& /* prompts */,
+                       const optional<Tensor>& chosen) {
   check(query, "query", query.scalar_type(), 3);
   check(key_cache, "key_cache", key_cache.scalar_type(), 4);
   check(value_cache, "value_cache", key_cache.scalar_type(), 4);
@@ -252,8 +256,9 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
                   block_table.size(0) >= context_len.size(0),
               "query_start ", query_start.sizes(), " and block_table ", block_table.sizes(),
               " do not fit context_len ", context_len.sizes());
-  const std::vector<float> sink = to_floats(sinks, "sinks", heads);
-  const std::vector<float> slope = to_floats(slopes, "slopes", heads);
+  std::vector<float> sink_values, slope_values;
+  const float* sink = to_floats(sinks, "sinks", heads, sink_values);
+  const float* slope = to_floats(slopes, "slopes", heads, slope_values);
   AttentionArgs a{};
   Tensor out = at::empty({query.size(0), heads, value_cache.size(3)}, query.scalar_type());
   a.dtype = dtype_of(query);
@@ -277,14 +282,73 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   copy_strides(key_cache, a.key_stride, 3);
   copy_strides(value_cache, a.value_stride, 3);
   a.table_stride = block_table.stride(0);
-  a.sinks = sink.empty() ? nullptr : sink.data();
-  a.slopes = slope.empty() ? nullptr : slope.data();
+  a.sinks = sink;
+  a.slopes = slope;
+  if (chosen.has_value() && chosen->defined()) {
+    check(*chosen, "chosen", at::kInt, 2);
+    TORCH_CHECK(chosen->size(0) == query.size(0) && window == 0 && chunk == 0 && !slope,
+                "chosen ", chosen->sizes(), " does not fit query ", query.sizes(),
+                ", or comes with a window, a chunk or slopes");
+    a.chosen = chosen->data_ptr<int32_t>();
+    a.num_chosen = chosen->size(1);
+    a.chosen_stride = chosen->stride(0);
+  }
   a.window = window;
   a.chunk = chunk;
   a.scale = float(scale);
   a.softcap = float(softcap);
   a.threads = at::num_threads();
   kernels->paged_attention(a);
+  return out;
+}
+
+Tensor choose_keys(const Tensor& query, const Tensor& key, const Tensor& weights,
+                   const Tensor& key_cache, const Tensor& slot_mapping, const Tensor& query_start,
+                   const Tensor& context_len, const Tensor& block_table, int64_t top_k) {
+  check(query, "query", query.scalar_type(), 3);
+  check(key, "key", query.scalar_type(), 2);
+  check(weights, "weights", at::kFloat, 2);
+  check(key_cache, "key_cache", query.scalar_type(), 4);
+  check(slot_mapping, "slot_mapping", at::kLong, 1);
+  check(query_start, "query_start", at::kInt, 1);
+  check(context_len, "context_len", at::kInt, 1);
+  check(block_table, "block_table", at::kInt, 2);
+  const int64_t tokens = query.size(0), heads = query.size(1), dim = query.size(2);
+  TORCH_CHECK(key.size(0) == tokens && key.size(1) == dim && weights.size(0) == tokens &&
+                  weights.size(1) == heads && slot_mapping.size(0) == tokens &&
+                  key_cache.size(1) == 1 && key_cache.size(3) == dim && top_k > 0,
+              "query ", query.sizes(), ", key ", key.sizes(), ", weights ", weights.sizes(),
+              ", key_cache ", key_cache.sizes(), " and top_k ", top_k, " do not fit together");
+  TORCH_CHECK(query_start.size(0) == context_len.size(0) + 1 &&
+                  block_table.size(0) >= context_len.size(0),
+              "query_start ", query_start.sizes(), " and block_table ", block_table.sizes(),
+              " do not fit context_len ", context_len.sizes());
+  Tensor out = at::empty({tokens, top_k}, at::kInt);
+  ChooseArgs a{};
+  a.dtype = dtype_of(query);
+  a.query = query.data_ptr();
+  a.key = key.data_ptr();
+  a.weights = weights.data_ptr<float>();
+  a.key_cache = key_cache.data_ptr();
+  a.slots = slot_mapping.data_ptr<int64_t>();
+  a.query_start = query_start.data_ptr<int32_t>();
+  a.context_len = context_len.data_ptr<int32_t>();
+  a.block_table = block_table.data_ptr<int32_t>();
+  a.out = out.data_ptr<int32_t>();
+  a.tokens = tokens;
+  a.requests = context_len.size(0);
+  a.heads = heads;
+  a.head_dim = dim;
+  a.block_size = key_cache.size(2);
+  a.top_k = top_k;
+  copy_strides(query, a.query_stride, 2);
+  a.key_stride = key.stride(0);
+  a.weight_stride = weights.stride(0);
+  a.table_stride = block_table.stride(0);
+  a.cache_stride[0] = key_cache.stride(0);
+  a.cache_stride[1] = key_cache.stride(2);
+  a.threads = at::num_threads();
+  kernels->choose_keys(a);
   return out;
 }
 
@@ -296,6 +360,7 @@ const Tensor& zero_padded(const Tensor& x, Tensor& kept) {
   auto sizes = x.sizes().vec();
   sizes.back() += past;
   Tensor padded = at::empty(sizes, x.scalar_type());
+  at::leave_out();
   char* end = static_cast<char*>(padded.data_ptr()) + depth * x.element_size();
   const int64_t rows = x.numel() / depth;
   for (int64_t i = 0; i < rows; ++i)
@@ -430,6 +495,34 @@ Tensor process_logits(const Tensor& logits, const Tensor& row, const Tensor& len
   return out;
 }
 
+void add_lora(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor& b,
+              const Tensor& bounds, const Tensor& adapter) {
+  TORCH_CHECK(a.dim() == 4 && b.dim() == 3 && a.size(0) == b.size(0) && a.size(2) == b.size(1) &&
+                  bounds.numel() == a.size(1) + 1 && x.dim() >= 1 && out.dim() >= 1 &&
+                  x.size(-1) == a.size(3) && out.size(-1) == b.size(2) &&
+                  x.numel() == adapter.numel() * x.size(-1) &&
+                  out.numel() == adapter.numel() * out.size(-1),
+              "add_lora: out ", out.sizes(), ", x ", x.sizes(), ", a ", a.sizes(), ", b ",
+              b.sizes(), ", bounds ", bounds.sizes(), " and adapter ", adapter.sizes(),
+              " do not fit together");
+  TORCH_CHECK(out.is_contiguous() && a.is_contiguous() && b.is_contiguous() &&
+                  bounds.is_contiguous() && adapter.is_contiguous(),
+              "add_lora: out, a, b, bounds and adapter must be dense");
+  TORCH_CHECK(out.scalar_type() == x.scalar_type() && a.scalar_type() == x.scalar_type() &&
+                  b.scalar_type() == x.scalar_type(),
+              "add_lora: out, a and b must be ", x.scalar_type(), " like x");
+  const int32_t* edges = bounds.data_ptr<int32_t>();
+  const int64_t parts = a.size(1);
+  for (int64_t p = 0; p <= parts; ++p)
+    TORCH_CHECK(edges[p] >= (p ? edges[p - 1] : 0) && edges[p] <= b.size(2),
+                "add_lora: bounds must rise from 0 to ", b.size(2));
+  const Tensor input = x.contiguous();
+  kernels->add_lora({dtype_of(x), input.data_ptr(), a.data_ptr(), b.data_ptr(), out.data_ptr(),
+                     edges, adapter.data_ptr<int32_t>(), adapter.numel(), x.size(-1), out.size(-1),
+                     a.size(0), parts, a.size(2),
+                     at::num_threads()});
+}
+
 const at::Ops kOps = {
     {"rms_norm", &at::boxed<&rms_norm>},
     {"add_rms_norm", &at::boxed<&add_rms_norm>},
@@ -437,10 +530,12 @@ const at::Ops kOps = {
     {"write_kv", &at::boxed<&write_kv>},
     {"rope_write", &at::boxed<&rope_write>},
     {"paged_attention", &at::boxed<&paged_attention>},
+    {"choose_keys", &at::boxed<&choose_keys>},
     {"sample", &at::boxed<&sample>},
     {"token_logprobs", &at::boxed<&token_logprobs>},
     {"linear", &at::boxed<&linear>},
     {"expert_linear", &at::boxed<&expert_linear>},
+    {"add_lora", &at::boxed<&add_lora>},
     {"process_logits", &at::boxed<&process_logits>},
 };
 

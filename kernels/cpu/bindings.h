@@ -1,8 +1,7 @@
 // What the bindings share: dtypes of tensors, and the ops that others are made of.
 #pragma once
 
-#include "table.h"
-#include "tensor.h"
+#include "recording.h"
 
 namespace llmc {
 

@@ -37,6 +37,7 @@ from llmc.kernels.cpu.levels import Level, pick_level
 _log = logging.getLogger("llmc.kernels.cpu")
 _lock = threading.Lock()
 _state: dict[str, bool] = {}  # "loaded": what load() returned
+_loaded_from: list[Path] = []  # the library, once it is loaded
 _builds: list[Build] = []  # the newest one, if any
 _start_lock = threading.Lock()
 _STALE_SECONDS = 3600
@@ -166,6 +167,9 @@ class Build:
                 _publish(made, folder)
             elif _manifest(folder) is None:  # else another process was first, and tidied up
                 raise BuildError(f"{toolchain.compiler[0]} failed: {error}")
+        except OSError:  # the same, before this one could put down an object
+            if _manifest(folder) is None:
+                raise
         finally:
             shutil.rmtree(made, ignore_errors=True)
         shutil.rmtree(objects, ignore_errors=True)
@@ -233,7 +237,13 @@ def _load_library() -> None:
     use_level.argtypes, use_level.restype = [ctypes.c_char_p], ctypes.c_bool
     if not use_level(build.level.name.encode()):
         raise BuildError(f"{path} has no kernels for {build.level.name}")
+    _loaded_from.append(path)
     declare_ops()
+
+
+def library_path() -> Path:
+    """The library that `load` has loaded."""
+    return _loaded_from[0]
 
 
 def load() -> bool:

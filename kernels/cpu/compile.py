@@ -1,9 +1,9 @@
 """Runs the C++ compiler: which one, with which flags, and the key that names the result.
 
-The kernels are compiled once for each level of instructions; what is left, the bindings and the
-list of levels, runs on any processor. Nothing of torch is needed to build (torch_abi.h), and the
-library serves any torch from 2.11 on: it names libtorch_cpu as what it needs, and finds torch's own
-OpenMP runtime through it, since two in one process fight over the cores.
+The kernels are compiled once for each level of instructions; what is left, the bindings, the list
+of levels and the team of threads, runs on any processor. Nothing of torch is needed to build
+(torch_abi.h), and the library, which names libtorch_cpu as what it needs, serves any torch from
+2.11 on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SOURCES = Path(__file__).parent
 OnFile = Callable[[int, int], None]  # files that are compiled, and all of them
 _TORCH = "libtorch_cpu.so"
 _COMPILERS = ("g++", "clang++", "c++")
-_FLAGS = ("-std=c++20", "-fPIC", "-fopenmp", "-w")
+_GLUE = ("levels.cpp", "recording.cpp", "team.cpp")  # beside the bindings
+_FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-w")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ def digest(path: Path) -> str:
 
 
 def _runs_anywhere(source: Path) -> bool:
-    return source.name.endswith("bindings.cpp") or source.name == "levels.cpp"
+    return source.name.endswith("bindings.cpp") or source.name in _GLUE
 
 
 def find_toolchain() -> Toolchain | None:
@@ -131,7 +132,7 @@ def _link_command(
         str(stub),
         "-o",
         str(target),
-        *(["-fopenmp"] if toolchain.is_clang else []),  # clang's calls need its own runtime
+        "-pthread",
     ]
 
 
@@ -173,27 +174,32 @@ def run_all(
     waiting = list(reversed(commands))
     running = dict[subprocess.Popen[bytes], tuple[Path, list[str]]]()
     error: str | None = None
-    while running or (waiting and error is None):
-        while waiting and error is None and len(running) < limit:
-            output = folder / f"{len(waiting)}.log"
-            with output.open("wb") as file:
-                command = waiting.pop()
-                process = subprocess.Popen(
-                    command, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file
-                )
-            running[process] = output, command
-        ended = [process for process in running if process.poll() is not None]
-        for process in ended:
-            output, command = running.pop(process)
-            if process.returncode == 0 and on_success is not None:
-                on_success(command)
-            if process.returncode != 0 and error is None:
-                error = first_error(output.read_text(errors="replace"))
-            output.unlink()
-            if on_file is not None:
-                on_file(len(commands) - len(waiting) - len(running), len(commands))
-        if not ended:
-            time.sleep(0.02)
+    try:
+        while running or (waiting and error is None):
+            while waiting and error is None and len(running) < limit:
+                output = folder / f"{len(waiting)}.log"
+                with output.open("wb") as file:
+                    command = waiting.pop()
+                    process = subprocess.Popen(
+                        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+                    )
+                running[process] = output, command
+            ended = [process for process in running if process.poll() is not None]
+            for process in ended:
+                output, command = running.pop(process)
+                if process.returncode == 0 and on_success is not None:
+                    on_success(command)
+                if process.returncode != 0 and error is None:
+                    error = first_error(output.read_text(errors="replace"))
+                output.unlink()
+                if on_file is not None:
+                    on_file(len(commands) - len(waiting) - len(running), len(commands))
+            if not ended:
+                time.sleep(0.02)
+    finally:  # none is left behind by an error of ours
+        for process in running:
+            process.kill()
+            process.wait()
     return error
 
 

@@ -1,5 +1,5 @@
-// expert_linear: rows that picked the same expert are gathered, multiplied by its weight in one go,
-// and put back. The product is the linear op of this library, or torch's.
+// Routed experts: rows that picked the same expert are gathered, multiplied by its weight in one go,
+// and put back. The product is that of the linear or the quantized_linear op.
 #pragma once
 
 #include "bindings.h"
@@ -9,30 +9,17 @@
 
 namespace llmc::ops {
 
-// x, which is dense, by a weight [depth, channels].
-inline Tensor by_columns(const Tensor& x, const Tensor& weight, const Tensor* bias) {
-  Tensor kept;
-  const Tensor& rows = at::dense_rows(weight, kept);
-  Tensor out = at::empty({x.size(0), weight.size(1)}, x.scalar_type());
-  kernels->linear_columns({dtype_of(x), x.data_ptr(), rows.data_ptr(),
-                           bias ? bias->data_ptr() : nullptr, out.data_ptr(), x.size(0), x.size(1),
-                           rows.size(1), x.stride(0), rows.stride(0), rows.size(1),
-                           at::num_threads()});
-  return out;
-}
-
-inline Tensor multiply_experts(const Tensor& x, const Tensor& weight,
-                               const optional<Tensor>& bias, const Tensor& expert,
-                               bool transposed) {
-  TORCH_CHECK(x.dim() == 2 && weight.dim() == 3 && expert.dim() == 1 &&
-                  expert.size(0) == x.size(0) && expert.scalar_type() == at::kLong &&
-                  weight.size(transposed ? 1 : 2) == x.size(1),
-              "expert_linear: x ", x.sizes(), ", weight ", weight.sizes(), " and expert ",
-              expert.sizes(), " do not fit together");
-  const int64_t experts = weight.size(0), rows = x.size(0);
-  const int64_t channels = weight.size(transposed ? 2 : 1);
+// multiply(rows, k) is a dense [rows, channels]: those of `x` that picked expert k, by its weight.
+template <class Multiply>
+Tensor by_expert(const Tensor& x, const Tensor& expert, int64_t experts, int64_t channels,
+                 const Multiply& multiply) {
+  TORCH_CHECK(x.dim() == 2 && expert.dim() == 1 && expert.size(0) == x.size(0) &&
+                  expert.scalar_type() == at::kLong,
+              "x ", x.sizes(), " and its experts ", expert.sizes(), " do not fit together");
+  const int64_t rows = x.size(0);
   const Tensor input = x.contiguous(), picked = expert.contiguous();
   Tensor out = at::empty({rows, channels}, x.scalar_type());
+  at::leave_out();  // which rows go where is read here
   const int64_t* e = picked.data_ptr<int64_t>();
   std::vector<std::vector<int64_t>> of(experts);
   for (int64_t r = 0; r < rows; ++r)
@@ -51,10 +38,7 @@ inline Tensor multiply_experts(const Tensor& x, const Tensor& weight,
       std::memcpy(row, from + r * in_bytes, in_bytes);
       row += in_bytes;
     }
-    const optional<Tensor> b = bias ? optional(bias->select(k)) : std::nullopt;
-    const Tensor w = weight.select(k);
-    const Tensor y =
-        transposed ? by_columns(gathered, w, b ? &*b : nullptr) : linear(gathered, w, b);
+    const Tensor y = multiply(gathered, k);
     const char* result = static_cast<const char*>(y.data_ptr());
     for (int64_t r : mine) {
       std::memcpy(to + r * out_bytes, result, out_bytes);
@@ -62,6 +46,33 @@ inline Tensor multiply_experts(const Tensor& x, const Tensor& weight,
     }
   }
   return out;
+}
+
+// x, which is dense, by a weight [depth, channels].
+inline Tensor by_columns(const Tensor& x, const Tensor& weight, const Tensor* bias) {
+  Tensor kept;
+  const Tensor& rows = at::dense_rows(weight, kept);
+  Tensor out = at::empty({x.size(0), weight.size(1)}, x.scalar_type());
+  kernels->linear_columns({dtype_of(x), x.data_ptr(), rows.data_ptr(),
+                           bias ? bias->data_ptr() : nullptr, out.data_ptr(), x.size(0), x.size(1),
+                           rows.size(1), x.stride(0), rows.stride(0), rows.size(1),
+                           at::num_threads()});
+  return out;
+}
+
+inline Tensor multiply_experts(const Tensor& x, const Tensor& weight,
+                               const optional<Tensor>& bias, const Tensor& expert,
+                               bool transposed) {
+  TORCH_CHECK(weight.dim() == 3 && x.dim() == 2 && weight.size(transposed ? 1 : 2) == x.size(1),
+              "expert_linear: x ", x.sizes(), " and weight ", weight.sizes(),
+              " do not fit together");
+  return by_expert(x, expert, weight.size(0), weight.size(transposed ? 2 : 1),
+                   [&](const Tensor& rows, int64_t k) {
+                     const optional<Tensor> b = bias ? optional(bias->select(k)) : std::nullopt;
+                     const Tensor w = weight.select(k);
+                     return transposed ? by_columns(rows, w, b ? &*b : nullptr)
+                                       : linear(rows, w, b);
+                   });
 }
 
 }  // namespace llmc::ops

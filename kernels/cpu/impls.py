@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmc.kernels.act_mul import act_mul
+from llmc.kernels.add_lora import add_lora
 from llmc.kernels.ban_words import ban_words
 from llmc.kernels.causal_conv import causal_conv
+from llmc.kernels.choose_keys import choose_keys
 from llmc.kernels.cpu.build import is_loaded
 from llmc.kernels.decayed_softmax import decayed_softmax
 from llmc.kernels.delta_rule import delta_rule
@@ -23,6 +25,7 @@ from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.prepare_step import prepare_step
 from llmc.kernels.process_logits import process_logits
 from llmc.kernels.quantized_embedding import quantized_embedding
+from llmc.kernels.quantized_expert_linear import quantized_expert_linear
 from llmc.kernels.quantized_linear import quantized_linear
 from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.registry import Fn, Impl, Op
@@ -86,11 +89,23 @@ def _paged_attention(
     value_cache: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    chosen: Tensor | None,
     **others: object,
 ) -> bool:
     fits = query.shape[2] <= _MAX_HEAD_DIM and value_cache.shape[3] <= _MAX_HEAD_DIM
-    taken = fits and _takes(query)
+    taken = fits and _takes(query) and _takes_chosen(chosen, others)
     return taken and caches_fit(query, key_cache, value_cache, k_scale, v_scale)
+
+
+def _takes_chosen(chosen: Tensor | None, others: Mapping[str, Any]) -> bool:
+    plain = others["window"] == others["chunk"] == 0 and others["slopes"] is None
+    return chosen is None or (plain and chosen.dtype == torch.int32 and chosen.stride(-1) == 1)
+
+
+def _choose_keys(
+    *, query: Tensor, key: Tensor, weights: Tensor, key_cache: Tensor, **others: object
+) -> bool:
+    return _takes(query, key, key_cache) and _takes(weights) and weights.dtype == torch.float32
 
 
 def _quantized_linear(*, x: Tensor, weight: Tensor, bias: Tensor | None, **others: object) -> bool:
@@ -148,14 +163,17 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (write_kv, _write_kv),
     (rope_write, _rope_write),
     (paged_attention, _paged_attention),
+    (choose_keys, _choose_keys),
     (sample, _all_of("logits")),
     (process_logits, _all_of("logits")),
     (token_logprobs, _all_of("logits")),
     (linear, _all_of("x", "weight", "bias")),
     (expert_linear, _all_of("x", "weight", "bias")),
     (quantized_linear, _quantized_linear),
+    (quantized_expert_linear, _quantized_linear),
     (quantized_embedding, _quantized_embedding),
     (fused_linear, _all_of("x", "weight", "bias", "norm_weight", "residual")),
+    (add_lora, _all_of("out", "x", "a", "b")),
     (write_segments, _on_cpu),
     (prepare_step, _on_cpu),
     (record_tokens, _on_cpu),

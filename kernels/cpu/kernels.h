@@ -85,8 +85,24 @@ struct AttentionArgs {
   int64_t tokens, requests, heads, kv_heads, head_dim, v_dim, block_size;
   int64_t query_stride[2], key_stride[3], value_stride[3], table_stride;
   const float *sinks, *slopes;  // [H] or null
+  const int32_t* chosen;        // [T, num_chosen] or null; negative: none
+  int64_t num_chosen, chosen_stride;
   int64_t window, chunk;
   float scale, softcap;
+  int threads;
+};
+
+struct ChooseArgs {
+  Dtype dtype;  // of query, key and cache
+  const void *query, *key;
+  const float* weights;
+  void* key_cache;
+  const int64_t* slots;
+  const int32_t *query_start, *context_len, *block_table;
+  int32_t* out;  // [T, top_k] dense
+  int64_t tokens, requests, heads, head_dim, block_size, top_k;
+  int64_t query_stride[2], key_stride, weight_stride, table_stride;
+  int64_t cache_stride[2];  // block, slot
   int threads;
 };
 
@@ -137,12 +153,23 @@ struct LinearArgs {  // all of one dtype; x, weight and out are rows with dense 
   int threads;
 };
 
+struct LoraArgs {  // x, a, b and out are dense and of one dtype
+  Dtype dtype;
+  const void *x, *a, *b;  // [rows, depth], [slots, parts, rank, depth], [slots, rank, channels]
+  void* out;              // [rows, channels], added to
+  const int32_t *bounds;  // [parts + 1]: where the channels of each part begin
+  const int32_t *adapter; // [rows]: slot + 1, or a number of no slot
+  int64_t rows, depth, channels, slots, parts, rank;
+  int threads;
+};
+
 void rms_norm(const NormArgs&);
 void act_mul(const ActArgs&);
 void add_to(const AddArgs&);  // out += x
 void write_kv(const WriteArgs&);
 void rope_write(const RopeArgs&);
 void paged_attention(const AttentionArgs&);
+void choose_keys(const ChooseArgs&);
 void sample(const SampleArgs&);
 void token_logprobs(const TokenLogprobsArgs&);
 void process_logits(const ProcessArgs&);
@@ -151,5 +178,6 @@ void linear(const LinearArgs&);
 // The same with a weight [depth, channels], as some checkpoints stack their experts; weight_stride is
 // that from one input to the next.
 void linear_columns(const LinearArgs&);
+void add_lora(const LoraArgs&);
 
 }  // namespace llmc

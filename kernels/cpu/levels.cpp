@@ -9,13 +9,13 @@ LLMC_TABLES(LLMC_DECLARE)
 #define LLMC_ADDRESS(table) &table,
 static const llmc::Kernels* const kTables[] = {LLMC_TABLES(LLMC_ADDRESS)};
 
-const llmc::Kernels* llmc::kernels = nullptr;
+const llmc::Kernels* llmc::chosen_kernels = nullptr;
 
 // Called once, before any op. False where the library was built without that level.
 extern "C" bool llmc_use_level(const char* name) {
   for (const llmc::Kernels* table : kTables)
     if (std::strcmp(table->level, name) == 0) {
-      llmc::kernels = table;
+      llmc::chosen_kernels = table;
       return true;
     }
   return false;

@@ -1,5 +1,5 @@
 // The torch side of low-bit linears, and the linear with what surrounds it, made of other ops.
-#include "bindings.h"
+#include "expert_linear.h"
 
 namespace llmc::ops {
 namespace {
@@ -8,9 +8,10 @@ constexpr int64_t kFewRows = 16;        // more are multiplied by tiles, where t
 constexpr int64_t kFewPairRows = 4;     // and by pairs of bf16 where there are none
 constexpr int64_t kWidened = 1 << 20;   // bytes of bf16 weight at a time: the caches hold them
 
-Format format_of(const Tensor& weight) {
+Format format_of(const Tensor& weight, const Tensor& scale) {
   if (weight.scalar_type() == at::kChar) return Format::int8;
-  if (weight.scalar_type() == at::kByte) return Format::int4;
+  if (weight.scalar_type() == at::kByte)
+    return scale.scalar_type() == at::kByte ? Format::mxfp4 : Format::int4;
   if (weight.scalar_type() == at::kFloat8_e4m3fn) return Format::fp8;
   at::fail("weight must be int8, uint8 or float8_e4m3fn, got ", weight.scalar_type());
 }
@@ -31,15 +32,18 @@ void check_groups(const Tensor& weight, const Tensor& scale, const optional<Tens
                   scale.size(2) == kChannels && scale.size(1) > 0 &&
                   a.depth % (scale.size(1) * kMinGroup) == 0 && a.depth % kDepthStep == 0,
               "scale ", scale.sizes(), " does not fit weight ", weight.sizes());
-  TORCH_CHECK(scale.scalar_type() == at::kFloat || (is_int4 && scale.scalar_type() == at::kBFloat16),
-              "scale must be float32 (or bfloat16 for uint8 weights), got ", scale.scalar_type());
+  TORCH_CHECK(scale.scalar_type() == at::kFloat || scale.scalar_type() == at::kHalf ||
+                  scale.scalar_type() == at::kBFloat16 || a.format == Format::mxfp4,
+              "scale must be float32, float16 or bfloat16 (or uint8 for uint8 weights), got ",
+              scale.scalar_type());
   TORCH_CHECK(!zero || (is_int4 && zero->scalar_type() == at::kByte && zero->is_contiguous() &&
                         zero->sizes() == scale.sizes()),
               "zero must be uint8, like scale, and comes with uint8 weights only");
-  TORCH_CHECK(!minimum || (!zero && a.format != Format::fp8 && minimum->is_contiguous() &&
-                           minimum->scalar_type() == at::kFloat &&
+  TORCH_CHECK(!minimum || (!zero && (is_int4 || a.format == Format::int8) && minimum->is_contiguous() &&
+                           (minimum->scalar_type() == at::kFloat ||
+                            minimum->scalar_type() == at::kHalf) &&
                            minimum->sizes() == scale.sizes()),
-              "minimum must be float32, like scale, and comes with integers without zero only");
+              "minimum must be float32 or float16, in the shape of scale, and comes with integers without zero only");
 }
 
 // Of the weight alone.
@@ -48,16 +52,17 @@ LowBitArgs weight_args(const Tensor& weight, const Tensor& scale, const optional
   TORCH_CHECK(weight.dim() == 3 && weight.size(2) == kLineBytes && weight.is_contiguous(),
               "weight must be a dense [N / 16, lines, 64], got ", weight.sizes());
   LowBitArgs a{};
-  a.format = format_of(weight);
-  a.depth = weight.size(1) * (a.format == Format::int4 ? 8 : 4);
+  a.format = format_of(weight, scale);
+  a.depth = weight.size(1) * (is_4_bit(a.format) ? 8 : 4);
   a.channels = weight.size(0) * kChannels;
   check_groups(weight, scale, zero, minimum, a);
   a.group = a.depth / scale.size(1);
   a.weight = static_cast<const uint8_t*>(weight.data_ptr());
   a.scale = scale.data_ptr();
-  a.scale_dtype = scale.scalar_type() == at::kFloat ? Dtype::f32 : Dtype::bf16;
+  if (a.format != Format::mxfp4) a.scale_dtype = dtype_of(scale, "scale");
   a.zero = zero ? zero->data_ptr<uint8_t>() : nullptr;
-  a.minimum = minimum ? minimum->data_ptr<float>() : nullptr;
+  a.minimum = minimum ? minimum->data_ptr() : nullptr;
+  a.minimum_dtype = minimum ? dtype_of(*minimum, "minimum") : Dtype::f32;
   a.threads = at::num_threads();
   return a;
 }
@@ -119,6 +124,22 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
   return out;
 }
 
+Tensor quantized_expert_linear(const Tensor& x, const Tensor& weight, const Tensor& scale,
+                               const optional<Tensor>& zero, const optional<Tensor>& bias,
+                               const Tensor& expert, const optional<Tensor>& minimum) {
+  TORCH_CHECK(weight.dim() == 4 && scale.dim() == 4 && scale.size(0) == weight.size(0),
+              "quantized_expert_linear: weight ", weight.sizes(), " and scale ", scale.sizes(),
+              " must both be [experts, N / 16, ..., ...]");
+  const auto of = [](const optional<Tensor>& all, int64_t k) {
+    return all ? optional(all->select(k)) : std::nullopt;
+  };
+  return by_expert(x, expert, weight.size(0), weight.size(1) * kChannels,
+                   [&](const Tensor& rows, int64_t k) {
+                     return quantized_linear(rows, weight.select(k), scale.select(k), of(zero, k),
+                                             of(bias, k), of(minimum, k));
+                   });
+}
+
 Tensor quantized_embedding(const Tensor& ids, const Tensor& weight, const Tensor& scale,
                            const optional<Tensor>& zero, const optional<Tensor>& minimum,
                            int32_t dtype) {
@@ -151,6 +172,7 @@ Tensor fused_linear(const Tensor& x, const Tensor& weight, const optional<Tensor
 
 const at::Ops kOps = {
     {"quantized_linear", &at::boxed<&quantized_linear>},
+    {"quantized_expert_linear", &at::boxed<&quantized_expert_linear>},
     {"quantized_embedding", &at::boxed<&quantized_embedding>},
     {"fused_linear", &at::boxed<&fused_linear>},
 };

@@ -148,22 +148,21 @@ void linear(const LinearArgs& a) {
   uint32_t* const words = arena.take<uint32_t>((most + half) * panel_words);
   const int64_t blocks = (a.channels + kBlock - 1) / kBlock;
   const int threads = worth_threads(blocks * a.depth * (8 + a.rows / 8), blocks, a.threads);
-#pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t first = 0; first < panels || first == 0; first += std::max<int64_t>(1, most)) {
     const bool last = first + most >= panels;
     const Packed x{words, panel_words, first * kTile, std::min(most, panels - first),
                    last && half, last ? rest : 0};
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < (x.panels + x.halves) * tiles; ++i)
+    parallel_pieces((x.panels + x.halves) * tiles, threads, [&](int64_t i) {
       if (i < x.panels * tiles)
         pack_tile(a, x.row + i / tiles * kTile, i % tiles * kStep, words + i * kTileWords);
       else
         pack_half_tile(a, x.half_row(), i % tiles * kStep,
                        words + x.panels * panel_words + i % tiles * kTileWords / 2);
-#pragma omp for schedule(static, 1)
-    for (int t = 0; t < threads; ++t)
+    });
+    parallel_items(threads, threads, [&](int64_t t) {
       share<Engine>(a, x, blocks * t / threads * kBlock,
                     std::min(a.channels, blocks * (t + 1) / threads * kBlock));
+    });
   }
 }
 

@@ -1,6 +1,7 @@
 // quantized_linear for few rows: a block of channels is read once, as one stream, and meets
 // several rows of x. One row is bound by reading the weight.
 #include "low_bit.h"
+#include "low_bit_integers.h"
 #include "parallel.h"
 
 #include <vector>
@@ -18,7 +19,7 @@ struct Input {  // x in the reader's words
   std::vector<Packed> packed;
 
   explicit Input(const LowBitArgs& a)
-      : stretch(stretch_of(a)), stretches(a.depth / stretch),
+      : stretch(stretch_of(a, Reader::kMaxStretch)), stretches(a.depth / stretch),
         row_words(a.depth / Reader::kInputs * Reader::kSteps), words(a.rows * row_words),
         packed(a.rows * stretches) {
     std::vector<float> x(a.depth);
@@ -36,45 +37,74 @@ struct Input {  // x in the reader's words
   }
 };
 
-// One block by M rows. Few rows keep several sums each, or a product would wait for the last one.
+// Lanes [part * n, (part + 1) * n) of `all`, of which one has n.
+template <class All, class Lanes>
+LLMC_INLINE void set_part(All& all, int part, const Lanes& lanes) {
+  if constexpr (sizeof(Lanes) == sizeof(All))
+    all = lanes;
+  else
+    (part ? all.hi : all.lo) = lanes;
+}
+
+// What part of the lines of a stretch adds to the sums of M rows.
+template <class Reader, int M>
+LLMC_INLINE void multiply_part(const uint8_t* line, const typename Reader::X* words,
+                               int64_t row_words, int64_t lines, int part, v16f (&all)[M]) {
+  // few rows keep several sums each where a product would wait for the last one
+  constexpr int kSums = Reader::kSums == 1 || M > 2 ? 1 : Reader::kSums / M;
+  constexpr int kUnrolled = kMinGroup / Reader::kInputs;  // lines: every stretch has a multiple
+  using Line = typename Reader::Line;
+  typename Reader::Sum sum[M][kSums];
+  for (int64_t l = 0; l < lines; l += kUnrolled) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kUnrolled; ++i) {
+      if (part == 0) __builtin_prefetch(line + kAhead + i * kLineBytes, 0, 3);
+      const Line bytes = load_as<Line>(line + i * kLineBytes + part * sizeof(Line));
+#pragma GCC unroll 8
+      for (int step = 0; step < Reader::kSteps; ++step) {
+        const int word = i * Reader::kSteps + step;
+        const auto values = Reader::get(bytes, step);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m)
+          Reader::add(sum[m][word % kSums], values, words[m * row_words + word]);
+      }
+    }
+    line += kUnrolled * kLineBytes;
+    words += kUnrolled * Reader::kSteps;
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+    auto total = Reader::total(sum[m][0]);
+    for (int i = 1; i < kSums; ++i) total += Reader::total(sum[m][i]);
+    set_part(all[m], part, total);
+  }
+}
+
+// One block by M rows.
 template <class Reader, int M>
 void multiply(const LowBitArgs& a, const Input<Reader>& x, int64_t row, int64_t block) {
-  constexpr int kSums = M == 1 ? 4 : M == 2 ? 2 : 1;
-  constexpr int kUnrolled = kMinGroup / Reader::kInputs;  // lines: every stretch has a multiple
-  const int64_t lines = a.lines() / x.stretches;
+  constexpr int kParts = kLineBytes / sizeof(typename Reader::Line);
+  const int64_t lines = a.lines() / x.stretches, words_of = x.row_words / x.stretches;
+  const int64_t of_group = a.group / x.stretch;
   const uint8_t* line = a.weight + block * a.lines() * kLineBytes;
   const typename Reader::X* words = x.words.data() + row * x.row_words;
   v16f total[M] = {};
-  for (int64_t s = 0; s < x.stretches; ++s) {
-    typename Reader::Sum sum[M][kSums];
-    for (int64_t l = 0; l < lines; l += kUnrolled) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kUnrolled; ++i) {
-        __builtin_prefetch(line + kAhead + i * kLineBytes, 0, 3);
-        const v16u bytes = load_as<v16u>(line + i * kLineBytes);
-#pragma GCC unroll 8
-        for (int step = 0; step < Reader::kSteps; ++step) {
-          const int word = i * Reader::kSteps + step;
-          const auto values = Reader::get(bytes, step);
-#pragma GCC unroll 8
-          for (int m = 0; m < M; ++m)
-            Reader::add(sum[m][word % kSums], values, words[m * x.row_words + word]);
-        }
-      }
-      line += kUnrolled * kLineBytes;
-      words += kUnrolled * Reader::kSteps;
-    }
-    const int64_t group = s * x.stretch / a.group;
+  for (int64_t group = 0, s = 0; group < a.groups(); ++group) {
     const v16f scale = scale_of(a, block, group);
-    const v16f zero =
-        a.format == Format::int4 ? zero_of(a, block, group) : splat(Reader::kOffset);
+    const v16f zero = a.format == Format::int4 ? zero_of(a, block, group) : splat(Reader::kOffset);
     const v16f minimum = minimum_of(a, block, group);
+    for (int64_t i = 0; i < of_group; ++i, ++s) {
+      v16f all[M];
+#pragma GCC unroll 2
+      for (int part = 0; part < kParts; ++part)
+        multiply_part<Reader, M>(line, words, x.row_words, lines, part, all);
+      line += lines * kLineBytes;
+      words += words_of;
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const Packed& part = x.packed[(row + m) * x.stretches + s];
-      v16f all = Reader::total(sum[m][0]);
-      for (int i = 1; i < kSums; ++i) all += Reader::total(sum[m][i]);
-      total[m] += scale * (all * part.scale - zero * part.sum) + minimum * part.sum;
+      for (int m = 0; m < M; ++m) {
+        const Packed& part = x.packed[(row + m) * x.stretches + s];
+        total[m] += scale * (all[m] * part.scale - zero * part.sum) + minimum * part.sum;
+      }
     }
   }
   for (int m = 0; m < M; ++m) write_block(a, row + m, block, total[m]);
@@ -98,14 +128,23 @@ void by_blocks(const LowBitArgs& a) {
 
 template <Format kFormat>
 void run(const LowBitArgs& a) {
-  if (a.dtype == Dtype::bf16) {
+#ifdef __AVX2__
+  // integers spend less on a value of the weight and more on a row of x
+  [[maybe_unused]] const bool is_narrow = a.dtype != Dtype::f32;
 #if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
-    if constexpr (kFormat != Format::fp8) return by_blocks<ByteReader<kFormat>>(a);
+  if constexpr (kFormat == Format::int8 || kFormat == Format::int4)
+    if (is_narrow) return by_blocks<ByteReader<kFormat>>(a);
+#endif
+  if constexpr (kFormat == Format::int4) {
+    if (is_narrow && a.rows <= 2) return by_blocks<NibbleReader<2>>(a);
+    if (a.rows == 1) return by_blocks<NibbleReader<3>>(a);
+  }
+  if constexpr (kFormat == Format::int8)
+    if (is_narrow && a.rows <= 2) return by_blocks<WordReader>(a);
 #endif
 #ifdef LLMC_AVX512_BF16
-    return by_blocks<PairReader<kFormat>>(a);
+  if (a.dtype == Dtype::bf16) return by_blocks<PairReader<kFormat>>(a);
 #endif
-  }
   by_blocks<FloatReader<kFormat>>(a);
 }
 
@@ -118,6 +157,7 @@ void quantized_linear(const LowBitArgs& a) {
     case Format::int8: return run<Format::int8>(a);
     case Format::int4: return run<Format::int4>(a);
     case Format::fp8: return run<Format::fp8>(a);
+    case Format::mxfp4: return run<Format::mxfp4>(a);
   }
 }
 

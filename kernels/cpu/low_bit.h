@@ -16,21 +16,23 @@ namespace llmc {
 constexpr int64_t kChannels = 16, kLineBytes = 64;
 constexpr int64_t kMinGroup = 16, kDepthStep = 32;  // inputs; groups and depths are multiples
 
-enum class Format { int8, int4, fp8 };
+enum class Format { int8, int4, fp8, mxfp4 };
+
+constexpr bool is_4_bit(Format format) { return format == Format::int4 || format == Format::mxfp4; }
 
 struct LowBitArgs {
   Dtype dtype;  // of x, bias and out
   Format format;
   const void* x;
   const uint8_t *weight, *zero;  // zero may be null, and so may bias
-  const void *scale, *bias;
-  const float* minimum;  // may be null; of int8 and int4 without zero
-  Dtype scale_dtype;
+  const void *scale, *bias;     // scales of mxfp4 are exponents of two, a byte each
+  const void* minimum;  // may be null; of int8 and int4 without zero
+  Dtype scale_dtype, minimum_dtype;
   void* out;  // [rows, channels] dense
   int64_t rows, depth, channels, group, x_stride;
   int threads;
 
-  int64_t lines() const { return depth / (format == Format::int4 ? 8 : 4); }  // of a block
+  int64_t lines() const { return depth / (is_4_bit(format) ? 8 : 4); }  // of a block
   int64_t groups() const { return depth / group; }
 };
 
@@ -52,16 +54,26 @@ void widen_channels(const LowBitArgs&, int64_t begin, int64_t end, bf16* to);
 void quantized_embedding(const LowBitArgs&, const int64_t* ids);
 
 // x is read in stretches that lie inside one group of the weight.
-inline int64_t stretch_of(const LowBitArgs& a) {
-  for (int64_t n : {128, 64, 32})
+inline int64_t stretch_of(const LowBitArgs& a, int64_t most) {
+  for (int64_t n = most; n > kMinGroup; n /= 2)
     if (a.group % n == 0) return n;
   return kMinGroup;
 }
 
+// 2^(e - 127) of bytes e: 0 stands for the least, which is subnormal, and 255 for NaN.
+LLMC_INLINE v16f powers_of_two(const uint8_t* e) {
+  alignas(64) uint32_t bits[kLanes];
+  for (int i = 0; i < kLanes; ++i)
+    bits[i] = uint32_t(e[i]) << 23 | (e[i] == 0 || e[i] == 255 ? 0x400000u : 0u);
+  return load(reinterpret_cast<const float*>(bits));
+}
+
 LLMC_INLINE v16f scale_of(const LowBitArgs& a, int64_t block, int64_t group) {
   const int64_t at = (block * a.groups() + group) * kChannels;
-  return a.scale_dtype == Dtype::bf16 ? load(static_cast<const bf16*>(a.scale) + at)
-                                      : load(static_cast<const float*>(a.scale) + at);
+  if (a.format == Format::mxfp4) return powers_of_two(static_cast<const uint8_t*>(a.scale) + at);
+  if (a.scale_dtype == Dtype::bf16) return load(static_cast<const bf16*>(a.scale) + at);
+  if (a.scale_dtype == Dtype::f16) return load(static_cast<const f16*>(a.scale) + at);
+  return load(static_cast<const float*>(a.scale) + at);
 }
 
 // The int4 value that stands for zero.
@@ -75,7 +87,10 @@ LLMC_INLINE v16f zero_of(const LowBitArgs& a, int64_t block, int64_t group) {
 
 // What is added to all values of a group, once they are scaled.
 LLMC_INLINE v16f minimum_of(const LowBitArgs& a, int64_t block, int64_t group) {
-  return a.minimum ? load(a.minimum + (block * a.groups() + group) * kChannels) : v16f{};
+  const int64_t at = (block * a.groups() + group) * kChannels;
+  if (!a.minimum) return v16f{};
+  return a.minimum_dtype == Dtype::f16 ? load(static_cast<const f16*>(a.minimum) + at)
+                                       : load(static_cast<const float*>(a.minimum) + at);
 }
 
 // One row of a block's channels, finished but for the bias.
@@ -92,12 +107,16 @@ struct Packed {  // what a stretch of x became: its words times `scale`, which a
   float scale, sum;
 };
 
-// A reader gives a line as kSteps steps; a step meets one word of x. Values of int4 come as they
-// are stored: what stands for zero is taken off a whole stretch at once, times the sum of its x.
+// A reader gives a line, or each part of it that a register holds, as kSteps steps; a step meets one
+// word of x. Values of int4 come as they are stored: what stands for zero is taken off a whole
+// stretch at once, times the sum of its x. Stretches have kMaxStretch inputs at the most. Where a
+// product waits for the one before it, few rows need kSums sums each.
 template <Format kFormat>
 struct FloatReader {  // any CPU
-  static constexpr int kInputs = kFormat == Format::int4 ? 8 : 4, kSteps = kInputs;
+  static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs, kSums = 4;
+  static constexpr int64_t kMaxStretch = 128;
   using X = float;
+  using Line = v16u;
   using V = v16f;
   struct Sum {
     v16f value = {};
@@ -113,6 +132,12 @@ struct FloatReader {  // any CPU
       return convert<v16f>((v16i)(line << (24 - 8 * step)) >> 24);
     // twice the normal value less the least normal one is the smaller for codes below that alone,
     // and there it is what they stand for
+    if (kFormat == Format::mxfp4) {
+      const v16u code = line >> (4 * step);
+      const v16f normal = (v16f)(((code & 7u) << 22) + (126u << 23));
+      const v16f value = vmin(normal, 2.0f * normal - 1.0f);
+      return (v16f)((v16u)value | (code << 28 & 0x80000000u));
+    }
     const v16u bits = line >> (8 * step), size = bits & 0x7fu;
     const v16f normal = (v16f)((size << 20) + (120u << 23));
     const v16f value = vmin(normal, 2.0f * normal - 0.015625f);
@@ -123,56 +148,6 @@ struct FloatReader {  // any CPU
   LLMC_INLINE v16f total(const Sum& sum) { return sum.value; }
   static constexpr float kOffset = 0;  // that get() adds to every value, int4 aside
 };
-
-#if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
-// int4 and int8 by products of bytes. x is held in 16 bits, relative to the largest of its stretch,
-// whose own rounding to bf16 is coarser by far: an upper and a lower byte of four inputs a word.
-template <Format kFormat>
-struct ByteReader {
-  static constexpr int kInputs = kFormat == Format::int4 ? 8 : 4, kSteps = kInputs / 4;
-  struct X {
-    int8_t upper[4], lower[4];
-  };
-  using V = __m512i;
-  struct Sum {
-    __m512i upper = {}, lower = {};
-  };
-  static Packed pack(const float* x, int64_t count, X* to) {
-    int64_t sum = 0;
-    float largest = 0, bad = 0;  // NaN where x is not finite, which must show in the result
-    for (int64_t k = 0; k < count; ++k) {
-      largest = std::max(largest, std::abs(x[k]));
-      bad += x[k] * 0;
-    }
-    if (bad != 0) return {bad, bad};
-    const float scale = largest / 32512, inverse = largest > 1e-30f ? 32512 / largest : 0;
-    for (int64_t k = 0; k < count; ++k) {
-      const int value = int(std::lrint(x[k] * inverse)), upper = (value + 128) >> 8;
-      const int64_t input = k % kInputs;
-      X& word = to[k / kInputs * kSteps + input % kSteps];
-      word.upper[input / kSteps] = int8_t(upper);
-      word.lower[input / kSteps] = int8_t(value - 256 * upper);
-      sum += value;
-    }
-    return {scale, scale * float(sum)};
-  }
-  LLMC_INLINE V get(v16u line, int step) {
-    if (kFormat == Format::int8) return (V)(line ^ 0x80808080u);
-    return (V)((step ? line >> 4 : line) & 0x0f0f0f0fu);
-  }
-  LLMC_INLINE void add(Sum& sum, V w, const X& x) {
-    int32_t bytes[2];
-    std::memcpy(bytes, &x, sizeof bytes);
-    sum.upper = _mm512_dpbusd_epi32(sum.upper, w, _mm512_set1_epi32(bytes[0]));
-    sum.lower = _mm512_dpbusd_epi32(sum.lower, w, _mm512_set1_epi32(bytes[1]));
-  }
-  LLMC_INLINE v16f total(const Sum& sum) {
-    return 256.0f * convert<v16f>((v16i)sum.upper) +
-           convert<v16f>((v16i)sum.lower);
-  }
-  static constexpr float kOffset = kFormat == Format::int8 ? 128 : 0;
-};
-#endif
 
 #ifdef LLMC_AVX512_BF16
 struct Table {  // bf16 of value(i) for the lower five bits i of an index
@@ -185,6 +160,10 @@ struct Table {  // bf16 of value(i) for the lower five bits i of an index
   __attribute__((always_inline)) __m512i load() const { return _mm512_load_si512(bits); }
 };
 inline constexpr Table kNibbles([](int i) { return i % 16; });
+inline constexpr Table kE2m1([](int i) {
+  constexpr float kSizes[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  return i % 16 < 8 ? kSizes[i % 8] : -kSizes[i % 8];
+});
 inline constexpr Table kSigned([](int i) { return i - 16; });
 inline constexpr Table kTiny([](int i) { return i % 8 / 512.0f; });
 
@@ -234,8 +213,10 @@ LLMC_INLINE Bytes bytes_of(__m512i codes) {
 // A word of x is two bf16, and so is each lane of what a step gives. All values are exact in bf16.
 template <Format kFormat>
 struct PairReader {
-  static constexpr int kInputs = kFormat == Format::int4 ? 8 : 4, kSteps = kInputs / 2;
+  static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 2, kSums = 4;
+  static constexpr int64_t kMaxStretch = 128;
   using X = uint32_t;
+  using Line = v16u;
   using V = __m512i;
   struct Sum {
     v16f value = {};
@@ -251,8 +232,10 @@ struct PairReader {
   }
   LLMC_INLINE V get(v16u words, int step) {
     const __m512i line = (__m512i)words;
-    if (kFormat == Format::int4)
-      return _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4 * step), kNibbles.load());
+    if (is_4_bit(kFormat)) {
+      const Table& values = kFormat == Format::int4 ? kNibbles : kE2m1;
+      return _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4 * step), values.load());
+    }
 #ifdef __AVX512VBMI__
     constexpr __mmask64 kOdd = 0xaaaaaaaaaaaaaaaaull;
     const Bytes b = bytes_of<kFormat>(line);

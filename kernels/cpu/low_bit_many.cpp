@@ -59,6 +59,7 @@ void quantized_many_rows(const LowBitArgs& a) {
     case Format::int8: return run<Format::int8>(a);
     case Format::int4: return run<Format::int4>(a);
     case Format::fp8: return run<Format::fp8>(a);
+    case Format::mxfp4: return run<Format::mxfp4>(a);
   }
 }
 

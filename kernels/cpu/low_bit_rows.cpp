@@ -169,19 +169,16 @@ void by_passes(const LowBitArgs& a) {
   uint32_t* const words = arena.take<uint32_t>(room * a.depth / 2);
   float* const totals = arena.take<float>(room * a.groups());
   const int threads = worth_threads(blocks * a.depth * (8 + a.rows / 2), blocks, a.threads);
-#pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t p = 0; p < passes; ++p) {
     const int64_t row = a.rows * p / passes, rows = a.rows * (p + 1) / passes - row;
     const Pass x{row, rows, words, totals};
-#pragma omp for schedule(static)
-    for (int64_t g = 0; g < x.groups(); ++g) {
+    parallel_items(x.groups(), threads, [&](int64_t g) {
       int64_t done = 0;
       for (int64_t i = 0; i < g; ++i) done += x.width(i, done);
       pack_rows<kFormat>(a, row + done, rows - done, x.width(g, done),
                          words + done * a.depth / 2, totals + done * a.groups());
-    }
-#pragma omp for schedule(static)
-    for (int64_t block = 0; block < blocks; ++block) block_rows<kFormat>(a, x, block);
+    });
+    parallel_pieces(blocks, threads, [&](int64_t block) { block_rows<kFormat>(a, x, block); });
   }
 }
 
@@ -196,6 +193,7 @@ void quantized_pair_rows(const LowBitArgs& a) {
     case Format::int8: return by_passes<Format::int8>(a);
     case Format::int4: return by_passes<Format::int4>(a);
     case Format::fp8: return by_passes<Format::fp8>(a);
+    case Format::mxfp4: return by_passes<Format::mxfp4>(a);
   }
 }
 

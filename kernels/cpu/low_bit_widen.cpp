@@ -59,7 +59,7 @@ bool widens_weights() {
 }
 
 void reorder_x(const LowBitArgs& a, bf16* to) {
-  auto place = a.format == Format::int4 ? &PairReader<Format::int4>::place
+  auto place = is_4_bit(a.format) ? &PairReader<Format::int4>::place
                                         : &PairReader<Format::int8>::place;
   int64_t order[32];
   for (int64_t k = 0; k < 32; ++k) order[k] = place(k);
@@ -75,7 +75,8 @@ void reorder_x(const LowBitArgs& a, bf16* to) {
 void widen_channels(const LowBitArgs& a, int64_t begin, int64_t end, bf16* to) {
   auto block = a.format == Format::int4   ? &widen_block<Format::int4>
                : a.format == Format::int8 ? &widen_block<Format::int8>
-                                          : &widen_block<Format::fp8>;
+               : a.format == Format::fp8  ? &widen_block<Format::fp8>
+                                          : &widen_block<Format::mxfp4>;
   const int64_t first = begin / kChannels;
   parallel_rows(end / kChannels - first, a.depth * kChannels / 8, a.threads,
                 [&](int64_t from, int64_t until) {

@@ -169,21 +169,17 @@ void multiply(const LinearArgs& a, const Source& source) {
   arena.reset(chunk * a.depth * sizeof(float));
   float* const data = arena.take<float>(chunk * a.depth);
   const int threads = worth_threads(blocks * a.depth * (8 + a.rows) * 2, blocks, a.threads);
-  const int64_t several = std::max<int64_t>(1, blocks / (threads * kPiecesPerThread));
-#pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t row = 0; row < a.rows; row += chunk) {
     const int64_t rows = std::min(chunk, a.rows - row), rest = rows % kLanes;
     const int64_t panels = (rows + kLanes - 1) / kLanes;
     const Panels x{data, row, rows, panels, a.depth * kLanes, rest > 0 && rest <= kHalf};
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < panels * pieces; ++i) {
+    parallel_items(panels * pieces, threads, [&](int64_t i) {
       const int64_t p = i / pieces, k = i % pieces * kPiece;
       const int64_t width = x.half && p + 1 == panels ? kHalf : kLanes;
       pack<T>(a, row + p * kLanes, std::min<int64_t>(kLanes, rows - p * kLanes), k,
               std::min(kPiece, a.depth - k), width, data + p * x.floats + k * width);
-    }
-#pragma omp for schedule(dynamic, several)
-    for (int64_t i = 0; i < blocks; ++i) block<T>(a, source, x, i * kBlock);
+    });
+    parallel_pieces(blocks, threads, [&](int64_t i) { block<T>(a, source, x, i * kBlock); });
   }
 }
 

@@ -1,8 +1,8 @@
-// Work over threads on the OpenMP runtime that torch already runs (one runtime in the process).
-//
-// Work is handed out in pieces from a shared counter: a thread that the system runs late, since
-// another process keeps its core busy, finds less left to do instead of holding up the others.
+// Work over the threads of team.h, handed out in pieces from a shared counter: a thread that the
+// system runs late, since another process keeps its core busy, finds less left to do or nothing.
 #pragma once
+
+#include "team.h"
 
 #include <algorithm>
 #include <atomic>
@@ -28,9 +28,24 @@ void parallel_items(int64_t items, int threads, const Body& body) {
     for (int64_t i = 0; i < items; ++i) body(i);
     return;
   }
-  std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(threads)
-  for (int64_t i = next++; i < items; i = next++) body(i);
+  struct Work {
+    const Body& body;
+    const int64_t items;
+    std::atomic<int64_t> next{0};
+  } work{body, items};
+  llmc_run_team(threads, [](void* context) {
+    Work& w = *static_cast<Work*>(context);
+    for (int64_t i = w.next++; i < w.items; i = w.next++) w.body(i);
+  }, &work);
+}
+
+// The same in a few pieces a thread, of about as many items each.
+template <class Body>
+void parallel_pieces(int64_t items, int threads, const Body& body) {
+  const int64_t pieces = threads <= 1 ? 1 : std::min(items, threads * kPiecesPerThread);
+  parallel_items(pieces, threads, [&](int64_t p) {
+    for (int64_t i = items * p / pieces; i < items * (p + 1) / pieces; ++i) body(i);
+  });
 }
 
 // body(begin, end) over stretches of `items` rows; `cost` is that of one row.

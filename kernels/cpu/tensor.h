@@ -3,6 +3,7 @@
 // torch/csrc/stable has it in C++, at 1.5 us more a call (two allocations for each tensor).
 #pragma once
 
+#include "team.h"
 #include "torch_abi.h"
 
 #include <cstring>
@@ -14,8 +15,6 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-
-extern "C" int omp_in_parallel(void);
 
 namespace llmc::aten {
 
@@ -97,6 +96,10 @@ template <class... Parts>
   do {                                                                \
     if (!(condition)) [[unlikely]] llmc::aten::fail(__VA_ARGS__);      \
   } while (false)
+
+// recording.h: the current op has to be called by torch, and keeps the memory of a tensor.
+void leave_out();
+void keep(AtenTensorHandle handle);
 
 inline void must(AOTITorchError error) {  // torch has printed its own message
   TORCH_CHECK(error == 0, "a call into torch failed; its message is above");
@@ -181,7 +184,10 @@ class Tensor {
     return view(sizes().slice(1), strides().slice(1), index * stride(0));
   }
   Tensor t() const { return view({size(1), size(0)}, {stride(1), stride(0)}); }
-  void copy_(const Tensor& from) const { must(aoti_torch_copy_(handle_, from.get(), 0)); }
+  void copy_(const Tensor& from) const {
+    leave_out();
+    must(aoti_torch_copy_(handle_, from.get(), 0));
+  }
   Tensor contiguous() const;
 
  private:
@@ -211,6 +217,7 @@ inline Tensor empty(Sizes sizes, ScalarType type) {
   AtenTensorHandle handle;
   must(aoti_torch_empty_strided(sizes.count, sizes.data, strides, kTypes[int(type)].code,
                                 aoti_torch_device_type_cpu(), 0, &handle));
+  keep(handle);
   return Tensor(handle);
 }
 
@@ -229,7 +236,7 @@ inline const Tensor& dense_rows(const Tensor& t, Tensor& kept) {
 
 inline int num_threads() {
   uint32_t threads;
-  if (omp_in_parallel()) return 1;
+  if (llmc_in_team()) return 1;
   must(torch_get_num_threads(&threads));
   return int(threads);
 }
@@ -245,6 +252,7 @@ StableIValue to_stack(const T& value) {
 inline Tensor linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
   StableIValue stack[3] = {to_stack(x.share()), to_stack(weight.share()), 0};
   if (bias) stack[2] = to_stack(new StableIValue(to_stack(bias->share())));  // torch deletes it
+  leave_out();
   must(torch_call_dispatcher("aten::linear", "", stack, kTorchVersion));
   AtenTensorHandle out;
   std::memcpy(&out, stack, sizeof out);

@@ -2,7 +2,9 @@
 
 from llmc.kernels.triton import (
     act_mul,
+    add_lora,
     causal_conv,
+    choose_keys,
     decayed_softmax,
     delta_rule,
     expert_linear,
@@ -12,6 +14,7 @@ from llmc.kernels.triton import (
     paged_attention,
     process_logits,
     quantized_embedding,
+    quantized_expert_linear,
     quantized_linear,
     rope_write,
     sample,
@@ -24,7 +27,9 @@ from llmc.kernels.triton.interpreter import repair
 
 __all__ = [
     "act_mul",
+    "add_lora",
     "causal_conv",
+    "choose_keys",
     "decayed_softmax",
     "delta_rule",
     "expert_linear",
@@ -34,6 +39,7 @@ __all__ = [
     "paged_attention",
     "process_logits",
     "quantized_embedding",
+    "quantized_expert_linear",
     "quantized_linear",
     "rope_write",
     "sample",

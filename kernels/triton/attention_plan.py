@@ -61,6 +61,19 @@ def locate(index, counts, ROWS: tl.constexpr):
 
 
 @triton.jit
+def request_of(token, query_start, context_len, num_rows, ROWS: tl.constexpr):
+    """-> the request that a token belongs to, and its position there; negative for no request."""
+    r = tl.arange(0, ROWS)
+    ends = tl.load(query_start + r + 1, mask=r < num_rows, other=2147483647)
+    row = tl.sum((ends <= token).to(tl.int32), axis=0)
+    known = row < num_rows
+    end = tl.load(query_start + row + 1, mask=known, other=0)
+    context = tl.load(context_len + row, mask=known, other=0)
+    position = tl.where(known & (context > 0), context - end + token, -1)
+    return tl.where(known, row, 0), position
+
+
+@triton.jit
 def at(values, row, ROWS: tl.constexpr):
     """values[row] of a vector in registers."""
     return tl.sum(tl.where(tl.arange(0, ROWS) == row, values, 0), axis=0)

@@ -97,3 +97,14 @@ def expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
     if rows <= 64 * experts:
         return GemmConfig(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3)
     return GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
+
+
+def low_bit_expert_config(rows: int, experts: int, itemsize: int) -> GemmConfig:
+    """The same for weights that are widened in registers, as `low_bit_config` has them."""
+    if itemsize == 4:
+        return GemmConfig(block_m=16, block_n=32, block_k=64, num_warps=4, num_stages=2)
+    if rows <= 16 * experts:
+        return GemmConfig(block_m=16, block_n=32, block_k=128, num_warps=4, num_stages=3)
+    if rows <= 64 * experts:
+        return GemmConfig(block_m=32, block_n=64, block_k=64, num_warps=4, num_stages=3)
+    return GemmConfig(block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=3)

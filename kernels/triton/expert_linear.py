@@ -19,6 +19,22 @@ from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 
 @triton.jit
+def rows_of_tile(
+    order, offsets, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """(expert, its rows of x in this program's tile, which of them there are). An expert of EXPERTS
+    or more: the program has nothing to do."""
+    e = tl.arange(0, EXPERTS_PAD)
+    begin = tl.load(offsets + e, mask=e < EXPERTS, other=0)
+    count = tl.load(offsets + e + 1, mask=e < EXPERTS, other=0) - begin
+    expert, tile = locate(tl.program_id(0), (count + BLOCK_M - 1) // BLOCK_M, EXPERTS_PAD)
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    mine = m < at(count, expert, EXPERTS_PAD)
+    row = tl.load(order + at(begin, expert, EXPERTS_PAD) + m, mask=mine, other=0)
+    return expert, row.to(tl.int64), mine
+
+
+@triton.jit
 def expert_kernel(
     x, weight, bias, order, offsets, out, x_row, weight_expert, weight_n, weight_k, bias_expert,
     N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
@@ -26,24 +42,17 @@ def expert_kernel(
     BIAS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """order: row of x at each sorted place; offsets [EXPERTS + 1]: where each expert's begin."""
-    e = tl.arange(0, EXPERTS_PAD)
-    begin = tl.load(offsets + e, mask=e < EXPERTS, other=0)
-    count = tl.load(offsets + e + 1, mask=e < EXPERTS, other=0) - begin
-    expert, tile = locate(tl.program_id(0), (count + BLOCK_M - 1) // BLOCK_M, EXPERTS_PAD)
+    expert, row, mine = rows_of_tile(order, offsets, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert >= EXPERTS:
         return
-    expert_rows = at(count, expert, EXPERTS_PAD)
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.load(order + at(begin, expert, EXPERTS_PAD) + m, mask=m < expert_rows, other=0)
-    row = row.to(tl.int64)
     w = weight + expert.to(tl.int64) * weight_expert + n[None, :] * weight_n
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in tl.range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         a = tl.load(
             x + row[:, None] * x_row + k[None, :],
-            mask=(m < expert_rows)[:, None] & (k < K)[None, :],
+            mask=mine[:, None] & (k < K)[None, :],
             other=0.0,
         )
         b = tl.load(w + k[:, None] * weight_k, mask=(k < K)[:, None] & (n < N)[None, :], other=0.0)
@@ -56,8 +65,21 @@ def expert_kernel(
     tl.store(
         out + row[:, None] * N + n[None, :],
         acc.to(out.dtype.element_ty),
-        mask=(m < expert_rows)[:, None] & (n < N)[None, :],
+        mask=mine[:, None] & (n < N)[None, :],
     )
+
+
+def sorted_rows(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """(rows by expert, where each expert's begin and the last one's end)."""
+    ordered, order = expert.sort(stable=True)
+    # rows of experts outside [0, E) sort before the first offset or after the last
+    edges = torch.arange(experts + 1, device=expert.device, dtype=ordered.dtype)
+    return order, torch.searchsorted(ordered, edges).int()
+
+
+def tiles_of(rows: int, experts: int, block_m: int) -> int:
+    """An expert without rows has no tile, and rounding up adds less than one tile an expert."""
+    return min(rows, rows // block_m + experts)
 
 
 def plan(
@@ -68,16 +90,11 @@ def plan(
     n = weight.shape[2] if transposed else weight.shape[1]
     n_axis, k_axis = (2, 1) if transposed else (1, 2)
     config = expert_config(rows, experts, x.element_size())
-    ordered, order = expert.sort(stable=True)
-    # rows of experts outside [0, E) sort before the first offset or after the last
-    edges = torch.arange(experts + 1, device=x.device, dtype=ordered.dtype)
-    offsets = torch.searchsorted(ordered, edges).int()
+    order, offsets = sorted_rows(expert, experts)
     out = x.new_zeros(rows, n)
-    # an expert without rows has no tile, and rounding up adds less than one tile an expert
-    tiles = min(rows, rows // config.block_m + experts)
     launch = Launch(
         kernel=expert_kernel,
-        grid=(tiles, cdiv(n, config.block_n)),
+        grid=(tiles_of(rows, experts, config.block_m), cdiv(n, config.block_n)),
         args={
             "x": x, "weight": weight, "bias": bias, "order": order, "offsets": offsets, "out": out,
             "x_row": x.stride(0), "weight_expert": weight.stride(0),

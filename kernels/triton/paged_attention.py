@@ -15,7 +15,7 @@ from torch import Tensor
 from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.prompts import Prompts, fits_flash
-from llmc.kernels.triton import prompt_attention
+from llmc.kernels.triton import chosen_attention, prompt_attention
 from llmc.kernels.triton.attention_combine import combine_kernel
 from llmc.kernels.triton.attention_kernel import attention_kernel
 from llmc.kernels.triton.configs import attention_config, rows_capacity
@@ -121,7 +121,11 @@ def _attend(**arguments: Any) -> Tensor:
 
 def _run(*args: Any) -> Tensor:
     arguments = paged_attention.bind(args)
-    hint = arguments.pop("prompts")
+    hint, chosen = arguments.pop("prompts"), arguments.pop("chosen")
+    if chosen is not None:
+        unused = ("window", "chunk", "slopes")
+        taken = {name: value for name, value in arguments.items() if name not in unused}
+        return chosen_attention.plan(**taken, chosen=chosen).run()
     query: Tensor = arguments["query"]
     if hint is not None and prompt_attention.has_flash(query.device) and fits_flash(**arguments):
         prompts = Prompts.read(hint)
@@ -138,14 +142,17 @@ def _supports(
     context_len: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-    **others: object,
+    chosen: Tensor | None,
+    **others: Any,
 ) -> bool:
+    plain = others["window"] == others["chunk"] == 0 and others["slopes"] is None
     # requests of a step are a symbolic size while a graph is lowered: only a known one is checked
     rows = context_len.shape[0]
     return (
         takes(query)
         and caches_fit(query, key_cache, value_cache, k_scale, v_scale)
         and max(query.shape[2], value_cache.shape[3]) <= _MAX_HEAD_DIM
+        and (chosen is None or (plain and chosen.stride(-1) == 1))
         and (not isinstance(rows, int) or rows <= _MAX_REQUESTS)
     )
 

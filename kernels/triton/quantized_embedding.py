@@ -15,7 +15,7 @@ from llmc.kernels.quantized_embedding import quantized_embedding
 from llmc.kernels.quantized_linear import CHANNELS
 from llmc.kernels.triton.define import DTYPES, define, on_device
 from llmc.kernels.triton.launch import Launch, Plan, cdiv
-from llmc.kernels.triton.quantized_linear import FORMATS, widen
+from llmc.kernels.triton.quantized_linear import format_of, load_scale, widen
 
 _BLOCK = 1024
 
@@ -27,7 +27,7 @@ def embedding_kernel(
     FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr,
 ):  # fmt: skip
     """words [N / 16, K / PER, 16] int32; scale, zero, minimum [N / 16, K / GROUP, 16]."""
-    PER: tl.constexpr = 8 if FORMAT == "int4" else 4
+    PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.load(ids + row).to(tl.int64)
@@ -43,9 +43,9 @@ def embedding_kernel(
         values -= tl.load(zero + at, mask=known, other=0).to(tl.float32)
     elif FORMAT == "int4" and not MINIMUM:
         values -= 8.0
-    values *= tl.load(scale + at, mask=known, other=0.0).to(tl.float32)
+    values *= load_scale(scale + at, known, FORMAT)
     if MINIMUM:
-        values += tl.load(minimum + at, mask=known, other=0.0)
+        values += tl.load(minimum + at, mask=known, other=0.0).to(tl.float32)
     tl.store(out + row * K + k, values.to(out.dtype.element_ty), mask=k < K)
 
 
@@ -57,8 +57,8 @@ def plan(
     minimum: Tensor | None,
     dtype: torch.dtype,
 ) -> Plan[Tensor]:
-    kind = FORMATS[weight.dtype]
-    depth = weight.shape[1] * (8 if kind == "int4" else 4)
+    kind = format_of(weight, scale)
+    depth = weight.shape[1] * (8 if weight.dtype == torch.uint8 else 4)
     out = scale.new_empty(*ids.shape, depth, dtype=dtype)
     launch = Launch(
         kernel=embedding_kernel,
@@ -76,11 +76,13 @@ def plan(
     return Plan(out=out, launches=(launch,))
 
 
-def _supports(*, ids: Tensor, weight: Tensor, dtype: torch.dtype, **others: object) -> bool:
+def _supports(
+    *, ids: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype, **others: object
+) -> bool:
     return (
         dtype in DTYPES
         and on_device(ids, weight)
-        and weight.dtype in FORMATS
+        and format_of(weight, scale) is not None
         and weight.is_contiguous()
     )
 

@@ -21,7 +21,12 @@ from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors
 from llmc.kernels.triton.linear_configs import LinearConfig, low_bit_config
 from llmc.kernels.triton.linear_reduce import reduce_launch
 
-FORMATS = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+_FORMATS = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+
+
+def format_of(weight: Tensor, scale: Tensor) -> str | None:
+    """A name for the kernels; None for a weight that they do not read."""
+    return "mxfp4" if scale.dtype == torch.uint8 else _FORMATS.get(weight.dtype)
 
 
 @triton.jit
@@ -29,12 +34,28 @@ def widen(words, shift, FORMAT: tl.constexpr):
     """The value at `shift` bits of each word, float32; int4 as it is stored, 0 to 15."""
     if FORMAT == "int4":
         return ((words >> shift) & 15).to(tl.float32)
+    elif FORMAT == "mxfp4":
+        bits = words >> shift  # e2m1 is float16 with fewer bits and an exponent 14 lower
+        half = ((bits & 8) << 12) | ((bits & 7) << 9)
+        return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
     elif FORMAT == "int8":
         return ((words << (24 - shift)) >> 24).to(tl.float32)
     else:
         bits = words >> shift  # e4m3 is float16 with fewer bits and an exponent 8 lower
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def load_scale(at, known, FORMAT: tl.constexpr):
+    """float32; of mxfp4 2 ** (e - 127), where 0 is subnormal and 255 NaN."""
+    stored = tl.load(at, mask=known, other=0)
+    if FORMAT == "mxfp4":
+        exponent = stored.to(tl.int32)
+        odd = (exponent == 0) | (exponent == 255)
+        return (exponent << 23 | tl.where(odd, 0x400000, 0)).to(tl.float32, bitcast=True)
+    else:
+        return stored.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -46,7 +67,7 @@ def low_bit_kernel(
     DOT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """words [N / 16, K / PER, 16] int32; scale, zero, minimum [N / 16, K / GROUP, 16]."""
-    PER: tl.constexpr = 8 if FORMAT == "int4" else 4
+    PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
     BITS: tl.constexpr = 32 // PER
     BLOCK_W: tl.constexpr = BLOCK_K // PER
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -73,14 +94,14 @@ def low_bit_kernel(
         known = (w < K // PER)[:, None] & inside[None, :]
         q = tl.load(word[None, :] + w[:, None] * 16, mask=known, other=0)
         at = block[None, :] * (K // GROUP * 16) + (w * PER // GROUP)[:, None] * 16 + lane[None, :]
-        factor = tl.load(scale + at, mask=known, other=0.0).to(tl.float32)
+        factor = load_scale(scale + at, known, FORMAT)
         if ZERO:
             offset = tl.load(zero + at, mask=known, other=0).to(tl.float32)
         else:
             middle: tl.constexpr = 8.0 if FORMAT == "int4" and not MINIMUM else 0.0
             offset = tl.full([BLOCK_W, BLOCK_N], middle, tl.float32)
         if MINIMUM:
-            least = tl.load(minimum + at, mask=known, other=0.0)
+            least = tl.load(minimum + at, mask=known, other=0.0).to(tl.float32)
         else:
             least = tl.zeros([BLOCK_W, BLOCK_N], tl.float32)
         if DOT:
@@ -125,8 +146,8 @@ def plan(
     bias: Tensor | None,
     minimum: Tensor | None = None,
 ) -> Plan[Tensor]:
-    kind = FORMATS[weight.dtype]
-    per_word = 8 if kind == "int4" else 4
+    kind = format_of(weight, scale)
+    per_word = 8 if weight.dtype == torch.uint8 else 4
     depth, channels = weight.shape[1] * per_word, weight.shape[0] * CHANNELS
     flat = x.reshape(-1, depth)
     rows = flat.shape[0]
@@ -168,14 +189,16 @@ def _tiles(config: LinearConfig) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _supports(*, x: Tensor, weight: Tensor, bias: Tensor | None, **others: object) -> bool:
+def supports(
+    *, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, **others: object
+) -> bool:
     return (
         takes(x, bias)
         and same_dtype(x, bias)
-        and weight.dtype in FORMATS
+        and format_of(weight, scale) is not None
         and weight.device.type == x.device.type
         and weight.is_contiguous()
     )
 
 
-define(quantized_linear, plan=plan, supports=_supports)
+define(quantized_linear, plan=plan, supports=supports)

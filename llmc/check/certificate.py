@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 import llmc.kernels
+from llmc.cache_dir import write_whole
 from llmc.check.bisect import Culprit
 from llmc.check.compare import LogitsDeviation, Tolerance
 from llmc.kernels.cpu.levels import cpu_model, pick_level
@@ -154,12 +154,7 @@ class CertificateStore:
         """Where it lies; None (and a warning) on a full or read-only disk."""
         path = self.path(certificate.key)
         try:
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self._root, prefix=".new-", delete=False, encoding="utf-8"
-            ) as aside:
-                aside.write(certificate.to_json())
-            os.replace(aside.name, path)
+            write_whole(path, certificate.to_json())
         except OSError as e:
             log.warning("the certificate can't be kept: %s", e)
             return None

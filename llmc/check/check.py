@@ -29,7 +29,7 @@ from llmc.kernels.cpu.build import load
 from llmc.load_test.machine import package_versions
 from llmc.model_info import OnPhase
 from llmc.passes.layers import find_layers
-from llmc.startup.compile import build_as_stored
+from llmc.startup.compile import build_as_stored, for_parameters
 from llmc.startup.resolve import ModelSource
 from llmc.startup.start import PhaseClock
 from llmc.text.tokenizer import Tokenizer
@@ -164,7 +164,7 @@ def _subject(
     return Subject(
         built=built,
         captured=captured,
-        options=identity.options,
+        options=for_parameters(identity.options, source, built),
         open_weights=open_weights,
         cache_dir=cache_dir(),
         sequences=sequences,

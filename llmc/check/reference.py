@@ -6,9 +6,10 @@ hooks on the decoder layers.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from llmc.weights.quantized.quantization_config import StoredQuantization
 from llmc.weights.tensors import open_tensors
 
 _FLOAT32_SHARE = 0.8  # of free memory that a float32 copy may take
+_SPREAD = 0.85  # standard deviation of random weights, times the root of their inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,27 +87,57 @@ def run_reference(
     return Reference(exact=exact, rounded=rounded)
 
 
+def save_random(config: Any, path: Path, *, seed: int = 0) -> None:
+    """Write a checkpoint in float32, drawn such that every layer matters: attention is far from
+    uniform, and no norm, bias or decay is at its neutral value.
+
+    Raises what the model's class raises.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # for the class's own initial values
+        module: Any = _make(config, torch.float32, trust_remote_code=False)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() >= 2 and not name.endswith(("A_log", "norm.weight")):
+                parameter.copy_(noise * (_SPREAD / parameter.shape[-1] ** 0.5))
+            else:
+                parameter.add_(0.1 * noise)
+    with _no_progress_bar():
+        module.save_pretrained(path)
+
+
 def _load(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # it would run through our own phases
     try:
-        module: nn.Module = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,  # as it is served: with one choice of rotary frequencies
-            dtype=dtype,
-            attn_implementation="eager",
-            trust_remote_code=trust_remote_code,
-        )
+        with _no_progress_bar():
+            module: nn.Module = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,  # as it is served: with one choice of rotary frequencies
+                dtype=dtype,
+                attn_implementation="eager",
+                trust_remote_code=trust_remote_code,
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as e:
         reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
         raise CheckpointError(f"transformers can't load the model to compare with: {reason}") from e
+    return module
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Without transformers' own, which would run through our phases."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
     finally:
         if shown:
             logging.enable_progress_bar()
-    return module
 
 
 def _make(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:

@@ -130,6 +130,8 @@ def _scatter(packed: Tensor, chunks: Sequence[Chunk], parts: list[list[Tensor]])
     start = 0
     for chunk in chunks:
         rows = packed[start : start + chunk.count]
+        if chunk.start == 0:  # computed again after a preemption: what counts is the last time
+            parts[chunk.sequence].clear()
         parts[chunk.sequence].append(rows.to("cpu", torch.float32, copy=True))
         start += chunk.count
 

@@ -1,7 +1,8 @@
 """What both sides compute: a few token sequences, and the steps in which an engine takes them.
 
 The same tokens are given to both, so a rounding difference never leads to another text. The steps
-hold what serving holds: several requests packed, long prompts in chunks, decodes beside prefills.
+hold what serving holds: several requests packed, long prompts in chunks, decodes beside prefills,
+and a request that was preempted while it decoded and is computed again from its first token.
 """
 
 from __future__ import annotations
@@ -65,14 +66,23 @@ def make_sequences(
 
 
 def make_steps(sequences: Sequence[TokenSequence]) -> list[list[Chunk]]:
-    """All sequences at once; prompts in thirds of the longest, then one token a step."""
+    """All sequences at once; prompts in thirds of the longest, then one token a step.
+
+    The longest is preempted once, when half of its other tokens are decoded.
+    """
+    longest = max(range(len(sequences)), key=lambda i: len(sequences[i].token_ids))
+    kept = sequences[longest]
+    preempted_at = kept.prompt_len + (len(kept.token_ids) - kept.prompt_len) // 2
+    recomputed = [0] * len(sequences)  # tokens that are there at once after a preemption
     chunk = -(-max(s.prompt_len for s in sequences) // 3)
     done = [0] * len(sequences)
     steps: list[list[Chunk]] = []
     while any(d < len(s.token_ids) for d, s in zip(done, sequences, strict=True)):
         step = []
         for i, sequence in enumerate(sequences):
-            left = sequence.prompt_len - done[i]
+            if i == longest and not recomputed[i] and done[i] == preempted_at:
+                done[i], recomputed[i] = 0, preempted_at
+            left = max(sequence.prompt_len, recomputed[i]) - done[i]
             count = min(chunk, left) if left > 0 else 1
             if done[i] < len(sequence.token_ids):
                 step.append(Chunk(sequence=i, start=done[i], count=count))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -157,7 +157,7 @@ class RoundedWeights:
     def check(self, names: Iterable[str]) -> None:
         self._source.check(names)
 
-    def blocks(self, name: str, to: Quantization) -> dict[Part, Tensor]:
+    def blocks(self, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
         return self._source.blocks(name, to)
 
     def fill(self, name: str, out: Tensor) -> None:

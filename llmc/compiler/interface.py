@@ -25,13 +25,15 @@ NAME = "llmc"
 KEY_CACHE = "llmc_key_cache"
 VALUE_CACHE = "llmc_value_cache"
 
-# Fields of a config that say how many keys a sparse indexer chooses.
-INDEXER_BUDGETS = ("index_topk", "indexer_budget")
-# What a module that chooses keys and answers with a mask calls its limit.
+# The field of a config that says up to how many tokens an indexer that answers with a mask shows
+# all, and what its module calls that.
+INDEXER_BUDGET = "indexer_budget"
 _INDEXER_LIMIT = "token_budget"
+# The keyword argument of attention with the positions that a sparse indexer chose.
+_CHOSEN = "indices"
 
 # Tensors among the keyword arguments that say what the packed step already carries. Any other
-# tensor (a position bias, sparse indices) would change the result, so it is refused.
+# tensor (a position bias, chosen blocks) would change the result, so it is refused.
 _IGNORED = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 
 
@@ -58,19 +60,11 @@ class MaskMarker:
         return MaskMarker(window=int(mask.shape[1]) - 1, chunk=int(mask.shape[2]) - 1)
 
 
-def _chosen_by_marker(module: nn.Module, indices: Tensor) -> bool:
-    """Whether these are the keys that a sparse indexer chose by the scores under a mask marker.
-
-    Up to as many tokens as it chooses it chooses all: the context is limited to them
-    (llmc/startup/resolve.py), and attention is dense.
-    """
-    config = getattr(module, "config", None)
-    known = any(getattr(config, name, None) for name in INDEXER_BUDGETS)
-    return known and indices.dim() >= 3 and indices.shape[0] == 0
-
-
 def choose_all_keys(model: nn.Module) -> None:
-    """Sparse indexers that answer with a mask of the keys they chose show all keys, as above."""
+    """Sparse indexers that answer with a mask of the keys they chose show all keys.
+
+    They do up to their budget, to which the context is limited (llmc/startup/config_facts.py).
+    """
     for module in model.modules():
         parameters = list(inspect.signature(module.forward).parameters)
         if _INDEXER_LIMIT in vars(module) and "attention_mask" in parameters:
@@ -112,9 +106,7 @@ def attention_function(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, T, D] ... -> ([1, T, H, Dv], None)."""
     unknown = [
-        k
-        for k, v in kwargs.items()
-        if isinstance(v, Tensor) and k not in _IGNORED and not _chosen_by_marker(module, v)
+        k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in _IGNORED and k != _CHOSEN
     ]
     if unknown:
         raise CompileError(
@@ -138,6 +130,7 @@ def attention_function(
         float(softcap or 0.0),
         s_aux,
         None,
+        kwargs.get(_CHOSEN),
     )
     return out, None
 

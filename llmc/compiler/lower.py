@@ -24,7 +24,8 @@ class StepFunction:
 
     Tokens, rows, samples and the block table's width must be at least `min_size`; `small` takes
     fewer. `references` are the ops that run on their references on a GPU, which read tensors on
-    the host, so that the step can't be captured in a CUDA graph.
+    the host, so that the step can't be captured in a CUDA graph. `only_ops`: it calls ops of torch
+    and nothing else, so the ops that it calls are all that it does.
     """
 
     call: Callable[..., tuple[Tensor, Tensor]]
@@ -34,6 +35,7 @@ class StepFunction:
     min_size: int = 1
     small: StepFunction | None = None
     references: tuple[str, ...] = ()
+    only_ops: bool = False
 
 
 def lower(gm: fx.GraphModule, bound: Mapping[str, Tensor]) -> StepFunction:
@@ -47,7 +49,15 @@ def lower(gm: fx.GraphModule, bound: Mapping[str, Tensor]) -> StepFunction:
         inputs=tuple(writer.inputs),
         source=source,
         references=gpu_references(gm.graph),
+        only_ops=all(_is_op(n.target) for n in gm.graph.nodes if n.op == "call_function"),
     )
+
+
+def _is_op(target: object) -> bool:
+    """An op of torch, or arithmetic of sizes."""
+    if isinstance(target, torch._ops.OpOverload):
+        return True
+    return getattr(target, "__module__", None) in ("_operator", "math", "torch")
 
 
 def gpu_references(graph: fx.Graph) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ neither.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,14 @@ from torch import Tensor, fx, nn
 
 from llmc.passes.base import OUTLINE, Pass, PassReport, check_names, run_passes
 from llmc.passes.group_caches import CacheGroup, cache_groups
-from llmc.passes.inputs import CacheInput, ConstantInput, StateInput, WeightInput, input_of
+from llmc.passes.inputs import (
+    AdapterInput,
+    CacheInput,
+    ConstantInput,
+    StateInput,
+    WeightInput,
+    input_of,
+)
 from llmc.passes.logits_processors import LogitsProcessor
 from llmc.passes.lower_kernels import lower_kernels
 from llmc.passes.page_attention import CacheSpec
@@ -117,13 +125,27 @@ class Program:
     def kv_bytes_per_token(self) -> int:
         """In all layers. With several groups, all caches have one shape."""
         total = sum(cache.bytes_per_token for cache in self.caches)
-        return total * self.num_layers // max(1, len(self.caches))
+        if len(self.groups) <= 1:
+            return total
+        return total * self.num_layers // len(self.caches)
 
     def weight_inputs(self) -> Iterator[tuple[fx.Node, WeightInput]]:
         for node in self.graph.graph.nodes:
             role = input_of(node)
             if isinstance(role, WeightInput):
                 yield node, role
+
+    def adapter_inputs(self) -> Iterator[tuple[fx.Node, AdapterInput]]:
+        for node in self.graph.graph.nodes:
+            role = input_of(node)
+            if isinstance(role, AdapterInput):
+                yield node, role
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Of the slots of LoRA adapters."""
+        values = (node.meta["val"] for node, _ in self.adapter_inputs())
+        return sum(math.prod(v.shape) * v.dtype.itemsize for v in values)
 
 
 OnPass = Callable[[Pass, fx.GraphModule, PassReport], None]
@@ -179,7 +201,7 @@ def _caches(graph: fx.GraphModule) -> tuple[CacheSpec, ...]:
             layer=layer,
             kv_heads=part["key"][0],
             head_dim=part["key"][1],
-            v_head_dim=part["value"][1],
+            v_head_dim=part["value"][1] if "value" in part else 0,
             dtype=dtypes[layer],
         )
         for layer, part in sorted(parts.items())
@@ -200,7 +222,7 @@ def _states(graph: fx.GraphModule) -> tuple[StateSpec, ...]:
 
 def open_weights(
     program: Program, tensors: Mapping[str, Readable], make_module: Callable[[], nn.Module]
-) -> WeightSource:
+) -> DirectWeights | CheckpointWeights:
     """The checkpoint's tensors as the program's parameters, by name where that is all it takes.
 
     Otherwise transformers' rules convert them, which need the model's module (on meta).
@@ -251,7 +273,8 @@ def bind(
 ) -> dict[str, Tensor]:
     """The tensor of every placeholder that is no step input.
 
-    `caches[layer]` is (key, value); `states` are in the order of the program's.
+    `caches[layer]` is (key, value); `states` are in the order of the program's. Slots of adapters
+    are made here, and are empty.
     """
     slots = {spec.call: state for spec, state in zip(program.states, states, strict=True)}
     bound: dict[str, Tensor] = dict(weights)
@@ -261,6 +284,11 @@ def bind(
             bound[node.name] = caches[role.layer][0 if role.part == "key" else 1]
         elif isinstance(role, StateInput):
             bound[node.name] = slots[role.call]
+        elif isinstance(role, AdapterInput):
+            value = node.meta["val"]
+            bound[node.name] = torch.zeros(
+                tuple(value.shape), dtype=value.dtype, device=program.device
+            )
         elif isinstance(role, ConstantInput):
             bound[node.name] = role.tensor.to(program.device)
     return bound

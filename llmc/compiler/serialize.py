@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from llmc.kernels.quantized_linear import Quantization
 from llmc.passes.inputs import (
+    AdapterInput,
     CacheInput,
     ConstantInput,
     Input,
@@ -172,6 +173,8 @@ def _dump_role(node: fx.Node, constants: _Constants) -> Json:
             "transposed": role.transposed,
             "quantized": None if role.quantized is None else asdict(role.quantized),
         }
+    if isinstance(role, AdapterInput):
+        return {"kind": "adapter", **asdict(role)}
     return {"kind": "constant", "tensor": constants.add(node.name, role.tensor)}
 
 
@@ -189,6 +192,12 @@ def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
                 parts=tuple(role["parts"]),
                 transposed=role["transposed"],
                 quantized=low and QuantizedPart(**{**low, "to": Quantization(**low["to"])}),
+            )
+        case "adapter":
+            return AdapterInput(
+                matrix=role["matrix"],
+                weights=tuple(role["weights"]),
+                widths=tuple(role["widths"]),
             )
         case "constant":
             return ConstantInput(tensor=constants[role["tensor"]])

@@ -70,8 +70,18 @@ def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
         eos_token_ids=eos,
         stop_token_ids=eos.union(sampling.stop_token_ids or ()),
         priority=message.priority,
-        cache_salt=(message.cache_salt or "").encode(),
+        cache_salt=_prefix_key(message),
+        adapter=message.adapter,
     )
+
+
+def _prefix_key(message: AddRequest) -> bytes:
+    """What else than tokens decides the keys and values: salt and adapter."""
+    salt = (message.cache_salt or "").encode()
+    if message.adapter is None:
+        return salt
+    adapter = hashlib.blake2b(repr(message.adapter).encode(), digest_size=16).digest()
+    return b"\xff" + adapter + salt  # no salt begins with that byte: it is UTF-8
 
 
 def derive_seed(engine_seed: int, count: int) -> int:

@@ -21,12 +21,13 @@ from collections import deque
 from llmc.engine.admission import Limits, admit, derive_seed
 from llmc.engine.beam_search import BeamSearch
 from llmc.engine.grammar import Constraint, wait_for_any
-from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
+from llmc.engine.messages import AddRequest, EngineState, EngineStats, RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.parallel_sampling import same_prompt
 from llmc.engine.plan import PendingStep, Runner, StepPlan
 from llmc.engine.request import Request
 from llmc.engine.scheduler import Scheduler
+from llmc.engine.state import collect_state
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from llmc.sampling_params import BeamSearchParams
 
@@ -68,6 +69,7 @@ class EngineCore:
                 param="request_id",
             )
         request = admit(message, self._admission, derive_seed(self._features.seed, self._num_added))
+        self._check_adapter(request)
         args = request.sampling.extra_args
         if args is not None and self._features.row_states is not None:
             request.row_state = self._features.row_states.begin(args, message.prompt_token_ids)
@@ -88,11 +90,34 @@ class EngineCore:
         for index in range(params.beam_width):
             one = dataclasses.replace(message, request_id=f"{message.request_id}/beam-{index}")
             members.append(admit(one, self._admission, default_seed=0))
+        self._check_adapter(members[0])
         search = BeamSearch(params, members, self.scheduler)
         for member in members:
             can_share = self._features.share_prompts and member is not members[0]
             self.scheduler.add(member, members[0] if can_share else None)
         return search
+
+    def _check_adapter(self, request: Request) -> None:
+        if request.adapter is None:
+            return
+        if self._features.adapters is None:
+            raise InvalidRequestError(
+                "this engine serves no LoRA adapters; start it with enable_lora (--enable-lora)",
+                param="lora_request",
+            )
+        self._features.adapters.check(request.adapter)
+
+    def _end_failed_adapters(self) -> list[RequestUpdate]:
+        """End the requests whose adapters could not be read."""
+        failed = self.scheduler.adapters.pop_failed()
+        waiting = (
+            [r for r in self.scheduler.requests.values() if r.adapter in failed] if failed else []
+        )
+        return [
+            self.scheduler.fail_request(request.request_id, failed[request.adapter])
+            for request in waiting
+            if request.adapter is not None and not request.is_finished
+        ]
 
     def _begin_grammar(self, request: Request) -> None:
         spec, grammars = request.sampling.structured_outputs, self._features.grammars
@@ -128,7 +153,7 @@ class EngineCore:
             return None
         if not same_prompt(request, sibling):
             raise InvalidRequestError(
-                f"fork_of names {fork_of!r}, which has another prompt or cache salt; "
+                f"fork_of names {fork_of!r}, which has another prompt, adapter or cache salt; "
                 "only sequences of one prompt can share its blocks",
                 param="fork_of",
             )
@@ -147,10 +172,11 @@ class EngineCore:
             if plan is None:
                 break
             self._in_flight.append((plan, self.runner.submit(plan)))
+        updates += self._end_failed_adapters()
         if not self._in_flight:
             if self._compiling:
                 wait_for_any(self._compiling.values())
-            else:
+            elif not updates and not self.scheduler.adapters.wait_for_any():
                 self._check_progress()
             return updates
         plan, pending = self._in_flight.popleft()
@@ -191,6 +217,10 @@ class EngineCore:
             num_draft_tokens=speculation.num_draft_tokens if speculation else 0,
             num_accepted_tokens=speculation.num_accepted_tokens if speculation else 0,
         )
+
+    def state(self) -> EngineState:
+        """Rows, blocks and queues, for people who watch."""
+        return collect_state(self.scheduler, self._limits, self.stats())
 
     def check(self) -> None:
         """Raise AssertionError if a block or a row has been lost. Meant for when it is idle."""

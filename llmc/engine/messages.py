@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc.engine.plan import TokenLogprobs
+from llmc.lora_request import LoRARequest
 from llmc.outputs import FinishReason
 from llmc.sampling_params import SamplingParams
 
@@ -28,11 +29,17 @@ class AddRequest:
     priority: int = 0  # lower is served first, where the engine schedules by priority
     fork_of: str | None = None
     cache_salt: str | None = None  # requests of different salts share no cached prefix
+    adapter: LoRARequest | None = None  # and neither do those of different adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortRequest:
     request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetState:
+    """Someone watches the engine. The answer is one EngineState; without this none is computed."""
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made per row per step, and frozen costs 3x
@@ -89,3 +96,60 @@ class EngineStats:
     num_drafts: int = 0  # steps of a request with draft tokens
     num_draft_tokens: int = 0  # computed in those
     num_accepted_tokens: int = 0  # of those: equal to what the model drew
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """What the engine does at this moment, for people who watch it. Its size is limited."""
+
+    time_s: float  # of the engine's own clock, for rates
+    collect_s: float  # of CPU, that this took: the asker decides how often to ask
+    stats: EngineStats
+    num_rows: int  # requests that can run at a time
+    step_tokens: int  # the most tokens of a step
+    block_size: int  # tokens of a block
+    blocks: BlockMap
+    requests: Sequence[RequestView]  # running ones first, then waiting ones; at most 64
+    finished: Sequence[FinishedRequest]  # the last 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMap:
+    """The block pool, drawn as cells of `blocks_per_cell` blocks; the last cell may have fewer.
+
+    `runs` are pairs, flat: a state and how many cells in a row have it. The states are 0 blank,
+    1 cached, 2 used, 3 used by several requests; a cell shows the highest state of its blocks.
+    Blank, cached and used blocks are all blocks.
+    """
+
+    num_blank: int
+    num_cached: int  # free too, but with contents that a later request may find
+    num_used: int
+    num_shared: int  # of those, by several requests
+    num_saved: int  # blocks that would be used in addition if nothing were shared
+    blocks_per_cell: int
+    runs: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestView:
+    """One request that runs or waits. Its `number` counts arrivals, and reveals no id."""
+
+    number: int
+    state: str  # running, waiting or preempted
+    row: int | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    age_s: float
+    first_token_s: float | None  # from its arrival; None before that
+    block_runs: Sequence[int]  # of its first blocks, flat pairs: a block, and how many follow on it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRequest:
+    number: int
+    num_output_tokens: int
+    first_token_s: float | None
+    total_s: float

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from llmc.config import SchedulingPolicy
+from llmc.engine.adapters import AdapterLoader
 from llmc.engine.grammar import Grammars
 from llmc.engine.kv.layout import WHOLE, AttentionWindow
 from llmc.engine.kv.swap import SwapRoom
@@ -61,4 +62,5 @@ class EngineFeatures:
     swap_room: SwapRoom | None = None  # None: preempted requests are recomputed
     speculation: Speculation | None = None
     grammars: Grammars | None = None  # None: structured outputs are refused
+    adapters: AdapterLoader | None = None  # None: requests with LoRA adapters are refused
     row_states: RowStates | None = None  # what `extra_args` mean to users' logits processors

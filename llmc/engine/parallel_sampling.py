@@ -21,7 +21,7 @@ WAIT = Source(wait=True)
 
 
 class PromptSharing:
-    """The groups of requests with the same prompt and cache salt that have not finished."""
+    """The groups of requests with one prompt, cache salt and adapter that have not finished."""
 
     def __init__(self) -> None:
         self._groups: dict[str, list[Request]] = {}  # by the id of each member

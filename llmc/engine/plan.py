@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from llmc.lora_request import LoRARequest
 from llmc.sampling_params import SamplingParams
 
 
@@ -30,6 +31,7 @@ class NewRow:
     seed: int  # resolved: never None; random numbers depend on (seed, position) alone
     stop_token_ids: Sequence[int]  # banned while fewer than sampling.min_tokens are out
     row_state: Mapping[str, bytes] = field(default_factory=dict)  # of users' logits processors
+    adapter_slot: int = 0  # of its LoRA adapter; 0: it has none
     num_candidates: int = 0  # of a beam: likeliest tokens to report with each draw
 
 
@@ -91,9 +93,17 @@ class RowMask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterCopy:
+    """The weights of a LoRA adapter go from host memory to a slot, instead of what is there."""
+
+    slot: int  # from 1
+    adapter: LoRARequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step, in this order: release rows, fill new rows, swap out, swap in, copy blocks,
-    compute `work`.
+    """One step, in this order: fill adapter slots, release rows, fill new rows, swap out, swap in,
+    copy blocks, compute `work`.
     """
 
     step: int
@@ -104,6 +114,7 @@ class StepPlan:
     swap_out: Sequence[BlockCopy] = ()  # from a block to a slot of host memory
     swap_in: Sequence[BlockCopy] = ()  # from a slot of host memory to a block
     row_masks: Sequence[RowMask] = ()
+    adapter_copies: Sequence[AdapterCopy] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection
 from operator import attrgetter
 
+from llmc.engine.adapters import Readiness
 from llmc.engine.kv.row_table import RowTable
 from llmc.engine.parallel_sampling import PromptSharing
 from llmc.engine.request import Request, RequestState
@@ -98,6 +99,17 @@ class Queues:
                 return False
             self.preempt(victim)
         return True
+
+    def prepare_by_preemption(self, request: Request, protected: Collection[str]) -> bool:
+        """Have the request's adapter in a slot, for which any but the protected ids may have to go.
+        False: it is being read, or protected ones use all slots."""
+        while (ready := self.rows.adapters.prepare(request.adapter)) is Readiness.NO_SLOT:
+            others = (r for r in reversed(self.running) if r.request_id not in protected)
+            victim = next((r for r in others if r.adapter is not None), None)
+            if victim is None:
+                return False
+            self.preempt(victim)
+        return ready is Readiness.READY
 
     def preempt(self, request: Request) -> None:
         self.num_preemptions += 1

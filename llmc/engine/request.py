@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from llmc.engine.messages import RequestUpdate
+from llmc.engine.messages import FinishedRequest, RequestUpdate
 from llmc.engine.plan import RowMask, RowWork, TokenLogprobs
+from llmc.lora_request import LoRARequest
 from llmc.outputs import FinishReason
 from llmc.sampling_params import SamplingParams
 
@@ -62,6 +63,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()  # empty with ignore_eos
     stop_token_ids: frozenset[int] = frozenset()  # the end tokens and the request's own
     cache_salt: bytes = b""
+    adapter: LoRARequest | None = None
     priority: int = 0
     row_state: Mapping[str, bytes] = field(default_factory=dict)  # see plan.NewRow
     extension: Extension | None = None  # None: plain sampling
@@ -70,6 +72,7 @@ class Request:
     rank: tuple[int, int] = (0, -1)  # (priority, arrival); lower is served first
     state: RequestState = RequestState.WAITING
     row: int | None = None
+    adapter_slot: int = 0  # while it has a row; 0: no adapter
     table: BlockTable = field(default_factory=BlockTable)
     num_tokens: int = field(init=False)
     num_computed: int = 0
@@ -77,6 +80,7 @@ class Request:
     num_cached_tokens: int | None = None  # of the prompt; None until it is first scheduled
     arrived_s: float = field(default_factory=time.monotonic)
     queue_s: float | None = None  # from then to its first step; None until that
+    first_token_s: float | None = None  # from then to its first token; None until that
     prompt_scores: list[TokenLogprobs | None] = field(default_factory=list)  # of tokens 1, 2, ...
 
     def __post_init__(self) -> None:
@@ -100,6 +104,8 @@ class Request:
     def append(self, token: int, logprob: TokenLogprobs | None) -> RequestUpdate:
         """Take a drawn token. The update's `finish_reason` is set when it was the last one."""
         self.token_ids.append(token)
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic() - self.arrived_s
         update = RequestUpdate(
             request_id=self.request_id,
             new_token_ids=(token,),
@@ -125,6 +131,14 @@ class Request:
         self.token_ids = [*parent.token_ids, token]
         self.num_tokens = len(self.token_ids)
         self.table.digests = parent.table.digests[:]
+
+    def summary(self) -> FinishedRequest:
+        return FinishedRequest(
+            number=self.rank[1],
+            num_output_tokens=self.num_output_tokens,
+            first_token_s=self.first_token_s,
+            total_s=time.monotonic() - self.arrived_s,
+        )
 
     def ended(self, reason: FinishReason, error: str | None = None) -> RequestUpdate:
         """The update of a request that ends without a new token."""

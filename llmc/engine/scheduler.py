@@ -19,12 +19,13 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice, repeat
 
+from llmc.engine.adapters import AdapterSlots, Readiness
 from llmc.engine.fault_bisection import FaultBisection
 from llmc.engine.kv.block_pool import BlockPool
 from llmc.engine.kv.layout import WHOLE, CacheLayout
 from llmc.engine.kv.prefix_cache import live
 from llmc.engine.kv.row_table import NO_SOURCE, RowTable, Source, new_row
-from llmc.engine.messages import RequestUpdate
+from llmc.engine.messages import FinishedRequest, RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.parallel_sampling import PromptSharing
 from llmc.engine.plan import StepPlan, StepResult, TokenLogprobs
@@ -34,6 +35,7 @@ from llmc.engine.request import NOT_FINITE, Request, RequestState
 from llmc.engine.spec_decode.speculation import count_accepted
 
 Drawn = tuple[int | None, TokenLogprobs | None]
+MAX_FINISHED = 64  # requests that are remembered for people who watch
 RUNNING = RequestState.RUNNING
 FINISHED = RequestState.FINISHED
 
@@ -53,7 +55,8 @@ class Scheduler:
             windows=tuple(features.windows),
         )
         room = features.swap_room if self.layout.windows == (WHOLE,) else None
-        self.rows = RowTable(limits.max_num_seqs, self.pool, self.layout, room)
+        self.adapters = AdapterSlots(features.adapters)
+        self.rows = RowTable(limits.max_num_seqs, self.pool, self.layout, room, self.adapters)
         self.requests: dict[str, Request] = {}  # all that are not finished
         self.speculation = features.speculation
         self.bisection = FaultBisection()
@@ -65,6 +68,7 @@ class Scheduler:
         self._in_flight: deque[PlanBuilder] = deque()
         self._no_room_for: Request | None = None  # the first in the queue, in the last step
         self._num_arrivals = 0
+        self.last_finished: deque[FinishedRequest] = deque(maxlen=MAX_FINISHED)
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
@@ -107,6 +111,7 @@ class Scheduler:
         """End a request, and whatever its extension ends with it."""
         del self.requests[request.request_id]
         self.num_finished += 1
+        self.last_finished.append(request.summary())
         self._sharing.leave(request)
         self.bisection.drop(request)
         self._queues.finish(request)
@@ -156,6 +161,7 @@ class Scheduler:
             swap_out=swap_out,
             swap_in=swap_in,
             row_masks=builder.row_masks,
+            adapter_copies=self.adapters.pop_copies(),
         )
         self.num_steps += 1
         self._in_flight.append(builder)
@@ -234,10 +240,13 @@ class Scheduler:
             builder.add(request, num_wanted, blocks)
 
     def _schedule_waiting(self, builder: PlanBuilder) -> None:
-        """Admit waiting requests by rank. Only two kinds are passed over: those that are not ready
-        and those that wait for the blocks of their prompt, for each of which a row is kept.
+        """Admit waiting requests by rank. Passed over are only those that are not ready, those that
+        wait for the blocks of their prompt, for each of which a row is kept, and those whose
+        adapter is not there yet. While one finds no slot for it, none behind with an adapter goes
+        first, so that slots do become free.
         """
         index = num_kept_rows = 0
+        has_slots = True
         while index < len(self.waiting) and builder.budget:
             request = self.waiting[index]
             if request.num_in_flight:  # preempted: until the tokens in flight are known
@@ -255,6 +264,12 @@ class Scheduler:
                 index += 1
                 num_kept_rows += 1
                 continue
+            if request.adapter is not None:
+                ready = self.adapters.prepare(request.adapter) if has_slots else Readiness.NO_SLOT
+                has_slots = ready is not Readiness.NO_SLOT
+                if ready is not Readiness.READY:
+                    index += 1
+                    continue
             # One block stays free for each running request, whose next growth should not have to
             # preempt the one that is admitted now.
             if not self.rows.allocate(request, len(self.running), source):
@@ -274,7 +289,9 @@ class Scheduler:
                 return
             if request.state is RUNNING:
                 self._add_work(builder, request, suspect.num_wanted)
-            elif self._queues.allocate_by_preemption(request, protected):
+                continue
+            ready = self._queues.prepare_by_preemption(request, protected)
+            if ready and self._queues.allocate_by_preemption(request, protected):
                 self._admit(builder, request, suspect.num_wanted)
 
     def _admit(
@@ -391,7 +408,8 @@ class Scheduler:
                 self._queues.reset(request)
             for request in void.saved:  # the copies may not have been made
                 self.rows.swap.drop(request)
-            # The runner may not have seen which rows were released.
+            # The runner may not have seen which rows were released, and slots filled.
+            self.adapters.copy_again(void.plan.adapter_copies)
             self.rows.release_again(void.plan.released_rows)
         return updates
 

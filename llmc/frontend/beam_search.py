@@ -49,6 +49,7 @@ def run_searches(
                     prompt_token_ids=source.prompt_token_ids,
                     sampling=source.sampling,
                     cache_salt=source.cache_salt,
+                    adapter=source.adapter,
                 )
                 with uninterrupted():
                     running.append(engine.search(message, params))

@@ -1,7 +1,7 @@
 """How `AsyncLLM` reaches its engine, wherever that runs.
 
-    AsyncLLM --AddRequest, AbortRequest--> EngineLink --> the engine
-             <-- EngineOutputs, EngineStarted, EngineLost --
+    AsyncLLM --AddRequest, AbortRequest, GetState--> EngineLink --> the engine
+             <-- EngineOutputs, EngineState, EngineStarted, EngineLost --
 
 `engine_thread.EngineThread`: an engine in a thread of this process.
 `processes.remote_engine.RemoteEngine`: one in another process, which may die and be restarted.
@@ -13,12 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from llmc.engine.messages import AbortRequest, AddRequest, EngineOutputs, EngineStats
+from llmc.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineOutputs,
+    EngineState,
+    EngineStats,
+    GetState,
+)
 
 if TYPE_CHECKING:
     from llmc.model_info import ModelInfo
 
-Message = AddRequest | AbortRequest
+Message = AddRequest | AbortRequest | GetState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +44,7 @@ class EngineLost:
     is_final: bool
 
 
-EngineEvent = EngineOutputs | EngineStarted | EngineLost
+EngineEvent = EngineOutputs | EngineState | EngineStarted | EngineLost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

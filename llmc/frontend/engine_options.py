@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from llmc.config import EngineConfig, SchedulingPolicy
-from llmc.engine.messages import AddRequest, EngineStats, RequestUpdate
+from llmc.engine.messages import AddRequest, EngineState, EngineStats, RequestUpdate
 from llmc.errors import ConfigError
 from llmc.frontend.ported_options import port_keywords
 from llmc.speculative_config import SpeculativeConfig
@@ -46,6 +46,10 @@ class EngineOptions(TypedDict, total=False):
     speculative_config: Mapping[str, object] | SpeculativeConfig | None
     opt_level: Literal[0, 1, 2, 3] | None
     cuda_graph_buckets: Sequence[int] | None
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int | None
     passes: Mapping[str, bool]
     extra_passes: Sequence[object]
     logits_processors: Sequence[object]
@@ -62,6 +66,7 @@ class Engine(Protocol):
     @property
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
+    def state(self) -> EngineState: ...
 
 
 def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:

@@ -1,7 +1,7 @@
 """The engine in a separate thread, reached by messages only.
 
-    event loop --AddRequest, AbortRequest--> inbox --> engine.add / abort / step
-               <------ EngineOutputs ----------------- publish
+    event loop --AddRequest, AbortRequest, GetState--> inbox --> engine.add / abort / state / step
+               <---------- EngineOutputs, EngineState ---------- publish
 
 Nothing else is shared. processes/remote_engine.py and engine_host.py do the same over a process
 border.
@@ -20,7 +20,13 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmc.engine.messages import AbortRequest, AddRequest, EngineOutputs, RequestUpdate
+from llmc.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineOutputs,
+    GetState,
+    RequestUpdate,
+)
 from llmc.errors import InvalidRequestError, LlmcError
 from llmc.frontend.engine_link import EngineEvent, EngineLost, Message, Processes, Publish
 from llmc.frontend.engine_options import Engine
@@ -86,6 +92,8 @@ class EngineThread:
                 return False
             if isinstance(message, AbortRequest):
                 self._engine.abort(message.request_id)
+            elif isinstance(message, GetState):
+                self._publish(self._engine.state())
             else:
                 refused.extend(add_or_refuse(self._engine, message))
         updates = self._engine.step() if self._engine.has_work else ()

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from llmc.engine import admission
 from llmc.errors import InvalidRequestError
+from llmc.lora_request import LoRARequest
 from llmc.sampling_params import BAD_WORD_TOKENS, SamplingParams
+from llmc.structured_outputs import StructuredOutputs
+from llmc.text.reasoning import Reasoning
 from llmc.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -55,7 +58,32 @@ class Input:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str | None = None  # only requests of the same salt share cached prefixes
+    adapter: LoRARequest | None = None
     shown_ids: frozenset[int] = frozenset()  # special tokens that the answer's text has in any case
+    reasoning: Reasoning | None = None  # how the answer's text marks it, where it is to be split
+
+    def showing(self, token_ids: Iterable[int]) -> Input:
+        """With these special tokens in the answer's text."""
+        return dataclasses.replace(self, shown_ids=self.shown_ids.union(token_ids))
+
+    def splitting(self, reasoning: Reasoning, max_tokens: int | None = None) -> Input:
+        """With the marks of the reasoning in the answer's text; a grammar begins behind it.
+        `max_tokens`: of the reasoning."""
+        sampling, spec = self.sampling, self.sampling.structured_outputs
+        if spec is None and max_tokens is not None:
+            spec = StructuredOutputs(grammar=reasoning.free_answer())
+        if spec is not None:
+            spec = dataclasses.replace(spec, preamble=reasoning.preamble(max_tokens))
+            sampling = dataclasses.replace(sampling, structured_outputs=spec)
+        shown = self.showing(reasoning.marks.values())
+        return dataclasses.replace(shown, sampling=sampling, reasoning=reasoning)
+
+    def with_adapter(self, adapter: LoRARequest | None) -> Input:
+        if adapter is not None and not isinstance(adapter, LoRARequest):
+            raise InvalidRequestError(
+                f"lora_request must be a LoRARequest, got {adapter!r:.80}", param="lora_request"
+            )
+        return dataclasses.replace(self, adapter=adapter)
 
     def salted(self, cache_salt: str | None) -> Input:
         admission.check_cache_salt(cache_salt)

@@ -126,6 +126,7 @@ class OutputProcessor:
                     sampling=_for_child(sampling, completion.index),
                     priority=priority,
                     cache_salt=source.cache_salt,
+                    adapter=source.adapter,
                     fork_of=request.child_id(0) if completion.index else None,
                 )
             )

@@ -14,9 +14,7 @@ from llmc.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _ONE_DEVICE = "llmc runs on one device; start one server for each"
-_MERGE_LORA = "llmc does not load LoRA adapters; merge them into the model first"
 _TEMPLATE = "the format is read off the model's chat template"
-_NO_TLS = "there is no TLS; put a proxy before the server"
 
 # The same value under another name.
 RENAMED: Mapping[str, str] = {
@@ -50,6 +48,7 @@ NOT_NEEDED: Mapping[str, str] = {
 }
 NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
     "--tool-call-parser": _TEMPLATE,
+    "--reasoning-parser": _TEMPLATE,
     "--chat-template-content-format": _TEMPLATE,
     "--generation-config": "the model's own is used; requests override it",
     "--guided-decoding-backend": "grammars have one implementation",
@@ -76,28 +75,19 @@ VALUES: Mapping[str, tuple[frozenset[str], str]] = {
     "--task": (frozenset({"auto", "generate"}), "llmc generates; it serves no other task"),
     "--runner": (frozenset({"auto", "generate"}), "llmc generates; it serves no other task"),
     "--model-impl": (frozenset({"auto", "transformers"}), "models run from transformers' code"),
+    "--ssl-cert-reqs": (frozenset({"0"}), "--ssl-ca-certs asks clients for certificates"),
     "--config-format": (frozenset({"auto", "hf"}), "only config.json is read"),
 }
 REFUSED: Mapping[str, str] = {
     "--compilation-config": "choose a level with -O0 to -O3, and passes with --disable-pass",
     "--no-enable-chunked-prefill": "chunked prefill is always on; raise --max-num-batched-tokens",
     "--enable-expert-parallel": _ONE_DEVICE,
-    "--enable-lora": _MERGE_LORA,
-    "--lora-modules": _MERGE_LORA,
-    "--max-loras": _MERGE_LORA,
-    "--max-lora-rank": _MERGE_LORA,
-    "--max-cpu-loras": _MERGE_LORA,
-    "--reasoning-parser": "reasoning stays in the answer's text; leave the option out",
     "--tool-parser-plugin": _TEMPLATE + "; leave the option out",
     "--hf-overrides": "change config.json in a copy of the model's directory",
     "--rope-scaling": "change config.json in a copy of the model's directory",
     "--rope-theta": "change config.json in a copy of the model's directory",
     "--hf-token": "set HF_TOKEN",
     "--download-dir": "set HF_HOME",
-    "--ssl-keyfile": _NO_TLS,
-    "--ssl-certfile": _NO_TLS,
-    "--ssl-ca-certs": _NO_TLS,
-    "--root-path": "let the proxy take the path off",
     "--middleware": "put a proxy before the server",
     "--otlp-traces-endpoint": "there are no traces yet; /metrics has the times",
     "--limit-mm-per-prompt": "models are served as text models",
@@ -106,7 +96,6 @@ REFUSED: Mapping[str, str] = {
     "--kv-transfer-config": "blocks stay on one device",
     "--num-gpu-blocks-override": "set the cache in bytes with --kv-cache-memory",
     "--speculative-model": 'give --speculative-config \'{"method":"draft_model","model":...}\'',
-    "--config": "write the options on the command line, or as LLMC_... in the environment",
 }
 MOST_GIB = 1024  # of swap space; a larger number is bytes
 # Formats that a checkpoint is stored in: it is served as it is.

@@ -20,7 +20,7 @@ from llmc.passes.inputs import CacheInput, StateInput, WeightInput, input_of, to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFacts:
-    """`window` and `chunk` in tokens, 0: none. `extras`: softcap, sinks, slopes."""
+    """`window` and `chunk` in tokens, 0: none. `extras`: softcap, sinks, slopes, indexer."""
 
     heads: int
     kv_heads: int
@@ -132,6 +132,8 @@ def _attention(node: fx.Node) -> AttentionFacts:
         extras.append("sinks")
     if given.slopes is not None:
         extras.append("ALiBi")
+    if given.chosen is not None:
+        extras.append("sparse indexer")
     q, k, v = (_shape(n) for n in (given.query, given.key, given.value))
     return AttentionFacts(
         heads=q[1],

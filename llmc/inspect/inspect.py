@@ -25,7 +25,7 @@ from llmc.passes.group_caches import widest
 from llmc.passes.inputs import StepInput
 from llmc.startup.compile import rewrite_options
 from llmc.startup.resolve import ModelSource, pick_device, resolve
-from llmc.weights.quantized.kept_quantized import KeptWeights, expected_weights, kept_weights
+from llmc.weights.quantized.kept_quantized import KeptWeights, expected_weights, kept_parameters
 from llmc.weights.tensors import weight_files
 
 _LIVE_VALUES = 4  # of the largest value of a step, that many are taken to live at once
@@ -121,7 +121,7 @@ def _kept(source: ModelSource, built: BuiltModel) -> KeptWeights:
         return ()
     if not any(weight_files(source.files.path)):
         return expected_weights(source.stored, built.module)
-    return kept_weights(source.open_tensors())
+    return kept_parameters(built.module, source.open_tensors())
 
 
 def _pass_facts(

@@ -15,6 +15,7 @@ from llmc.inspect.stages import Stage
 from llmc.inspect.words import bare_name, words_of
 from llmc.passes.base import op_name
 from llmc.passes.inputs import (
+    AdapterInput,
     CacheInput,
     ConstantInput,
     StateInput,
@@ -129,6 +130,8 @@ def _input_name(node: fx.Node) -> str:
         return f"state {role.call}"
     if isinstance(role, StepInput):
         return role.name
+    if isinstance(role, AdapterInput):
+        return f"lora {role.matrix} of " + " + ".join(_short_names(role.weights))
     return f"constant {node.name}" if isinstance(role, ConstantInput) else node.name
 
 

@@ -7,7 +7,7 @@ whatever it reads by a layer's number stays right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,15 +44,30 @@ def shorten(module: nn.Module, config: Any, *, keep_all: bool = False) -> Shorte
         return Shortened(
             path=path, num_layers=count, num_captured=count, stand_in=tuple(range(count))
         )
-    kinds = [_kind(layer, config, i, count) for i, layer in enumerate(layers)]
-    kept = _prefix(kinds)
+    kinds = layer_kinds(layers, config)
+    kept = one_of_each(kinds)
     last = {kind: i for i, kind in enumerate(kinds[:kept])}  # not the first layer, where possible
     del layers[kept:]
     stand_in = tuple(i if i < kept else last[kind] for i, kind in enumerate(kinds))
     return Shortened(path=path, num_layers=count, num_captured=kept, stand_in=stand_in)
 
 
-def _prefix(kinds: Sequence[Kind]) -> int:
+def layer_kinds(layers: nn.ModuleList, config: Any) -> list[Kind]:
+    """The kind of each layer; settings that differ in all of them number the layers."""
+    count = len(layers)
+    found = [_settings(layer) for layer in layers]
+    numbering = {
+        key
+        for key in (found[0] if count > 2 else ())
+        if len({settings.get(key) for settings in found}) == count
+    }
+    return [
+        _kind(layer, config, i, count, {k: v for k, v in settings.items() if k not in numbering})
+        for i, (layer, settings) in enumerate(zip(layers, found, strict=True))
+    ]
+
+
+def one_of_each(kinds: Sequence[Kind]) -> int:
     """The first layers up to one of every kind, and one more, which follows another layer."""
     wanted = set(kinds)
     seen: set[Kind] = set()
@@ -63,17 +78,28 @@ def _prefix(kinds: Sequence[Kind]) -> int:
     return len(kinds)
 
 
-def _kind(layer: nn.Module, config: Any, index: int, count: int) -> Kind:
-    parts: list[object] = []
+def _settings(layer: nn.Module) -> dict[tuple[str, str], object]:
+    """(module, attribute) -> value, for the plain attributes of all modules."""
+    return {
+        (name, key): value
+        for name, module in layer.named_modules()
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, bool | int | float | str) and "idx" not in key
+    }
+
+
+def _kind(
+    layer: nn.Module,
+    config: Any,
+    index: int,
+    count: int,
+    settings: Mapping[tuple[str, str], object],
+) -> Kind:
+    parts: list[object] = [tuple(settings.items())]
     for name, module in layer.named_modules():
         shapes = [(n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False)]
         shapes += [(n, tuple(b.shape)) for n, b in module.named_buffers(recurse=False)]
-        settings = [
-            (key, value)
-            for key, value in sorted(vars(module).items())
-            if isinstance(value, bool | int | float | str) and "idx" not in key
-        ]
-        parts.append((name, type(module).__name__, tuple(shapes), tuple(settings)))
+        parts.append((name, type(module).__name__, tuple(shapes)))
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     listed = [
         (key, value[index])
@@ -81,5 +107,6 @@ def _kind(layer: nn.Module, config: Any, index: int, count: int) -> Kind:
         if isinstance(value, list | tuple)
         and len(value) == count
         and all(isinstance(v, bool | int | float | str) for v in value)
+        and (count < 3 or len(set(value)) < count)  # else it numbers them
     ]
     return (*parts, tuple(listed))

@@ -1,7 +1,7 @@
 """The engine's side of the process border: one engine, any number of frontends.
 
-    frontends --AddRequest, AbortRequest--> ROUTER --> engine.add / abort / step
-              <------- EngineOutputs ------ ROUTER <--
+    frontends --AddRequest, AbortRequest, GetState--> ROUTER --> engine.add / abort / state / step
+              <------- EngineOutputs, EngineState --- ROUTER <--
 
 One thread does it all: while a step runs, messages wait in ZeroMQ's own thread. A frontend gets the
 updates of its own requests only. One that reads nothing for a long time loses its requests, so
@@ -21,7 +21,9 @@ from llmc.engine.messages import (
     AbortRequest,
     AddRequest,
     EngineOutputs,
+    EngineState,
     EngineStats,
+    GetState,
     RequestUpdate,
 )
 from llmc.frontend.engine_options import Engine
@@ -38,11 +40,12 @@ from llmc.processes.wire import (
 
 log = logging.getLogger(__name__)
 
+UNREAD = "this frontend has read nothing for a long time"
 MAX_UNREAD = 20_000  # messages to one frontend, minutes of steps, before it counts as lost
 IDLE_POLL_MS = 200
 IDLE_STATS_S = 0.5  # between two reports of changed numbers to a frontend without requests
 
-ToEngine = Hello | AddRequest | AbortRequest | FrontendGone
+ToEngine = Hello | AddRequest | AbortRequest | GetState | FrontendGone
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,6 +111,9 @@ class EngineHost:
                 if self._owners.get(message.request_id) is frontend:
                     self._engine.abort(message.request_id)
                     self._forget(message.request_id)
+            case GetState():
+                if not self._send(identity, self._engine.state()):
+                    self._disconnect(identity, UNREAD)
             case AddRequest():
                 self._add(frontend, message)
 
@@ -144,11 +150,9 @@ class EngineHost:
             if self._send(frontend.identity, outputs):
                 frontend.updates, frontend.sent_stats, frontend.sent_at = [], stats, now
             else:
-                self._disconnect(
-                    frontend.identity, "this frontend has read nothing for a long time"
-                )
+                self._disconnect(frontend.identity, UNREAD)
 
-    def _send(self, identity: bytes, message: EngineOutputs | Disconnected) -> bool:
+    def _send(self, identity: bytes, message: EngineOutputs | EngineState | Disconnected) -> bool:
         """False: the frontend reads too little, or is not connected any more."""
         try:
             self._socket.send_multipart([identity, *pack(message)], zmq.NOBLOCK)

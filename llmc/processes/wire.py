@@ -1,7 +1,7 @@
 """How messages cross process borders: msgpack over ZeroMQ, lines of JSON over pipes.
 
-    frontend --Hello, AddRequest, AbortRequest, FrontendGone--> engine     (ZeroMQ)
-             <---------- EngineOutputs, Disconnected ----------
+    frontend --Hello, AddRequest, AbortRequest, GetState, FrontendGone--> engine     (ZeroMQ)
+             <--------- EngineOutputs, EngineState, Disconnected ---------
     engine   --Phase, Ready, Failed--> main process                        (its report pipe)
 
 A message is three parts: the version, the name of its type, and the dataclass itself. Types are
@@ -22,7 +22,14 @@ import msgspec
 
 from llmc import __version__
 from llmc.config import EngineConfig
-from llmc.engine.messages import AbortRequest, AddRequest, EngineOutputs, EngineStats
+from llmc.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineOutputs,
+    EngineState,
+    EngineStats,
+    GetState,
+)
 from llmc.errors import ConfigError, LlmcError
 from llmc.model_info import ModelInfo, Phase
 
@@ -82,8 +89,8 @@ class EngineOrder:
     log_format: str
 
 
-TO_ENGINE = (Hello, AddRequest, AbortRequest, FrontendGone)
-TO_FRONTEND = (EngineOutputs, Disconnected)
+TO_ENGINE = (Hello, AddRequest, AbortRequest, GetState, FrontendGone)
+TO_FRONTEND = (EngineOutputs, EngineState, Disconnected)
 REPORTS = (Phase, Ready, Failed)
 
 

@@ -23,6 +23,7 @@ from llmc.kernels.prepare_step import WORK_WORDS
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.write_segments import write_segments
+from llmc.runner.adapter_store import AdapterStore
 from llmc.runner.buckets import Buckets, default_buckets, mixed_tokens
 from llmc.runner.compiles import CompileWatch
 from llmc.runner.delta import NO_PROMPTS, Delta, encode, fresh_prompts
@@ -33,6 +34,7 @@ from llmc.runner.kv_cache import copy_blocks
 from llmc.runner.logprobs import chosen_tokens, gather_logprobs, read_result
 from llmc.runner.rows import RowTables
 from llmc.runner.step_buffers import StepBuffers, StepInputs
+from llmc.runner.step_recordings import StepRecordings
 from llmc.runner.swap_space import SwapSpace
 
 
@@ -50,7 +52,8 @@ class ModelRunner:
     `swap_step` replaces the step function by one of another level, from any thread: all levels
     share rows and caches. `max_tokens` is the most tokens of a step. With `use_graphs`, and a
     device that has them, steps run as graphs where one of their shape was captured; captures are
-    made by `capture_next`, before the first request and when the engine is idle.
+    made by `capture_next`, before the first request and when the engine is idle. On CPU decode
+    steps of a few rows are recorded as they run.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class ModelRunner:
         max_tokens: int,
         caches: Sequence[Tensor] = (),
         swap_space: SwapSpace | None = None,
+        adapters: AdapterStore | None = None,
         device: Device | None = None,
         buckets: Sequence[int] | None = None,
         use_graphs: bool = False,
@@ -72,6 +76,7 @@ class ModelRunner:
         self.max_in_flight = max_in_flight
         self.caches = tuple(caches)
         self.swap_space = swap_space
+        self._adapters = adapters
         self._device = device or HostDevice()
         # a step's least size may ask for two dummies
         self._buffers = StepBuffers(
@@ -85,6 +90,7 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         if use_graphs and self._device.graphs is not None:
             self._graphs = StepGraphs(self._device.graphs)
+        self._recordings = StepRecordings() if rows.device.type == "cpu" else None
         self._offered: StepFunction | None = None  # waits for an idle moment
         self._watch = CompileWatch()
         self._executor: ThreadPoolExecutor | None = None
@@ -178,6 +184,9 @@ class ModelRunner:
 
     def _send(self, plan: StepPlan, shape: StepShape) -> tuple[Delta, Tensor]:
         """The plan's delta and its copy on the device, where rows and caches are as it says."""
+        for copy in plan.adapter_copies:
+            assert self._adapters is not None, "the plan has adapters, but the runner has no slots"
+            self._adapters.copy(copy.slot, copy.adapter)
         delta = encode(self.rows, plan, shape.requests - len(plan.work), shape.tokens)
         sent = self._device.upload(delta.words)
         self._swap(plan, sent[delta.swaps :])
@@ -218,6 +227,8 @@ class ModelRunner:
             graph = self._graphs.find(step, shape)
             if graph is not None:
                 return graph.replay()
+        if self._recordings is not None:
+            return self._recordings.run(step, shape, lambda: self._run(step, inputs))
         return self._run(step, inputs)
 
     def _run(self, step: StepFunction, inputs: StepInputs) -> StepOutputs:

@@ -165,6 +165,7 @@ class RowTables:
             "top_p": params.top_p,
             "min_p": params.min_p,
             "seed": new.seed,
+            "adapter": new.adapter_slot,
         }
         if not is_masked:
             scalars["has_mask"] = int(allowed is not None)

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server over an AsyncLLM. The only place that knows HTTP."""
+"""The HTTP server over an AsyncLLM, with several APIs. The only place that knows HTTP."""

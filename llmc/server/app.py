@@ -15,12 +15,27 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmc.async_llm import AsyncLLM
-from llmc.server import chat, completions, models, openapi, status, tokens
+from llmc.server import (
+    adapters,
+    anthropic,
+    chat,
+    completions,
+    engine_events,
+    models,
+    ollama,
+    openapi,
+    page,
+    responses,
+    status,
+    tokens,
+)
 from llmc.server.errors import unknown_route
 from llmc.server.guard import Guard
 from llmc.server.metrics import Metrics
+from llmc.server.responses_store import ResponseStore
 from llmc.server.settings import ServerSettings
 
 Endpoint = Callable[[Request], Awaitable[Any]]
@@ -28,8 +43,20 @@ Endpoint = Callable[[Request], Awaitable[Any]]
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/chat/completions", chat.create_chat_completion),
     ("POST", "/v1/completions", completions.create_completion),
+    ("POST", "/v1/responses", responses.create_response),
+    ("GET", "/v1/responses/{name}", responses.get_response),
+    ("DELETE", "/v1/responses/{name}", responses.delete_response),
+    ("POST", "/v1/messages", anthropic.create_message),
+    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{name:path}", models.get_model),
+    ("POST", "/api/chat", ollama.chat),
+    ("POST", "/api/generate", ollama.generate),
+    ("GET", "/api/tags", ollama.tags),
+    ("POST", "/api/show", ollama.show),
+    ("GET", "/api/version", ollama.version),
+    ("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter),
+    ("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter),
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
     ("GET", "/tokenizer_info", tokens.tokenizer_info),
@@ -38,7 +65,13 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET,POST", "/ping", status.health),
     ("GET", "/version", status.version),
     ("GET", "/metrics", status.metrics),
+    ("GET", "/v1/engine/events", engine_events.engine_events),
     ("GET", "/openapi.json", openapi.openapi),
+)
+# The page for people, which no program calls: not in the OpenAPI document, and absent with --no-ui.
+PAGE_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
+    ("GET", page.PAGE, page.page),
+    ("GET", page.FILES + "{name}", page.page_file),
 )
 
 
@@ -48,8 +81,10 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
     if settings.allowed_origins:
         # around the Guard: browsers send no key when they ask whether they may
         middleware.insert(0, _for_web_pages(settings.allowed_origins))
+    if settings.root_path:
+        middleware.insert(0, Middleware(_Mounted, root_path=settings.root_path))
     app = Starlette(
-        routes=[Route(path, call, methods=verbs.split(",")) for verbs, path, call in ROUTES],
+        routes=[*_routes(ROUTES), *(_routes(PAGE_ROUTES, False) if settings.ui else ())],
         middleware=middleware,
         exception_handlers={HTTPException: unknown_route},  # all else is for the Guard
     )
@@ -57,10 +92,34 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
     state = app.state
     state.llm = llm
     state.settings = settings
+    state.responses = ResponseStore()
     state.names = models.served_names(llm, settings.served_model_names)
+    state.adapters = adapters.Adapters(llm, settings, state.names)
     state.created = int(time.time())
     state.metrics = Metrics(llm, state.names[0])
+    state.engine_feed = engine_events.EngineFeed(llm)
     return app
+
+
+class _Mounted:
+    """Takes off the path under which a proxy shows the server, where the proxy left it on."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path == self._root_path or path.startswith(self._root_path + "/"):
+            scope = {**scope, "path": path[len(self._root_path) :] or "/"}
+        await self._app(scope, receive, send)
+
+
+def _routes(table: Sequence[tuple[str, str, Endpoint]], in_schema: bool = True) -> list[Route]:
+    return [
+        Route(path, call, methods=verbs.split(","), include_in_schema=in_schema)
+        for verbs, path, call in table
+    ]
 
 
 def _for_web_pages(origins: Sequence[str]) -> Middleware:
@@ -68,7 +127,7 @@ def _for_web_pages(origins: Sequence[str]) -> Middleware:
     return Middleware(
         CORSMiddleware,
         allow_origins=list(origins),
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["x-request-id"],
         max_age=600,

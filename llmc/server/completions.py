@@ -13,10 +13,11 @@ from llmc.frontend.completion import PositionLogprobs
 from llmc.frontend.inputs import Input, Prompt
 from llmc.frontend.outputs import ActiveRequest
 from llmc.server import answer
+from llmc.server.adapters import adapter_named
 from llmc.server.body import read_body
 from llmc.server.models import model_name
 from llmc.server.protocol import CompletionBody
-from llmc.server.respond import Deltas, GenerationResponse
+from llmc.server.respond import OPENAI, Deltas, GenerationResponse
 from llmc.server.sampling import cache_salt, priority, sampling_params
 from llmc.server.settings import MAX_PROMPTS, MAX_SEQUENCES
 from llmc.server.structured import blaming
@@ -58,7 +59,8 @@ async def create_completion(request: Request) -> GenerationResponse:
             sources = [await llm.prepare(prompts[0], sampling)]
         else:
             sources = await llm.prepare_many(prompts, sampling)
-    sources = [source.salted(cache_salt(request, body)) for source in sources]
+    salt, adapter = cache_salt(request, body), adapter_named(request, model)
+    sources = [source.salted(salt).with_adapter(adapter) for source in sources]
     call = CompletionCall(llm, body, model, sources)
     rank = priority(llm, body)
     return GenerationResponse(llm, call, state.settings, state.metrics, priority=rank)
@@ -99,6 +101,7 @@ class CompletionCall:
     ) -> None:
         self.sources = sources
         self.stream = body.stream
+        self.wire = OPENAI
         self._tokenizer = llm.tokenizer
         self._n = body.n
         self._echo = body.echo

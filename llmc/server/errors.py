@@ -1,6 +1,8 @@
-"""Every error leaves the server in OpenAI's shape, wherever it was raised.
+"""Every error leaves the server in the shape of its protocol, wherever it was raised.
 
-{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+OpenAI      {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+Anthropic   {"type": "error", "error": {"type": ..., "message": ...}}             /v1/messages
+Ollama      {"error": ...}                                                        /api
 """
 
 from __future__ import annotations
@@ -37,6 +39,16 @@ STATUS_NAMES: dict[int, tuple[str, str]] = {
     500: ("server_error", "internal_error"),
     503: ("server_error", "unavailable"),
 }
+# The types that Anthropic's clients know.
+ANTHROPIC_TYPES: dict[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -51,20 +63,32 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
+    @property
+    def shown(self) -> str:
+        """The message, cut to a length."""
+        text = self.message
+        return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
+
 
 def error_body(error: ApiError) -> dict[str, Any]:
     kind, code = STATUS_NAMES.get(error.status, STATUS_NAMES[500])
-    message = error.message
-    if len(message) > MAX_MESSAGE:
-        message = message[: MAX_MESSAGE - 3] + "..."
     return {
         "error": {
-            "message": message,
+            "message": error.shown,
             "type": kind,
             "param": error.param,
             "code": error.code or code,
         }
     }
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.shown}}
+
+
+def ollama_error(error: ApiError) -> dict[str, Any]:
+    return {"error": error.shown}
 
 
 def dump_json(value: Any) -> bytes:
@@ -77,7 +101,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(dump_json(value), status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
+def error_response(error: ApiError, path: str) -> Response:
     headers = {}
     if error.status in (429, 503):
         headers["retry-after"] = RETRY_AFTER_S
@@ -85,7 +109,12 @@ def error_response(error: ApiError) -> Response:
         headers["www-authenticate"] = "Bearer"
     if error.status in (408, 413, 415, 431):
         headers["connection"] = "close"  # the rest of the body is not read
-    return json_response(error_body(error), error.status, headers)
+    write = error_body
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        write = anthropic_error
+    elif path.startswith("/api/"):
+        write = ollama_error
+    return json_response(write(error), error.status, headers)
 
 
 def as_api_error(exc: Exception) -> ApiError:
@@ -111,7 +140,8 @@ async def unknown_route(request: Request, exc: Exception) -> Response:
     what = {404: "no such path", 405: "this path takes another method"}
     message = what.get(exc.status_code, str(exc.detail))
     asked = f"{request.method} {request.scope['path']!r:.200}"
-    response = error_response(ApiError(exc.status_code, f"{message}: {asked}"))
+    error = ApiError(exc.status_code, f"{message}: {asked}")
+    response = error_response(error, request.scope["path"])
     if exc.headers and "Allow" in exc.headers:
         response.headers["allow"] = exc.headers["Allow"]
     return response

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc.server.errors import ApiError, as_api_error, error_response
+from llmc.server.page import FILES, PAGE
 from llmc.server.settings import ServerSettings
 
 access = logging.getLogger("llmc.access")
@@ -78,14 +79,14 @@ class Guard:
         except Exception as exc:
             if outcome.status:  # too late for a status: the connection is closed
                 raise
-            await error_response(as_api_error(exc))(scope, receive, send)
+            await error_response(as_api_error(exc), scope["path"])(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
         path = scope["path"]
         self._check_size(scope)
         if self._check_host:
             self._check_names(scope)
-        if path in PUBLIC_PATHS:
+        if path in PUBLIC_PATHS or path == PAGE or path.startswith(FILES):
             return
         if self._keys:
             key = self._find_key(scope)
@@ -93,6 +94,7 @@ class Guard:
                 raise ApiError(
                     401, "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
                 )
+            scope["state"]["caller"] = key.hex()
             if self._settings.salt_by_api_key:
                 scope["state"]["cache_owner"] = key.hex()
         if self._is_draining():

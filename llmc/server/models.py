@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from llmc.async_llm import AsyncLLM
 from llmc.server.errors import ApiError, json_response
+from llmc.startup.architecture_certificate import describe_status
 
 
 def served_names(llm: AsyncLLM, names: Any) -> tuple[str, ...]:
@@ -20,10 +21,12 @@ def model_name(request: Request, wanted: str | None) -> str:
     names: tuple[str, ...] = request.app.state.names
     if wanted is None:
         return names[0]
-    if wanted not in names:
+    adapters = request.app.state.adapters.by_name
+    if wanted not in names and wanted not in adapters:
+        known = ", ".join([*names, *adapters])
         raise ApiError(
             404,
-            f"model {wanted[:200]!r} is not served here; there is {', '.join(names)}",
+            f"model {wanted[:200]!r} is not served here; there is {known:.1000}",
             param="model",
             code="model_not_found",
         )
@@ -31,7 +34,8 @@ def model_name(request: Request, wanted: str | None) -> str:
 
 
 async def list_models(request: Request) -> Response:
-    data = [_card(request, name) for name in request.app.state.names]
+    state = request.app.state
+    data = [_card(request, name) for name in (*state.names, *state.adapters.by_name)]
     return json_response({"object": "list", "data": data})
 
 
@@ -41,12 +45,15 @@ async def get_model(request: Request) -> Response:
 
 def _card(request: Request, name: str) -> dict[str, Any]:
     state = request.app.state
+    info = state.llm.info
+    adapter = state.adapters.by_name.get(name)
     return {
         "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "llmc",
-        "root": state.names[0],
-        "parent": None,
-        "max_model_len": state.llm.info.max_model_len,
+        "root": state.names[0] if adapter is None else adapter.lora_path,
+        "parent": None if adapter is None else state.names[0],
+        "max_model_len": info.max_model_len,
+        "certificate": describe_status(info, is_checked=state.settings.certificate),
     }

@@ -49,6 +49,7 @@ class Body(BaseModel):
     """What all bodies share: strict types, finite numbers, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
 
     model: str | None = None
 
@@ -58,10 +59,10 @@ class Body(BaseModel):
         """Drop nulls and unsupported fields without effect; refuse the other unsupported fields."""
         kept = {}
         for name, value in data.items():
-            if name in UNSUPPORTED and name not in cls.model_fields:
+            if name in cls.UNSUPPORTED and name not in cls.model_fields:
                 if not any(
                     type(value) is type(neutral) and value == neutral
-                    for neutral in UNSUPPORTED[name]
+                    for neutral in cls.UNSUPPORTED[name]
                 ):
                     raise ApiError(
                         400,
@@ -164,6 +165,21 @@ class GenerationBody(Body):
         return self
 
 
+class LoadAdapterBody(BaseModel):
+    """An adapter to serve; its path is relative to --runtime-lora-dir, or inside of that."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_name: str
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class UnloadAdapterBody(BaseModel):
+    model_config = ConfigDict(extra="ignore")  # clients send the adapter's number too
+
+    lora_name: str
+
+
 class FunctionBody(BaseModel):
     """A function that the model may call."""
 
@@ -203,6 +219,8 @@ class ChatBody(GenerationBody):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    thinking_token_budget: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True

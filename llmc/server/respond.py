@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
@@ -24,22 +25,39 @@ from llmc.server.guard import CLIENT_CLOSED
 from llmc.server.metrics import Metrics, Watch
 from llmc.server.settings import ServerSettings
 
-SSE_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
-
 Deltas = Sequence[tuple[int, CompletionDelta]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """How a protocol writes the events of a stream."""
+
+    event: Callable[[dict[str, Any]], bytes]
+    error: Callable[[ApiError], dict[str, Any]]  # the event of an error after the first event
+    media_type: bytes = b"text/event-stream; charset=utf-8"
+    keep_alive: bytes = b": keep-alive\n\n"
+    done: bytes = b""
+
+
+def unnamed_event(value: dict[str, Any]) -> bytes:
+    return b"data: " + dump_json(value) + b"\n\n"
+
+
+def named_event(value: dict[str, Any]) -> bytes:
+    """Its name is its `type`."""
+    name: str = value["type"]
+    return b"event: " + name.encode() + b"\n" + unnamed_event(value)
+
+
+OPENAI = Wire(event=unnamed_event, error=error_body, done=b"data: [DONE]\n\n")
+
+
 class Call(Protocol):
-    """What differs between chat and plain completions: how the answer is built."""
+    """What differs between the protocols: how the answer is built, and how a stream is written."""
 
     sources: Sequence[Input]
     stream: bool
+    wire: Wire
 
     def chunks(self, stream: Stream, deltas: Deltas) -> Iterable[dict[str, Any]]:
         """Events for new deltas."""
@@ -70,12 +88,12 @@ class GenerationResponse:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = EventSender(send)
+        events = EventSender(send, self._call.wire)
         if self._call.stream:
             work = asyncio.create_task(self._stream(events))
         else:
             work = asyncio.create_task(self._answer(scope, receive, send))
-        ends = {work, asyncio.create_task(_disconnected(receive))}
+        ends = {work, asyncio.create_task(disconnected(receive))}
         if self._call.stream:
             ends.add(asyncio.create_task(events.tend(self._settings)))
         try:
@@ -125,28 +143,34 @@ class GenerationResponse:
             except Exception as exc:
                 if not events.started:
                     raise  # nothing is sent yet, so this still becomes a status
-                await events.send([error_body(as_api_error(exc))])
+                await events.send([self._call.wire.error(as_api_error(exc))])
         await events.done()
 
 
 class EventSender:
-    """Server-sent events to one reader, which may be slow, and which long silence would lose.
+    """Events to one reader, which may be slow, and which long silence would lose.
 
     A separate timer handles both (`tend`): a timeout around every event would cost more than
     the event.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, wire: Wire) -> None:
         self._send = send
+        self._wire = wire
+        self._headers = [
+            (b"content-type", wire.media_type),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
         self._last = time.monotonic()
         self._pending = 0  # sends that the reader has not taken
         self.started = False
 
     async def send(self, events: Iterable[dict[str, Any]]) -> None:
-        await self._write(b"".join(map(_event, events)))
+        await self._write(b"".join(map(self._wire.event, events)))
 
     async def done(self) -> None:
-        await self._write(DONE, more=False)
+        await self._write(self._wire.done, more=False)
 
     async def tend(self, settings: ServerSettings) -> None:
         """Sends a comment when it has long been quiet; returns when the reader has stalled."""
@@ -158,23 +182,21 @@ class EventSender:
                 if quiet >= settings.stalled_reader_s:
                     return
             elif quiet >= settings.keep_alive_s:
-                await self._write(KEEP_ALIVE)
+                await self._write(self._wire.keep_alive)
 
     async def _write(self, body: bytes, *, more: bool = True) -> None:
-        if not body:
+        if not body and more:
             return
         self._last = time.monotonic()
         self._pending += 1
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+            await self._send(
+                {"type": "http.response.start", "status": 200, "headers": self._headers}
+            )
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self._pending -= 1
         self._last = time.monotonic()
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + dump_json(value) + b"\n\n"
 
 
 def _check(stream: Stream) -> None:
@@ -184,6 +206,6 @@ def _check(stream: Stream) -> None:
         raise ApiError(500, stream.error, code="engine_error")
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -12,6 +12,7 @@ import asyncio
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
@@ -68,6 +69,26 @@ def serve(
     server.check()
 
 
+def check_certificates(settings: ServerSettings) -> None:
+    """ConfigError where the files of HTTPS can't be used, before a model is loaded for them."""
+    if not settings.ssl_certfile:
+        return
+
+    def no_password() -> str:
+        file = settings.ssl_keyfile or settings.ssl_certfile
+        raise ConfigError(f"the key in {file} has a password, which nobody can type; take it off")
+
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, no_password)
+        if settings.ssl_ca_certs:
+            context.load_verify_locations(settings.ssl_ca_certs)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        files = [settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs]
+        named = ", ".join(file for file in files if file)
+        raise ConfigError(f"can't serve HTTPS with {named}: {error}") from None
+
+
 class Companions(Protocol):
     """Other processes that serve on the same socket (server/workers.py)."""
 
@@ -99,6 +120,10 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,  # the Guard writes it
             server_header=False,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+            ssl_ca_certs=settings.ssl_ca_certs,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
             h11_max_incomplete_event_size=settings.max_header_bytes,
             # One connection at a time where others accept from the same socket, for even shares.
             backlog=BACKLOG if settings.api_workers == 1 else 1,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from llmc.errors import ConfigError
 
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 MAX_PROMPTS = 256  # prompts in one completions call
 MAX_SEQUENCES = 512  # prompts times n in one call
 
@@ -20,9 +21,15 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None  # a Unix socket's path, in place of host and port
+    ssl_certfile: str | None = None  # PEM: serve HTTPS; its chain, and its key if it is in there
+    ssl_keyfile: str | None = None  # PEM
+    ssl_ca_certs: str | None = None  # PEM: clients need a certificate that one of these signed
+    root_path: str = ""  # where a proxy shows the server, such as /llm; taken off where it is sent
     stream_interval: int = 1  # tokens of a choice between two events of a stream
     api_workers: int = 1  # processes that answer HTTP; more than one share the socket
     served_model_names: Sequence[str] = ()  # the first is shown; empty: the model's own name
+    lora_modules: Mapping[str, str] = field(default_factory=dict)  # directories by adapters' names
+    runtime_lora_dir: str | None = None  # adapters inside may be loaded over HTTP; None: none
     api_keys: Sequence[str] = ()  # empty: anyone who reaches the port
     salt_by_api_key: bool = False  # callers of different keys share no cached prefixes
     allowed_hosts: Sequence[str] = ()  # further Host names to accept on loopback without keys
@@ -36,12 +43,27 @@ class ServerSettings:
     idle_connection_s: int = 30
     shutdown_timeout_s: float = 30.0
     access_log: bool = True
+    ui: bool = True  # the page at /
+    certificate: bool = False  # the architecture's check runs, or has run, beside the server
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.ssl_certfile else "http"
 
     def __post_init__(self) -> None:
+        if not self.ssl_certfile and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ConfigError("ssl_keyfile and ssl_ca_certs need a certificate: ssl_certfile")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(f"root_path must be like /llm/v2, got {self.root_path!r}")
         for name in ("stream_interval", "api_workers"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        if self.runtime_lora_dir is not None and self.api_workers > 1:
+            raise ConfigError(
+                "adapters can't be loaded at run time into several API processes; leave "
+                "--runtime-lora-dir or --api-workers out"
+            )
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(

@@ -43,7 +43,8 @@ def blaming(body: GenerationBody) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as exc:
-        [field, *_] = _asking(body) or [""]
+        # Where no field asks for one, the limit of the reasoning does.
+        [field, *_] = _asking(body) or ["thinking_token_budget"]
         if field != "structured_outputs" and (exc.param or "").startswith("structured_outputs"):
             text = str(exc).replace(str(exc.param), field, 1)
             raise InvalidRequestError(text, param=field, code=exc.code) from exc

@@ -12,11 +12,11 @@ from llmc.engine.admission import check_prompt
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
 from llmc.server.body import read_body
-from llmc.server.chat import prepare_messages
 from llmc.server.errors import json_response
 from llmc.server.models import model_name
 from llmc.server.protocol import DetokenizeBody, TokenizeBody
 from llmc.server.tools import template_tools
+from llmc.server.turn import prepare_messages
 
 ONE_TOKEN = SamplingParams(max_tokens=1)
 
@@ -32,10 +32,9 @@ async def tokenize(request: Request) -> Response:
         special = body.add_special_tokens is not False
         tokens = await llm.encode(body.prompt, add_special_tokens=special)
     else:
-        assert body.messages is not None, "one of the two is there"
         extra = body.chat_template_kwargs or {}
         tools = template_tools(body.tools)
-        source = await prepare_messages(llm, body, body.messages, ONE_TOKEN, extra, tools)
+        source = await prepare_messages(llm, body, ONE_TOKEN, extra, tools)
         tokens = source.prompt_token_ids
     answer: dict[str, Any] = {
         "count": len(tokens),

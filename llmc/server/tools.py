@@ -5,7 +5,6 @@ tools, tool_choice, parallel_tool_calls -> ToolUse -> one parser for each choice
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,8 +40,7 @@ class ToolUse:
 
     def applied(self, source: Input, tokenizer: Tokenizer) -> Input:
         """With the special tokens that mark calls in the text, so that the parser sees them."""
-        shown = frozenset(_marks(self.form, tokenizer).values())
-        return dataclasses.replace(source, shown_ids=shown)
+        return source.showing(_marks(self.form, tokenizer).values())
 
 
 async def tool_use(llm: AsyncLLM, body: ChatBody) -> ToolUse | None:
@@ -147,17 +145,3 @@ def delta_fields(call: CallDelta) -> dict[str, Any]:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
-
-
-def message_fields(use: ToolUse, text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """Content and calls of a whole answer."""
-    parser = use.parser(streams=False)
-    deltas = (parser.push(text), parser.finish())
-    content = "".join(delta.content for delta in deltas)
-    calls: dict[int, dict[str, Any]] = {}
-    for call in (call for delta in deltas for call in delta.calls):
-        if call.name is not None:
-            function = {"name": call.name, "arguments": ""}
-            calls[call.index] = {"id": call.id, "type": "function", "function": function}
-        calls[call.index]["function"]["arguments"] += call.arguments
-    return (content or None) if calls else content, list(calls.values())

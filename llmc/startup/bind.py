@@ -15,6 +15,7 @@ from llmc.engine.kv.swap import SwapCost, SwapRoom
 from llmc.errors import ConfigError
 from llmc.kernels.cpu.pages import touch_in_background
 from llmc.runner import kv_cache
+from llmc.runner.adapter_store import AdapterStore, lora_targets
 from llmc.runner.device import open_device
 from llmc.runner.model_runner import ModelRunner
 from llmc.runner.row_states import RowStates
@@ -44,6 +45,7 @@ class BoundModel:
     program: Program
     bound: dict[str, Tensor]  # the tensors of the step: weights, caches, constants
     kernels_built: bool
+    adapters: AdapterStore | None = None
     swap_room: SwapRoom | None = None  # host memory for preempted requests, and its cost
 
 
@@ -96,19 +98,47 @@ def make_runner(
         num_groups=cache_layout(model).num_groups,
     )
     bound = bind(program, model.weights, caches, states)
-    halves = [half for layer in caches for half in layer]
+    # those of sparse indexers have keys alone
+    halves = [half for layer in caches for half in layer if half.numel()]
+    adapters = _adapters(config, program, bound)
     runner = ModelRunner(
         lower(graph, bound),
         rows,
         max_tokens=max(config.max_num_batched_tokens, sum(LENGTHS)),
         caches=halves,
         swap_space=_swap_space(config, program, halves) if can_swap else None,
+        adapters=adapters,
         device=open_device(program.device, max_in_flight=mode.max_in_flight),
         buckets=config.cuda_graph_buckets,
         use_graphs=mode.level >= 2,
         max_in_flight=mode.max_in_flight,
     )
-    return BoundModel(runner=runner, program=program, bound=bound, kernels_built=mode.kernels_built)
+    return BoundModel(
+        runner=runner,
+        program=program,
+        bound=bound,
+        kernels_built=mode.kernels_built,
+        adapters=adapters,
+    )
+
+
+def _adapters(
+    config: EngineConfig, program: Program, bound: dict[str, Tensor]
+) -> AdapterStore | None:
+    if not config.enable_lora:
+        return None
+    targets = lora_targets(program, bound)
+    if not targets:
+        raise ConfigError(
+            "enable_lora was asked for, but there is no linear that adapters could be on (is the "
+            "pass apply_lora switched off?)"
+        )
+    return AdapterStore(
+        targets,
+        num_slots=config.max_loras,
+        max_rank=config.max_lora_rank,
+        max_in_memory=config.max_cpu_loras or config.max_loras,
+    )
 
 
 def cache_layout(model: LoadedModel) -> CacheLayout:

@@ -32,7 +32,12 @@ from llmc.runner import kv_cache
 from llmc.startup.resolve import ModelSource
 from llmc.weights.checkpoint import Readable
 from llmc.weights.load import DummyWeights, WeightSource
-from llmc.weights.quantized.kept_quantized import KeptWeights, kept_weights, tell_widened
+from llmc.weights.quantized.kept_quantized import (
+    KeptWeights,
+    kept_parameters,
+    kept_weights,
+    tell_widened,
+)
 
 if TYPE_CHECKING:
     from llmc.compiler.build import BuiltModel
@@ -64,6 +69,8 @@ def rewrite_options(source: ModelSource, kept: KeptWeights | None = None) -> Rew
             quantization=None if config.quantization == "none" else config.quantization,
             kept=_kept(source) if kept is None else kept,
             device_type=device.type,
+            max_loras=config.max_loras if config.enable_lora else 0,
+            max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
         ),
         switches=config.passes,
         extra=user_passes(config.extra_passes),
@@ -76,6 +83,17 @@ def _kept(source: ModelSource) -> KeptWeights:
     if source.stored is None or source.config.quantization == "none" or source.is_dummy:
         return ()
     return kept_weights(source.open_tensors())
+
+
+def for_parameters(
+    options: RewriteOptions, source: ModelSource, built: BuiltModel
+) -> RewriteOptions:
+    """The same, with the weights that are kept named as the model has them: experts that are stored
+    one by one are one parameter."""
+    if not options.pipeline.kept:
+        return options
+    kept = kept_parameters(built.module, source.open_tensors())
+    return replace(options, pipeline=replace(options.pipeline, kept=kept))
 
 
 def compile_model(source: ModelSource, cache: ProgramCache) -> CompiledModel:
@@ -97,7 +115,7 @@ def compile_model(source: ModelSource, cache: ProgramCache) -> CompiledModel:
     from llmc.compiler.attention_fallback import capture_model
 
     captured = capture_model(built, source.device, outline=options.outline)
-    program = rewrite(captured, options)
+    program = rewrite(captured, for_parameters(options, source, built))
     if not program.caches and not program.states:
         raise CompileError(
             "no attention and no recurrence was found in the model's graph, so nothing in it would "
@@ -200,12 +218,14 @@ def load_model(model: CompiledModel) -> LoadedModel:
     def make_module() -> nn.Module:
         return (model.built or build_as_stored(source)).module
 
-    weights: WeightSource
+    opened: WeightSource
     if source.is_dummy:
-        weights = DummyWeights(source.config.seed)
+        opened = DummyWeights(source.config.seed)
     else:
         tensors = source.open_tensors()
+        opened = weights = open_weights(program, tensors, make_module)
         if source.stored is not None and source.config.quantization is None:
-            tell_widened(tensors, (role for _, role in program.weight_inputs()))
-        weights = open_weights(program, tensors, make_module)
-    return LoadedModel(source=source, program=program, weights=load_weights(program, weights))
+            roles = (role for _, role in program.weight_inputs())
+            kept = {p for r in roles if r.quantized and r.quantized.kept for p in r.parts}
+            tell_widened(tensors, (t for name in kept for t in weights.stored(name)))
+    return LoadedModel(source=source, program=program, weights=load_weights(program, opened))

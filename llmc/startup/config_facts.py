@@ -13,12 +13,12 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from llmc.cache_dir import write_whole
 from llmc.config import EngineConfig
 from llmc.startup.model_files import ModelFiles
 
@@ -94,12 +94,7 @@ class FactsCache:
         if path is None or path.exists() or not is_of_transformers(type(hf_config)):
             return
         try:
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self._root, prefix=".new-", delete=False, encoding="utf-8"
-            ) as aside:
-                aside.write(json.dumps(asdict(facts)))
-            os.replace(aside.name, path)
+            write_whole(path, json.dumps(asdict(facts)))
         except OSError as e:
             log.warning("what was read from config.json can't be cached: %s", e)
 
@@ -142,13 +137,13 @@ def model_context(hf_config: Any) -> int:
 
 
 def dense_context(hf_config: Any) -> int | None:
-    """Tokens up to which a sparse indexer chooses every key, so that attention is exact when dense.
+    """Tokens up to which an indexer that answers with a mask chooses every key: attention is dense.
 
-    None for models without an indexer.
+    None for other models; `find_indexers` serves indexers that answer with positions.
     """
-    from llmc.compiler.interface import INDEXER_BUDGETS
+    from llmc.compiler.interface import INDEXER_BUDGET
 
-    return _first_positive(hf_config, INDEXER_BUDGETS)
+    return _first_positive(hf_config, (INDEXER_BUDGET,))
 
 
 def _first_positive(hf_config: Any, names: tuple[str, ...]) -> int | None:

@@ -39,6 +39,7 @@ def resolve_draft(target: ModelSource, facts_cache: FactsCache | None = None) ->
         max_model_len=None,
         swap_space=0,
         speculative_config=None,
+        enable_lora=False,  # it drafts as well as its own weights can
         # its rows are planned without groups of layers (engine/spec_decode/draft_model.py)
         passes={**target.config.passes, "group_caches": False},
     )

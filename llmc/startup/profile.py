@@ -49,7 +49,7 @@ def profile_model(
             return _profile(model, graph, activations)
     profile = _measured(model, graph, mode, tokens)
     if is_kept and cache is not None:
-        cache.save_figure(key, name, profile.bytes_beside - _state_bytes(model))
+        cache.save_figure(key, name, profile.bytes_beside - _kept_bytes(model))
     return profile
 
 
@@ -59,14 +59,16 @@ def _profile(
     return ModelProfile(
         graph=graph,
         layout=cache_layout(model),
-        bytes_beside=activations + _state_bytes(model),
+        bytes_beside=activations + _kept_bytes(model),
         bytes_per_token=kv_cache.bytes_per_token(model.program.caches),
         prefill_seconds_per_token=prefill_seconds,
     )
 
 
-def _state_bytes(model: LoadedModel) -> int:
-    return model.state_bytes * (model.source.config.max_num_seqs + 1)
+def _kept_bytes(model: LoadedModel) -> int:
+    """Of recurrent states and adapter slots, which the serving runner allocates too."""
+    states = model.state_bytes * (model.source.config.max_num_seqs + 1)
+    return states + model.program.adapter_bytes
 
 
 def _measured(

@@ -26,7 +26,7 @@ class ModelProfile:
 
     graph: fx.GraphModule  # with the kernels that were measured, and will serve
     layout: CacheLayout
-    bytes_beside: int  # activations, CUDA graphs and recurrent states
+    bytes_beside: int  # activations, CUDA graphs, recurrent states, slots of LoRA adapters
     bytes_per_token: int  # of KV cache, in one group of layers
     prefill_seconds_per_token: float  # 0 where it was not measured
 

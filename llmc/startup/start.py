@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmc.config import EngineConfig
@@ -85,6 +85,11 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         from llmc.cache_dir import cache_dir
         from llmc.compiler.cache import ProgramCache
         from llmc.kernels.cpu.threads import limit_threads
+        from llmc.startup.architecture_certificate import (
+            ArchitectureCertificates,
+            architecture_key,
+            without_culprits,
+        )
         from llmc.startup.background import compile_in_background, kernels_are_built, start_kernels
         from llmc.startup.bind import StepMode, bind_model
         from llmc.startup.compile import compile_model, keep, load_model
@@ -99,9 +104,14 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
     is_known = facts.load(files, config) is not None
     with clock.phase("read config" if is_known else "import transformers") as detail:
         source = resolve(config, device, files=files, facts_cache=facts)
+        certificate_key = architecture_key(source)
+        known = ArchitectureCertificates(cache_dir()).load(certificate_key)
+        source, disabled = without_culprits(source, known)
         draft_source = resolve_draft(source, facts)
         detail += [source.files.name, source.dtype_name, str(device)]
 
+    if disabled:
+        log.warning("left out, as this model is wrong with them: %s", ", ".join(disabled))
     if device.type == "cpu":
         limit_threads()
     build = start_kernels(device)
@@ -163,7 +173,11 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
             else speculate(drafting, models[1], bound[1].runner, model, pool)
         )
     engine = _make_engine(model, profiles[0], bound[0], pool, speculation)
-    info = _describe(model, profiles[0], pool, level)
+    info = replace(
+        _describe(model, profiles[0], pool, level),
+        certificate_key=certificate_key,
+        disabled_passes=disabled,
+    )
     upgrade = compile_in_background(bound, level, cache_dir())
     return Started(
         engine=engine, runner=bound[0].runner, info=info, phases=clock.phases, upgrade=upgrade
@@ -239,6 +253,7 @@ def _make_engine(
             grammars=GrammarStarter(
                 model.source.tokenizer_path, vocab_size=program.vocab_size, eos_token_ids=eos
             ),
+            adapters=bound.adapters,
             row_states=RowStates(program.processors, program.vocab_size),
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -46,12 +47,24 @@ def compile_grammar(spec: StructuredOutputs) -> str:
     """The grammar in the library's own form. InvalidRequestError where it can't be read."""
     try:
         if spec.kind in ("json", "json_object"):
-            return LLMatcher.grammar_from_json_schema(
+            made = LLMatcher.grammar_from_json_schema(
                 spec.text, defaults={"whitespace_pattern": _WHITE_SPACE}
             )
-        return str(llguidance.grammar_from(_FORMATS[spec.kind], spec.text))
+        else:
+            made = str(llguidance.grammar_from(_FORMATS[spec.kind], spec.text))
+        return _after(spec.preamble, made) if spec.preamble else made
     except (ValueError, RecursionError) as error:
         raise _invalid(spec, str(error)) from error
+
+
+def _after(preamble: str, grammar: str) -> str:
+    """The library's form of a grammar, or Lark, as the rule `@answer` of a preamble."""
+    try:
+        [answer] = json.loads(grammar)["grammars"]
+    except ValueError:
+        answer = {"lark_grammar": grammar}
+    first = {"name": "preamble", "lark_grammar": preamble}
+    return json.dumps({"grammars": [first, {**answer, "name": "answer"}]})
 
 
 def _invalid(spec: StructuredOutputs, reason: str) -> InvalidRequestError:
@@ -98,7 +111,7 @@ class Grammars:
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
         self._mask_bytes = 4 * ((tokenizer.vocab_size + 31) // 32)
-        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str, str], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
     @classmethod
@@ -135,14 +148,14 @@ class Grammars:
         if made.is_error():
             raise _invalid(spec, made.get_error())
         with self._lock:
-            self._kept[(spec.kind, spec.text)] = made
+            self._kept[(spec.kind, spec.text, spec.preamble)] = made
             if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
         return Matcher(made.deep_copy(), self._mask_bytes)
 
     def copy_kept(self, spec: StructuredOutputs) -> Matcher | None:
         """What `start` returns, where it takes no time: of a grammar that was used before."""
-        key = (spec.kind, spec.text)
+        key = (spec.kind, spec.text, spec.preamble)
         with self._lock:
             kept = self._kept.get(key)
             if kept is None:

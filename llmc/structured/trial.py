@@ -47,11 +47,11 @@ class Trial:
         self._time_limit = time_limit
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._verdicts: OrderedDict[tuple[str, str], str | None] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[str, str, str], str | None] = OrderedDict()
 
     def check(self, spec: StructuredOutputs) -> None:
         """InvalidRequestError for a grammar that is wrong, too costly, or crashes the process."""
-        key = (spec.kind, spec.text)
+        key = (spec.kind, spec.text, spec.preamble)
         with self._lock:
             if key not in self._verdicts:
                 self._verdicts[key] = self._try(spec)
@@ -71,7 +71,8 @@ class Trial:
         """Why the grammar is refused; None when it is not."""
         process = self._started()
         try:
-            _send(process, {"kind": spec.kind, "text": spec.text})
+            asked = {"kind": spec.kind, "text": spec.text, "preamble": spec.preamble}
+            _send(process, asked)
             answer = _receive(process, self._time_limit)
         except TimeoutError:
             self._stop()
@@ -165,7 +166,8 @@ def _main(requests: IO[str], answers: IO[str]) -> None:
     for line in requests:
         given = json.loads(line)
         try:
-            grammars.start(_spec(given["kind"], given["text"]))
+            spec = _spec(given["kind"], given["text"])
+            grammars.start(dataclasses.replace(spec, preamble=given["preamble"]))
         except LlmcError as error:
             answer(str(error))
         else:

@@ -17,6 +17,8 @@ from typing import Any
 import jinja2
 
 from llmc.errors import InvalidRequestError
+from llmc.text.learn_reasoning import KEYS, learn_reasoning
+from llmc.text.reasoning import ReasoningFormat
 from llmc.text.tokenizer import Tokenizer, check_text
 from llmc.text.tools.history import with_arguments
 from llmc.text.tools.learn import learn_format
@@ -69,10 +71,16 @@ def render_chat(
         for message in conversation:
             message["role"] = {"developer": "system"}.get(message["role"], message["role"])
     if any("tool_calls" in message for message in conversation):
-        form = tool_format(tokenizer)
-        as_text = form is not None and form.arguments_as_text
+        calls = tool_format(tokenizer)
+        as_text = calls is not None and calls.arguments_as_text
         conversation = [
             with_arguments(f"messages[{index}]", message, as_text=as_text)
+            for index, message in enumerate(conversation)
+        ]
+    if any(key in message for message in conversation for key in KEYS):
+        form = reasoning_format(tokenizer)
+        conversation = [
+            _with_reasoning(f"messages[{index}]", message, form.key if form is not None else None)
             for index, message in enumerate(conversation)
         ]
     if tools:
@@ -152,6 +160,46 @@ def _learned(tokenizer: Tokenizer, template: str) -> ToolFormat | None:
         return text
 
     return learn_format(render, tokenizer.special_texts)
+
+
+def reasoning_format(tokenizer: Tokenizer) -> ReasoningFormat | None:
+    """How the model marks its reasoning, learned once; None where its template has none."""
+    template = tokenizer.chat_template
+    return None if template is None else _learned_reasoning(tokenizer, template)
+
+
+@functools.lru_cache(maxsize=8)
+def _learned_reasoning(tokenizer: Tokenizer, template: str) -> ReasoningFormat | None:
+    parts = _reads_parts_alone(tokenizer, template)
+
+    def render(messages: Sequence[Message], prompt: bool, thinking: bool | None) -> str | None:
+        flat = [_flat(index, message, parts) for index, message in enumerate(messages)]
+        extra = {} if thinking is None else {"enable_thinking": thinking}
+        try:
+            text: str = _apply(
+                tokenizer.hf, flat, add_generation_prompt=prompt, tokenize=False, **extra
+            )
+        except InvalidRequestError:
+            return None
+        return text
+
+    return learn_reasoning(render, template, tokenizer.added_tokens)
+
+
+def _with_reasoning(where: str, message: dict[str, Any], key: str | None) -> dict[str, Any]:
+    """The message with its reasoning in the field that the template reads; None: in no field."""
+    given = {name: message[name] for name in KEYS if name in message}
+    if not given:
+        return message
+    for name, text in given.items():
+        if not isinstance(text, str):
+            raise InvalidRequestError(
+                f"{where}.{name} must be text, got {text!r:.80}", param=f"{where}.{name}"
+            )
+        check_text(text, f"{where}.{name}")
+    rest = {name: value for name, value in message.items() if name not in KEYS}
+    text = next(filter(None, given.values()), "")
+    return {**rest, key: text} if key is not None and text else rest
 
 
 @functools.lru_cache(maxsize=8)

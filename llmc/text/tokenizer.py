@@ -137,6 +137,11 @@ class Tokenizer:
             return text.encode("utf-8")
         return _spelled_bytes(self.tokens([token_id])[0])
 
+    @functools.cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens that were added to the vocabulary, special or not, with their ids."""
+        return {str(text): int(i) for text, i in self.hf.get_added_vocab().items()}
+
     @property
     def eos_token_id(self) -> int | None:
         return _optional_int(self.hf.eos_token_id)

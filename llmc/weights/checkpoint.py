@@ -124,10 +124,10 @@ def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
         return _open_sharded(path, index)
     single = path / "model.safetensors"
     if single.is_file():
-        return _open_file(single)
+        return open_file(single)
     others = sorted(p.name for p in path.glob("*.safetensors"))
     if len(others) == 1:
-        return _open_file(path / others[0])
+        return open_file(path / others[0])
     if list(path.glob("*.bin")) or list(path.glob("*.pt")):
         raise CheckpointError(
             f"{path.name!r} holds only pickled weights, none of them named pytorch_model*.bin; "
@@ -151,14 +151,14 @@ def _open_sharded(path: Path, index: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{index.name} names a file outside its directory: {name!r}")
         if not (path / name).is_file():
             raise CheckpointError(f"{index.name} names {name!r}, which is missing")
-        tensors.update(_open_file(path / name))
+        tensors.update(open_file(path / name))
     missing = [n for n in weight_map if n not in tensors]
     if missing:
         raise CheckpointError(f"no shard holds {', '.join(missing[:5])}, though the index says so")
     return tensors
 
 
-def _open_file(file: Path) -> dict[str, StoredTensor]:
+def open_file(file: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(file, framework="pt"):
             pass  # the library checks header, offsets, overlaps and the file's size

@@ -1,17 +1,12 @@
-"""Recipes -> tensors: every weight is made once, in its final form, from a checkpoint or at random.
-
-transformers' own conversion rules say how a checkpoint's names and layouts map to the parameters
-of the module (renamed prefixes, experts stored one by one and stacked in the module).
-"""
+"""Recipes -> tensors: every weight is made once, in its final form, from a checkpoint or drawn."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +15,10 @@ from llmc.errors import CheckpointError
 from llmc.kernels.cpu.pages import empty_in_huge_pages
 from llmc.kernels.quantized_linear import CHANNELS, Part, Quantization, quantize
 from llmc.passes.inputs import WeightInput
+from llmc.weights.assignment import Assignment
 from llmc.weights.checkpoint import Readable, staging
 from llmc.weights.gguf.tensors import GgufTensor
-from llmc.weights.parameters import Parameters, describe_parameters
+from llmc.weights.parameters import Parameters
 from llmc.weights.quantized.kept_quantized import blocks_of
 from llmc.weights.quantized.quantized_tensor import QuantizedTensor
 
@@ -38,8 +34,9 @@ class WeightSource(Protocol):
     def fill(self, name: str, out: Tensor) -> None:
         """Write parameter `name` into `out`, casting to its dtype."""
 
-    def blocks(self, name: str, to: Quantization) -> dict[Part, Tensor]:
-        """Parameter `name` as it is stored, in the form of `quantized_linear`."""
+    def blocks(self, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
+        """Parameter `name` as it is stored, in the form of `quantized_linear`: some channels at a
+        time, those of one expert before those of the next."""
 
     def check(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless every parameter is there with the right shape."""
@@ -54,7 +51,7 @@ class DummyWeights:
     def check(self, names: Iterable[str]) -> None:
         """Every name is there."""
 
-    def blocks(self, name: str, to: Quantization) -> dict[Part, Tensor]:
+    def blocks(self, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
         raise AssertionError("no checkpoint, so no weight is stored in its own way")
 
     def fill(self, name: str, out: Tensor) -> None:
@@ -106,7 +103,12 @@ class DirectWeights:
             raise CheckpointError(f"the checkpoint has no tensor for {name}")
         _copy(stored, out)
 
-    def blocks(self, name: str, to: Quantization) -> dict[Part, Tensor]:
+    def stored(self, name: str) -> tuple[Readable, ...]:
+        """The tensor that a parameter is."""
+        found = self._find(name)
+        return () if found is None else (found,)
+
+    def blocks(self, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
         return _blocks(self._find(name), name, to)
 
 
@@ -118,65 +120,26 @@ class CheckpointWeights:
     """
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, Readable]) -> None:
-        self._module = module
-        self._direct: dict[str, Readable] = {}
-        self._converters: dict[str, Any] = {}  # first target name -> transformers converter
+        self._from = Assignment(module, tensors)
         self._converted: dict[str, Tensor] = {}  # made already, not asked for yet
-        self._target_of: dict[str, str] = {}  # every converted name -> first target name
-        parameters = describe_parameters(module)
-        self._shapes = parameters.shapes
-        self._aliases = parameters.aliases
-        unexpected = self._assign(tensors)
-        if unexpected:
+        if unexpected := self._from.unexpected:
             log.warning(
                 "%d tensors of the checkpoint have no place in the model: %s",
                 len(unexpected),
                 ", ".join(unexpected[:5]),
             )
 
-    def _assign(self, tensors: Mapping[str, Readable]) -> list[str]:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            rename_source_key,
-        )
-
-        module: Any = self._module  # a PreTrainedModel, whose class would be imported here
-        rules = get_model_conversion_mapping(module)
-        renamings = [r for r in rules if isinstance(r, WeightRenaming)]
-        converters = [r for r in rules if isinstance(r, WeightConverter)]
-        by_pattern = {p: c for c in converters for p in c.source_patterns}
-        prefix = getattr(self._module, "base_model_prefix", "")
-        state = self._module.state_dict()
-        unexpected = []
-        for name in sorted(tensors, key=_natural):
-            target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-            if target not in state and name in state:
-                target, pattern = name, None
-            if target not in state:
-                unexpected.append(name)
-            elif pattern is None:
-                self._direct[target] = tensors[name]
-            else:
-                converter = self._converters.setdefault(target, copy.deepcopy(by_pattern[pattern]))
-                converter.add_tensor(target, name, pattern, _reader(tensors[name]))
-                self._target_of[target] = target
-                for other in converter.target_patterns[1:]:
-                    self._target_of[target.replace(converter.target_patterns[0], other)] = target
-        return unexpected
-
     def check(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless every parameter is there with the right shape."""
         problems = []
         for name in names:
-            stored = self._find(name)
-            if stored is None and self._convertible(name) is None:
+            stored = self._from.find(name)
+            if stored is None and self._from.convertible(name) is None:
                 problems.append(f"{name} is missing")
-            elif stored is not None and stored.shape != self._shapes[name]:
+            elif stored is not None and stored.shape != self._from.shapes[name]:
                 problems.append(
                     f"{name} has shape {list(stored.shape)}, config.json asks for "
-                    f"{list(self._shapes[name])}"
+                    f"{list(self._from.shapes[name])}"
                 )
         if problems:
             more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
@@ -184,28 +147,16 @@ class CheckpointWeights:
                 f"the checkpoint does not fit its config.json: {'; '.join(problems[:5])}{more}"
             )
 
-    def _find(self, name: str) -> Readable | None:
-        for alias in self._aliases.get(name, (name,)):
-            if alias in self._direct:
-                return self._direct[alias]
-        return None
-
-    def _convertible(self, name: str) -> str | None:
-        for alias in self._aliases.get(name, (name,)):
-            if alias in self._converted or alias in self._target_of:
-                return alias
-        return None
-
     def fill(self, name: str, out: Tensor) -> None:
-        stored = self._find(name)
+        stored = self._from.find(name)
         if stored is not None:
             _copy(stored, out)
             return
-        alias = self._convertible(name)
+        alias = self._from.convertible(name)
         if alias is None:
             raise CheckpointError(f"the checkpoint has no tensor for {name}")
         if alias not in self._converted:
-            self._convert(self._target_of[alias])
+            self._converted |= self._from.convert(alias)
         value = self._converted.pop(alias, None)
         if value is None or tuple(value.shape) != tuple(out.shape):
             got = None if value is None else list(value.shape)
@@ -214,27 +165,14 @@ class CheckpointWeights:
             )
         out.copy_(value)
 
-    def blocks(self, name: str, to: Quantization) -> dict[Part, Tensor]:
-        return _blocks(self._find(name), name, to)
+    def stored(self, name: str) -> tuple[Readable, ...]:
+        """The tensors that a kept parameter is made of."""
+        found = self._from.find(name)
+        return self._from.joined(name) if found is None else (found,)
 
-    def _convert(self, first: str) -> None:
-        converter = self._converters.pop(first)
-        config = self._module.config
-        try:
-            made = converter.convert(first, model=self._module, config=config)
-        except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as e:
-            raise CheckpointError(f"tensors for {first} can't be combined: {e}") from e
-        for name, value in made.items():
-            self._converted[name] = value[0] if isinstance(value, list) else value
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Sort key under which layer 10 follows layer 9, as transformers' converters expect."""
-    return [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")]
-
-
-def _reader(stored: Readable) -> Callable[[], Tensor]:
-    return lambda: stored.read()
+    def blocks(self, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
+        for stored in self.stored(name) or (None,):
+            yield from _blocks(stored, name, to)
 
 
 def _copy(stored: Readable, out: Tensor) -> None:
@@ -248,7 +186,7 @@ def _copy(stored: Readable, out: Tensor) -> None:
         out.copy_(stored.read())
 
 
-def _blocks(stored: Readable | None, name: str, to: Quantization) -> dict[Part, Tensor]:
+def _blocks(stored: Readable | None, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
     if not isinstance(stored, QuantizedTensor | GgufTensor):
         raise CheckpointError(f"the checkpoint has no quantized tensors for {name}")
     return blocks_of(stored, to)
@@ -268,17 +206,21 @@ def make_weights(
     if role.quantized is None:
         return {role: make_weight(role, shapes, dtype, source, device)}
     to, plain = role.quantized.to, dataclasses.replace(role, quantized=None)
-    channels, depth = _shape(plain, shapes)
+    size = _shape(plain, shapes)
+    if to.transposed:
+        size = (*size[:-2], size[-1], size[-2])
     out = {
-        part: empty_in_huge_pages(to.shape(part, channels, depth), kind, device)
+        part: empty_in_huge_pages(to.shape(part, *size), kind, device)
         for part, kind in to.dtypes.items()
     }
+    flat = {part: tensor.flatten(0, -3) for part, tensor in out.items()}
     start = 0
     for made in _low_bit(plain, to, role.quantized.kept, shapes, dtype, source, device):
         end = start + len(made["weight"])
         for part, blocks in made.items():
-            out[part][start:end] = blocks
+            flat[part][start:end] = blocks
         start = end
+    assert start == len(flat["weight"]), f"{start} blocks of {role.parts} are filled"
     return {
         dataclasses.replace(role, quantized=dataclasses.replace(role.quantized, part=part)): tensor
         for part, tensor in out.items()
@@ -297,14 +239,15 @@ def _low_bit(
     """Some blocks of channels at a time: as they are stored, or quantized from what is."""
     if kept:
         for name in role.parts:
-            yield source.blocks(name, to)
+            yield from source.blocks(name, to)
         return
-    depth = _shape(role, shapes)[1]
     for piece in _whole_blocks(role, shapes):
-        rows = make_weight(piece, shapes, dtype, source, torch.device("cpu"), passing=True)
-        for some in rows.split(_rows_at_once(depth)):
-            weight, scale = quantize(some.to(device), to)
-            yield {"weight": weight, "scale": scale}
+        made = make_weight(piece, shapes, dtype, source, torch.device("cpu"), passing=True)
+        for rows in made if made.dim() == 3 else (made,):  # experts
+            channels_first = rows.T if to.transposed else rows
+            for some in channels_first.split(_rows_at_once(channels_first.shape[1])):
+                weight, scale = quantize(some.to(device), to)
+                yield {"weight": weight, "scale": scale}
 
 
 def _shape(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

@@ -10,16 +10,21 @@ from llmc.check.step import Geometry
 from llmc.check.tokens import make_sequences, make_steps
 
 
-def test_every_token_is_computed_once_and_in_order() -> None:
+def test_every_token_is_computed_in_order_and_the_longest_is_preempted_once() -> None:
     sequences = make_sequences(None, vocab_size=96, max_len=256, longest=90)
     assert max(s.prompt_len for s in sequences) == 90
     steps = make_steps(sequences)
     done = [0] * len(sequences)
+    restarts = []
     for step in steps:
         for chunk in step:
+            if chunk.start == 0 and done[chunk.sequence]:
+                restarts.append((chunk.sequence, done[chunk.sequence]))
+                done[chunk.sequence] = 0
             assert chunk.start == done[chunk.sequence] and chunk.count > 0
             done[chunk.sequence] += chunk.count
     assert done == [len(s.token_ids) for s in sequences]
+    assert restarts == [(3, 93)], "while it decodes"
     assert len(steps[0]) == len(sequences), "packed"
     assert any(len({c.count == 1 for c in step}) == 2 for step in steps), "decodes beside chunks"
     assert all(c.count == 1 for c in steps[-1]), "decodes alone"

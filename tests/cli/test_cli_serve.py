@@ -12,6 +12,7 @@ pytest.importorskip("uvicorn", reason="the server's dependencies are not install
 
 from llmc.cli import serve_run
 from llmc.cli.main import main
+from llmc.server.settings import ServerSettings
 
 
 @pytest.fixture
@@ -49,4 +50,7 @@ def test_a_wrong_directory_is_one_line(
 def test_the_url_has_the_port_that_was_chosen(host: str, shown: str) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        assert serve_run.url_of(host, sock) == f"http://{shown}:{sock.getsockname()[1]}"
+        port = sock.getsockname()[1]
+        assert serve_run.url_of(ServerSettings(host=host), sock) == f"http://{shown}:{port}"
+        secure = ServerSettings(host=host, ssl_certfile="cert.pem")
+        assert serve_run.url_of(secure, sock) == f"https://{shown}:{port}"

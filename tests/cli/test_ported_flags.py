@@ -61,20 +61,27 @@ def test_all_that_is_refused_is_told_at_once() -> None:
         port(
             [
                 "m",
-                "--enable-lora",
-                "--lora-modules",
-                "a=b",
-                "c=d",
+                "--enable-expert-parallel",
+                "--hf-overrides",
+                "a",
+                "b",
                 "-pp",
                 "4",
-                "--ssl-keyfile",
+                "--otlp-traces-endpoint",
                 "k",
                 "--port",
                 "9",
             ]
         )
-    for name in ("--enable-lora (", "--lora-modules (", "-pp 4 (", "--ssl-keyfile ("):
+    names = ("--enable-expert-parallel", "--hf-overrides", "-pp 4", "--otlp-traces-endpoint")
+    for name in (f"{name} (" for name in names):
         assert name in str(caught.value)
+
+
+def test_adapters_may_stand_in_a_row() -> None:
+    words = ["m", "--enable-lora", "--lora-modules", "a=b", "c=d", "--max-lora-rank", "9"]
+    want = ["m", "--enable-lora", "--lora-modules", "a=b", "--lora-modules", "c=d"]
+    assert port(words).words == [*want, "--max-lora-rank", "9"]
 
 
 def test_what_is_left_out_is_told_with_the_reason() -> None:
@@ -116,7 +123,7 @@ def test_keywords_are_written_as_ours(caplog: pytest.LogCaptureFixture) -> None:
     assert (config.kv_cache_dtype, config.swap_space) == ("fp8_e4m3", 4 * 2**30)
     assert "tensor_parallel_size (1 is what llmc does)" in caplog.text
     assert "quantization" in caplog.text and "disable_custom_all_reduce" in caplog.text
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 \(.*enable_lora \("):
-        make_config("m", {"tensor_parallel_size": 2, "enable_lora": True})
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 \(.*rope_theta \("):
+        make_config("m", {"tensor_parallel_size": 2, "rope_theta": 1.0})
     with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
         make_config("m", {"max_num_seq": 2})

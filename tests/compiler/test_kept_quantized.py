@@ -16,7 +16,7 @@ from llmc.weights.quantized.kept_quantized import blocks_of, expected_weights, k
 from llmc.weights.quantized.quantization_config import read_quantization
 from llmc.weights.quantized.quantized_tensor import QuantizedTensor
 
-INT4 = Quantization(format="int4", group=32, wide_scale=True, zero=True)
+INT4 = Quantization(format="int4", group=32, scale="float16", zero=True)
 # Of a weight of 48 channels and 96 inputs; the others are widened.
 KEPT = {
     "fp8 in blocks of 32": Quantization(format="fp8", group=32),
@@ -25,9 +25,11 @@ KEPT = {
     "float-quantized tensor": Quantization(format="fp8"),
     "float-quantized channel": Quantization(format="fp8"),
     "int-quantized": Quantization(format="int8"),
-    "pack-quantized int4 group": Quantization(format="int4", group=32),
-    "pack-quantized int4 asymmetric": Quantization(format="int4", group=32, zero=True),
-    "pack-quantized int4 channel": Quantization(format="int4", group=32),
+    "pack-quantized int4 group": Quantization(format="int4", group=32, scale="bfloat16"),
+    "pack-quantized int4 asymmetric": Quantization(
+        format="int4", group=32, scale="bfloat16", zero=True
+    ),
+    "pack-quantized int4 channel": Quantization(format="int4", group=32, scale="bfloat16"),
     "pack-quantized int8 group": Quantization(format="int8", group=32),
     "gptq 4 bits": INT4,
     "gptq 4 bits, all inputs": INT4,
@@ -44,7 +46,7 @@ def test_numbers_stay_the_same(name: str, tmp_path: Path) -> None:
         assert kept_weights(found) == ()
         return
     assert kept_weights(found) == ((f"{MODULE}.weight", KEPT[name]),)
-    parts = blocks_of(tensor, KEPT[name])
+    (parts,) = blocks_of(tensor, KEPT[name])
     for part, made in parts.items():
         assert made.shape == KEPT[name].shape(part, 48, 96)
         assert made.dtype == KEPT[name].dtypes[part] and made.is_contiguous()
@@ -59,7 +61,8 @@ def test_the_widest_groups_that_fit_are_taken(tmp_path: Path) -> None:
         ((_, to),) = kept_weights(found)
         assert to.group == 128
         tensor = found[f"{MODULE}.weight"]
-        assert torch.equal(dequantize(**blocks_of(tensor, to)), tensor.read())
+        (parts,) = blocks_of(tensor, to)
+        assert torch.equal(dequantize(**parts), tensor.read())
 
 
 def test_symmetric_gptq_needs_no_zero_points(tmp_path: Path) -> None:
@@ -68,7 +71,7 @@ def test_symmetric_gptq_needs_no_zero_points(tmp_path: Path) -> None:
         found, numbers = store_one(tmp_path, packing, drawn(48, 96))
         ((_, to),) = kept_weights(found)
         assert (to.format, to.zero) == (format, False)
-        parts = blocks_of(found[f"{MODULE}.weight"], to)
+        (parts,) = blocks_of(found[f"{MODULE}.weight"], to)
         torch.testing.assert_close(dequantize(**parts), numbers, rtol=1e-6, atol=0)
 
 
@@ -80,7 +83,7 @@ def test_zero_points_that_contradict_the_config_are_named(tmp_path: Path) -> Non
     tensor = found[f"{MODULE}.weight"]
     assert isinstance(tensor, QuantizedTensor)
     with pytest.raises(CheckpointError, match="qzeros has zero points other than 8"):
-        blocks_of(tensor, to)
+        list(blocks_of(tensor, to))
 
 
 def test_sizes_that_are_no_whole_blocks_are_widened(tmp_path: Path) -> None:

@@ -18,9 +18,14 @@ from llmc.config import EngineConfig
 from llmc.engine.messages import (
     AbortRequest,
     AddRequest,
+    BlockMap,
     EngineOutputs,
+    EngineState,
     EngineStats,
+    FinishedRequest,
+    GetState,
     RequestUpdate,
+    RequestView,
 )
 from llmc.engine.plan import TokenLogprobs
 from llmc.errors import ConfigError
@@ -48,6 +53,38 @@ ASKS_MORE = SamplingParams(
 )
 REQUEST = AddRequest(request_id="r", prompt_token_ids=[1, 2], sampling=SAMPLING, priority=-1)
 STATS = EngineStats(**{name: i for i, name in enumerate(EngineStats.__dataclass_fields__)})
+STATE = EngineState(
+    time_s=1.5,
+    collect_s=0.001,
+    stats=STATS,
+    num_rows=4,
+    step_tokens=512,
+    block_size=16,
+    blocks=BlockMap(
+        num_blank=1,
+        num_cached=1,
+        num_used=2,
+        num_shared=1,
+        num_saved=1,
+        blocks_per_cell=1,
+        runs=[0, 1, 1, 1, 2, 1, 3, 1],
+    ),
+    requests=[
+        RequestView(
+            number=3,
+            state="running",
+            row=0,
+            num_prompt_tokens=20,
+            num_cached_tokens=16,
+            num_computed_tokens=21,
+            num_output_tokens=2,
+            age_s=0.5,
+            first_token_s=None,
+            block_runs=[2, 2],
+        )
+    ],
+    finished=[FinishedRequest(number=1, num_output_tokens=5, first_token_s=0.25, total_s=1.0)],
+)
 LOGPROBS = TokenLogprobs(
     token_id=1, logprob=float("-inf"), rank=2, top_token_ids=[7], top_logprobs=[-0.25]
 )
@@ -67,7 +104,12 @@ to_frontend: wire.Unpacker[Any] = wire.Unpacker(wire.TO_FRONTEND)
 
 @pytest.mark.parametrize(
     "message",
-    [wire.Hello(), AbortRequest(request_id="r"), wire.FrontendGone(frontend="api-1")],
+    [
+        wire.Hello(),
+        AbortRequest(request_id="r"),
+        GetState(),
+        wire.FrontendGone(frontend="api-1"),
+    ],
 )
 def test_messages_to_the_engine_arrive(message: Any) -> None:
     assert to_engine(wire.pack(message)) == message
@@ -114,7 +156,8 @@ def test_two_grammars_at_once_do_not_arrive() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [EngineOutputs(updates=[UPDATE], stats=STATS), wire.Disconnected(reason="why")]
+    "message",
+    [EngineOutputs(updates=[UPDATE], stats=STATS), STATE, wire.Disconnected(reason="why")],
 )
 def test_messages_of_the_engine_arrive(message: Any) -> None:
     assert to_frontend(wire.pack(message)) == message

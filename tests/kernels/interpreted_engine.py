@@ -10,16 +10,19 @@ from pathlib import Path
 import pytest
 import tiny_engine
 import tiny_models
+from packed_checkpoints import write_mxfp4
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels.triton import paged_attention
 from llmc.kernels.triton.launch import Launch
 
 NUM_TOKENS = 4
+SIZES = {"hidden_size": 64, "intermediate_size": 128}  # whole blocks of 32 inputs
 ALWAYS = {"attention_kernel", "stats_kernel", "draw_kernel", "apply_kernel"}
 LAUNCHED = {
     "qwen3": ALWAYS | {"rope_write_kernel", "norm_kernel", "act_mul_kernel"},
     "gpt_oss": ALWAYS | {"expert_kernel"},
+    "gpt_oss in mxfp4": ALWAYS | {"low_bit_expert_kernel"},
 }
 
 
@@ -36,10 +39,14 @@ def test_greedy_tokens_with_every_op_in_triton(
 
     monkeypatch.setattr(Launch, "run", recorded)
     monkeypatch.setattr(paged_attention, "multiprocessors", lambda device: 2)
-    path = tiny_models.save_checkpoint(family, tmp_path)
+    name, _, form = family.partition(" in ")
+    path = wide = tiny_models.save_checkpoint(name, tmp_path, **(SIZES if form else {}))
+    if form == "mxfp4":
+        path, wide = write_mxfp4(path, tmp_path)
     engine = tiny_engine.start(path).engine(max_num_batched_tokens=16)  # so prompts are chunked
-    prompts = tiny_models.prompts((11, 3, 26))
-    model = tiny_models.load_reference(path)
+    lengths = (11, 3) if form else (11, 3, 26)  # the others have shown that prompts are divided
+    prompts = tiny_models.prompts(lengths)
+    model = tiny_models.load_reference(wide)
     made = tiny_engine.generate(engine, prompts, NUM_TOKENS)
     for prompt, got in zip(prompts, made, strict=True):
         want = tiny_models.continue_greedily(model, prompt, NUM_TOKENS)

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,24 @@ def test_a_build_that_was_ended_goes_on_where_it_stopped(fake_compiler: Path) ->
 def test_concurrent_builders_agree(fake_compiler: Path) -> None:
     builds = [build.start_build() for _ in range(4)]
     assert len({b.wait() for b in builds}) == 1
+
+
+def test_one_that_another_process_overtook_takes_its_library(
+    fake_compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has put the objects away, so this one can't put down its own."""
+    compile_library = build.compile_library
+
+    def overtaken(*args: Any, **options: Any) -> str | None:
+        monkeypatch.setattr(build, "compile_library", compile_library)
+        build.Build(pick_level(), may_be_prebuilt=False).wait()
+        return compile_library(*args, **options)
+
+    monkeypatch.setattr(build, "compile_library", overtaken)
+    library = build.Build(pick_level(), may_be_prebuilt=False).wait()
+    assert library.read_text() == "built\n"
+    cache = fake_compiler / "cache" / "cpu"
+    assert [path.name for path in cache.iterdir()] == [library.parent.name]
 
 
 def test_the_key_covers_compiler_and_sources(

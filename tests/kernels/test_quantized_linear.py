@@ -63,7 +63,7 @@ def test_values_on_the_grid_come_back(format: Format) -> None:
 
 
 def test_shapes_follow_from_the_format() -> None:
-    assert kept_as("int4", 32, 256) == Quantization(format="int4", group=128)
+    assert kept_as("int4", 32, 256) == Quantization(format="int4", group=128, scale="bfloat16")
     assert kept_as("int4", 32, 96).group == 32
     assert kept_as("int8", 32, 96).group == 0
     assert quantization_of("int8", 24, 64) is None, "24 channels are no whole blocks"
@@ -89,7 +89,7 @@ def test_layout_by_hand() -> None:
 
 def grouped(format: Format, n: int, k: int, group: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Weight, scale and zero as checkpoints have them: every code, scales of groups in float32."""
-    to = Quantization(format=format, group=group, wide_scale=True, zero=format == "int4")
+    to = Quantization(format=format, group=group, scale="float32", zero=format == "int4")
     gen = torch.Generator().manual_seed(n + k)
     codes = torch.randint(0, 256, to.shape("weight", n, k), generator=gen, dtype=torch.uint8)
     if format == "fp8":
@@ -234,7 +234,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(RuntimeError, match=r"scale \[2, 8, 16\] does not fit"):
         run(x, weight, torch.ones(2, 8, 16))
     with pytest.raises(RuntimeError, match="scale must be float32"):
-        run(x, weight, scale.bfloat16())
+        run(x, weight, scale.double())
     with pytest.raises(RuntimeError, match="weight must be int8, uint8 or float8_e4m3fn"):
         run(x, weight.to(torch.int16), scale)
     with pytest.raises(RuntimeError, match="bias must be a dense"):

@@ -1,13 +1,14 @@
 """A wheel with the C++ ops in an empty environment: they are there at once, with no compiler.
 
 Built for this machine's lowest level and one more, which it may lack, since what holds several is
-put together otherwise than what holds one (compile.py).
+put together otherwise than what holds one (compile.py). Not optimized: what is tested is that.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import quick_compiler
+from quick_compiler import WHEEL_LEVELS
 
 from llmc.kernels.cpu.compile import find_toolchain
 from llmc.kernels.cpu.levels import ladder, supported
@@ -41,7 +44,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]  # one build f
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if find_toolchain() is None:
+    toolchain = find_toolchain()
+    if toolchain is None:
         pytest.skip("no C++ compiler here")
     if not supported():
         pytest.skip("no level of instructions fits this processor")
@@ -50,13 +54,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in (*NEEDED, "README.md", "LICENSE"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, sources / name)
-    levels = ",".join(level.name for level in ladder(platform.machine())[:2])
+    levels = ladder(platform.machine())[:WHEEL_LEVELS]
+    compilers = tmp_path_factory.mktemp("compilers")
+    quick = quick_compiler.make(compilers, toolchain, levels, optimized=False)
     run = subprocess.run(
         [
             *(sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation"),
             *("--outdir", str(folder), str(sources)),
         ],
-        env={**os.environ, "LLMC_WHEEL_LEVELS": levels},
+        env={
+            **os.environ,
+            "CXX": shlex.join(quick.compiler),
+            "LLMC_WHEEL_LEVELS": ",".join(level.name for level in levels),
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -71,6 +81,8 @@ def test_a_wheel_is_for_one_machine_and_any_python(wheel: Path) -> None:
     assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"llmc/kernels/cpu/prebuilt/ops.so", "llmc/kernels/cpu/prebuilt/ops.json"} < {*names}
+    page = {f"llmc/server/web/{file.name}" for file in (ROOT / "llmc/server/web").iterdir()}
+    assert "llmc/server/web/index.html" in page < {*names}
 
 
 def test_the_ops_are_there_without_a_compiler(wheel: Path, tmp_path: Path) -> None:

@@ -33,8 +33,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantized_reference(path: Path, format: Format) -> Any:
-    """transformers' model with every linear's weight put through the format and back."""
+    """transformers' model with every linear's weight put through the format and back, and those of
+    routed experts."""
     model = load_reference(path)
+    for name, parameter in model.named_parameters():
+        for expert in parameter.data if parameter.dim() == 3 else ():
+            weight = expert.T if "gpt_oss" in str(path) else expert
+            to = quantization_of(format, *weight.shape)
+            assert to is not None, name
+            weight.copy_(dequantize(*quantize(weight, to)))
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             kept: Format = "int8" if format == "int4" and name == "lm_head" else format
@@ -61,6 +68,19 @@ def test_the_quantized_weights_are_computed_with_exactly(checkpoint: Path, forma
         errors.append(answer.logprobs[0] - float(plain[answer.tokens[0]]))
     error = float(torch.tensor(errors).pow(2).mean().sqrt())
     assert 0 < error < MAX_ERROR[format]
+
+
+@pytest.mark.parametrize(("family", "format"), [("mixtral", "int4"), ("gpt_oss", "int8")])
+def test_so_are_those_of_routed_experts(family: str, format: Format, tmp_path: Path) -> None:
+    """gpt_oss has them by input, with biases."""
+    path = save_checkpoint(family, tmp_path / family, **SIZES)
+    running = tiny_engine.start(path, quantization=format)
+    (report,) = [r for r in running.started.info.pass_reports if "quantize_linears" in r]
+    assert "4 llmc.quantized_expert_linear.default" in report, "two layers of two"
+    exact, asked = quantized_reference(path, format), prompts((3, 9, 17))
+    got = tiny_engine.generate(running.engine(), asked, 6)
+    want = [continue_greedily(exact, prompt, 6) for prompt in asked]
+    assert tiny_engine.differences(want, got) == (0, [])
 
 
 @needs_model

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_engine
+import torch
 from packed_checkpoints import PACKINGS, fp8, pack_quantized, write_mxfp4, write_packed
 from tiny_engine import Running
 from tiny_models import continue_greedily, load_reference, prompts, save_checkpoint
@@ -15,6 +16,7 @@ from llmc.check.check import check_model
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
 from llmc.inspect.inspect import inspect_model
+from llmc.passes.inputs import WeightInput, input_of
 from llmc.weights.checkpoint import open_checkpoint
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
@@ -92,18 +94,57 @@ def test_bytes_are_those_that_are_stored(plain: Path, tmp_path: Path) -> None:
     assert inspect_model(config).sizes.weight_bytes == kept
 
 
-def test_experts_that_are_stored_one_by_one_in_fp8(
+def expert_bits(model: Path) -> float:
+    """In memory, of a weight of the routed experts, scales included, by `llmc inspect`."""
+    config = EngineConfig(model=str(model), device="cpu", dtype="float32", max_model_len=64)
+    num_bytes = num_values = 0
+    for node in inspect_model(config).stages[-1].graph.graph.nodes:
+        role = input_of(node)
+        if isinstance(role, WeightInput) and role.quantized and "expert" in role.parts[0]:
+            value = node.meta["val"]
+            num_bytes += value.numel() * value.dtype.itemsize
+            if role.quantized.part == "weight":
+                num_values += value.numel() * (2 if value.dtype == torch.uint8 else 1)
+    return 8 * num_bytes / num_values
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("fp8 in blocks of 32", 9), ("pack-quantized int4 group", 4.5), ("gptq 4 bits", 4.75)],
+)
+def test_experts_that_are_stored_one_by_one(
+    name: str, bits: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = save_checkpoint("mixtral", tmp_path / "plain", **SIZES)
+    caplog.set_level("INFO")
+    stored, wide = write_packed(plain, tmp_path, PACKINGS[name]())
+    running = same_as_transformers(stored, wide)
+    assert "[4 llmc.quantized_expert_linear.default" in report_of(running), "two layers of two"
+    assert "are widened" not in caplog.text
+    assert expert_bits(stored) == bits
+
+
+def test_experts_whose_form_does_not_fit_are_widened(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = save_checkpoint("mixtral", tmp_path / "plain", **SIZES)
     caplog.set_level("INFO")
-    same_as_transformers(*write_packed(plain, tmp_path, fp8((32, 32))))
-    assert "24 of 32 weights that are stored quantized are widened" in caplog.text, "the experts"
+    same_as_transformers(*write_packed(plain, tmp_path, fp8((32, 48))))
+    assert "32 of 32 weights that are stored quantized are widened" in caplog.text
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """[E, K, N], gate and up interleaved, with a bias each."""
     plain = save_checkpoint("gpt_oss", tmp_path / "plain", **SIZES)
-    same_as_transformers(*write_mxfp4(plain, tmp_path))
+    stored, wide = write_mxfp4(plain, tmp_path)
+    running = same_as_transformers(stored, wide)
+    assert "+[4 llmc.quantized_expert_linear.default]" in report_of(running)
+    assert expert_bits(stored) == 4.25
+    config = EngineConfig(model=str(stored), device="cpu", dtype="float32", max_model_len=64)
+    kept = running.started.info.weight_bytes
+    assert inspect_model(config).sizes.weight_bytes == kept
+    (stored / "model.safetensors").unlink()
+    assert inspect_model(config).sizes.weight_bytes == kept
 
 
 def test_check_compares_with_the_same_numbers(plain: Path, tmp_path: Path) -> None:

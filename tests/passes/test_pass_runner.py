@@ -23,6 +23,7 @@ REQUIRED = {
     "find_shifts",
     "find_positions",
     "find_attention",
+    "find_indexers",
     "last_token_logits",
     "append_sampler",
 }
@@ -74,6 +75,7 @@ def test_the_order_that_passes_rely_on() -> None:
         ("share_rotary", "fuse_rope_write"),
         ("fuse_rms_norm", "fuse_rope_write"),
         ("page_attention", "fuse_rope_write"),
+        ("find_indexers", "page_attention"),
     ):
         if later in names:
             assert names.index(earlier) < names.index(later), (earlier, later)

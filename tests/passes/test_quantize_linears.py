@@ -22,6 +22,7 @@ from tiny_graphs import (
 )
 from torch import Tensor
 
+from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.quantized_linear import FORMATS, Format, Quantization
 from llmc.passes.inputs import WeightInput
 from llmc.passes.merge_linears import merge_linears
@@ -101,7 +102,7 @@ def test_stored_weights_keep_their_form() -> None:
         y = x + 1
         return [F.linear(x, w), F.linear(x, v), F.linear(y, u), F.linear(y, t)]
 
-    four = Quantization(format="int4", group=32, wide_scale=True, zero=True)
+    four = Quantization(format="int4", group=32, scale="float32", zero=True)
     eight = Quantization(format="int8")
     gm, _ = apply(trace(linears, **inputs), merge_linears())
     kept = (("w", four), ("v", four), ("u", four), ("t", eight))
@@ -143,6 +144,36 @@ def test_a_stored_embedding_keeps_its_bits_with_the_head_it_is_tied_to() -> None
     }
     kept = {r.quantized.part for r in roles(gm, WeightInput) if r.quantized}
     assert kept == {"weight", "scale"} and all(r.quantized for r in roles(gm, WeightInput))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_routed_experts(transposed: bool) -> None:
+    stack = made("w", 3, 64, 48) if transposed else made("w", 3, 48, 64)
+    inputs = {
+        "x": step(torch.randn(5, 64, generator=GEN)),
+        "w": stack,
+        "expert": step(torch.tensor([2, 0, 2, 1, 0])),
+    }
+
+    def routed(x: Tensor, w: Tensor, expert: Tensor) -> Tensor:
+        out: Tensor = expert_linear.overload(x, w, None, expert, transposed)
+        return out
+
+    gm = trace(routed, **inputs)
+    quantized, (report,) = apply(gm, quantize_linears(format="int8"))
+    assert report.removed == {"llmc.expert_linear.default": 1}
+    assert report.added == {"llmc.quantized_expert_linear.default": 1}
+    values = Values.of(**inputs)
+    want = run(gm, values)
+    error = float((run(quantized, values) - want).abs().max() / want.abs().max())
+    assert 0 < error < TOLERANCE["int8"]
+    assert_idempotent(gm, quantize_linears(format="int8"))
+    kept = Quantization(format="mxfp4", group=32, scale="exponent", transposed=True)
+    again, (report,) = apply(gm, quantize_linears(format=None, kept=(("w", kept),)))
+    if transposed:
+        assert all(r.quantized.kept for r in roles(again, WeightInput))
+    else:
+        assert not report.added and "stored in another order" in report.notes[0]
 
 
 def left_alone(fn: Any, **inputs: Arg) -> str:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from live_server import Live
 
-from llmc.server import app, errors, guard, openapi, protocol, run, settings
+from llmc.engine import messages, scheduler, state
+from llmc.server import app, engine_events, errors, guard, openapi, protocol, run, settings
+from llmc.server.anthropic_protocol import CountTokensBody, MessagesBody
+from llmc.server.ollama_protocol import GenerateBody, OllamaChatBody, OllamaOptions, ShowBody
+from llmc.server.responses_protocol import ResponsesBody
+from llmc.server.responses_store import MAX_STORED, MAX_STORED_BYTES
 from llmc.server.throughput import INTERVAL_S
 
 TEXT = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
@@ -30,10 +36,57 @@ def test_the_endpoints_are_those_of_the_app() -> None:
     assert {(verbs.replace(" ", ""), path) for verbs, path in rows} == served
 
 
+# Bodies that have a section of their own.
+SECTIONS: dict[str, tuple[type[protocol.Body], ...]] = {
+    "Responses": (ResponsesBody,),
+    "Anthropic Messages": (MessagesBody, CountTokensBody),
+    "Ollama": (OllamaChatBody, GenerateBody, ShowBody),
+}
+
+
 def test_every_field_of_a_body_is_described() -> None:
+    others = {body for bodies in SECTIONS.values() for body in bodies}
     described = codes(part("Request fields"))
-    for body in [*openapi.BODIES.values(), protocol.StreamOptions]:
+    for body in {*openapi.BODIES.values(), protocol.StreamOptions} - others:
         assert set(body.model_fields) <= described, body.__name__
+    for section, bodies in SECTIONS.items():
+        described = codes(part(section))
+        for body in bodies:
+            assert set(body.model_fields) <= described, body.__name__
+    assert set(OllamaOptions.model_fields) <= codes(part("Ollama"))
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_a_protocol_refuses_or_ignores_is_named(section: str) -> None:
+    text = part(section)
+    ignored, refused = text[text.index("Without effect") :].split("Refused by name")
+    for body in SECTIONS[section]:
+        free = {name for name, field in body.model_fields.items() if field.annotation is Any}
+        assert free <= codes(ignored)
+        if body is not ShowBody:
+            assert set(body.UNSUPPORTED) <= codes(refused)
+
+
+def test_the_events_of_the_engine() -> None:
+    text = part("The page")
+    for kind in (
+        messages.EngineState,
+        messages.BlockMap,
+        messages.RequestView,
+        messages.FinishedRequest,
+    ):
+        assert {field.name for field in fields(kind)} <= codes(text), kind.__name__
+    assert f"at most {engine_events.MAX_LISTENERS} clients" in text
+    assert f"than {engine_events.COST_SHARE * 100:g} % of the engine's time" in text
+    assert f"at most {state.MAX_CELLS} cells" in text
+    assert f"at most {state.MAX_REQUESTS}, running" in text
+    assert f"the first {state.MAX_BLOCKS} blocks" in text
+    assert f"the last {scheduler.MAX_FINISHED}:" in text
+
+
+def test_what_is_kept_of_responses() -> None:
+    kept = f"The last {MAX_STORED} responses of at most {MAX_STORED_BYTES // 2**20} MiB"
+    assert kept in part("Responses")
 
 
 def test_fields_that_are_refused_are_named() -> None:

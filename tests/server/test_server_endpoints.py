@@ -186,6 +186,7 @@ def test_control_characters_pass(live: Live) -> None:
 
 def test_models(live: Live) -> None:
     [card] = live.client.get("/v1/models").json()["data"]
+    assert card["certificate"] == {"status": "not checked"}
     assert (card["id"], card["object"], card["max_model_len"]) == ("scripted", "model", 256)
     assert live.client.get("/v1/models/scripted").json() == card
     missing = live.client.get("/v1/models/other/name")
@@ -236,7 +237,10 @@ def test_metrics(live: Live) -> None:
 def test_openapi_describes_every_route(live: Live) -> None:
     document = live.client.get("/openapi.json").json()
     paths = document["paths"]
-    assert len(paths) == len(ROUTES)
+    assert len(paths) == len({path for _, path, _ in ROUTES})
+    assert set(paths["/v1/responses/{name}"]) == {"get", "delete"}
+    failure = paths["/v1/messages"]["post"]["responses"]["default"]["content"]["application/json"]
+    assert failure["schema"]["$ref"].endswith("/AnthropicError")
     assert set(paths["/ping"]) == {"get", "post"}
     chat = paths["/v1/chat/completions"]["post"]
     schema = chat["requestBody"]["content"]["application/json"]["schema"]["$ref"]

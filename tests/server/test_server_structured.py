@@ -200,3 +200,32 @@ def test_all_at_once_say_what_each_says_alone(live: Live) -> None:
     with ThreadPoolExecutor(len(bodies) * 2) as pool:
         assert list(pool.map(ask, bodies * 2)) == alone * 2
     assert alone[2] == [] and all(answer for i, answer in enumerate(alone) if i != 2)
+
+
+def test_a_grammar_begins_behind_the_reasoning(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that is made to draw the mark of the end at once."""
+    hf = live.scripted.tokenizer.hf
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning %}<|im_start|>"
+        "{{ m.reasoning }}<|endoftext|>{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<|im_start|>{% endif %}"
+    )
+    monkeypatch.setattr(hf, "chat_template", template)
+    end = hf.convert_tokens_to_ids("<|endoftext|>")
+    body = {
+        "messages": [{"role": "user", "content": "A pass?"}],
+        "logit_bias": {str(end): 100.0},
+        "response_format": FORMAT,
+        "max_tokens": 100,
+        "return_token_ids": True,
+    }
+    [choice] = live.post(CHAT, body).json()["choices"]
+    assert choice["token_ids"][0] == end and end not in choice["token_ids"][1:]
+    events = live.events(CHAT, body)
+    streamed = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    limited = {**body, "logit_bias": {str(end): -100.0}, "thinking_token_budget": 5}
+    for more in ({}, {"response_format": None, "ignore_eos": True, "max_tokens": 20}):
+        [cut] = live.post(CHAT, {**limited, **more}).json()["choices"]
+        assert cut["token_ids"].index(end) == 5 and cut["message"]["content"]
+    for content in (choice["message"]["content"], streamed):
+        assert set(json.loads(content)) == {"age", "ok"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -55,6 +56,13 @@ class Served:
         text = httpx.get(self.url + "/metrics", timeout=30).text
         found = re.findall(rf"^llmc:{name}\{{(.*)\}} (\S+)$", text, re.MULTILINE)
         return {labels: float(value) for labels, value in found}
+
+    def event(self) -> dict[str, Any]:
+        """The first event of the engine's state, from whichever process takes the connection."""
+        with httpx.stream("GET", self.url + "/v1/engine/events", timeout=30) as response:
+            line = next(line for line in response.iter_lines() if line)
+        event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+        return event
 
     def children(self) -> dict[str, psutil.Process]:
         """The processes under the main one, by the module that they run."""
@@ -126,6 +134,9 @@ def test_several_api_processes_share_an_engine_and_a_port(tmp_path: Path) -> Non
             assert sum(server.metric("request_success_total").values()) == 30
             assert sum(server.metric("process_up").values()) == 3
 
+        events = [server.event() for _ in range(6)]
+        assert {event["stats"]["num_finished"] for event in events} == {30}
+        assert {event["blocks"]["num_used"] for event in events} == {0}
         check_a_killed_worker(server, worker)
         check_a_killed_engine(server)
 

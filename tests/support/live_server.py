@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -105,7 +106,11 @@ def read_answer(sock: socket.socket) -> bytes:
 
 @contextlib.contextmanager
 def live_server(
-    settings: ServerSettings | None = None, *, over: Any = None, **engine_options: Any
+    settings: ServerSettings | None = None,
+    *,
+    over: Any = None,
+    port: int = 0,
+    **engine_options: Any,
 ) -> Iterator[Live]:
     """`over`: something like a Scripted that is there already."""
     scripted = over or make_scripted(**engine_options)
@@ -113,13 +118,16 @@ def live_server(
     llm = AsyncLLM.from_started(scripted, scripted.config, scripted.tokenizer)  # type: ignore[arg-type]
     ready = threading.Event()
     server = Server(create_app(llm, settings), settings, on_ready=ready.set)
-    sock = bind_socket("127.0.0.1", 0)
+    sock = bind_socket("127.0.0.1", port)
     port = sock.getsockname()[1]
     thread = threading.Thread(target=server.run, args=([sock],), name="server")
     thread.start()
     assert ready.wait(10), "the server did not start"
     headers = {"authorization": f"Bearer {settings.api_keys[0]}"} if settings.api_keys else {}
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=20)
+    url = f"{settings.scheme}://127.0.0.1:{port}"
+    # HTTPS: the certificate is the test's own, and trusted
+    verify: Any = ssl.create_default_context(cafile=settings.ssl_certfile)
+    client = httpx.Client(base_url=url, headers=headers, timeout=20, verify=verify)
     live = Live(scripted=scripted, llm=llm, server=server, port=port, client=client, thread=thread)
     try:
         yield live

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from llmc.kernels import (  # noqa: F401
     act_mul,
+    add_lora,
     attention,
     ban_words,
     causal_conv,
+    choose_keys,
     decayed_softmax,
     delta_rule,
     fused_linear,

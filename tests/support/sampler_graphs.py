@@ -20,6 +20,7 @@ def tables(**changes: Tensor) -> dict[str, Arg]:
     made = {
         name: torch.full(table.shape(sizes), table.neutral, dtype=table.dtype)
         for name, table in ROW_TABLES.items()
+        if name != "adapter"  # which the layers read
     }
     return {name: step(t) for name, t in (made | changes).items()}
 

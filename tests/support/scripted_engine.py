@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from llmc.config import EngineConfig
+from llmc.engine.adapters import AdapterLoader
 from llmc.engine.core import EngineCore
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.plan import NewRow
@@ -136,6 +137,7 @@ def make_scripted(
     max_num_queued: int | None = None,
     chat_template: str | None = CHAT_TEMPLATE,
     special_tokens: Sequence[str] = (),
+    adapters: AdapterLoader | None = None,
     **info: Any,
 ) -> Scripted:
     tokenizer = Tokenizer(make_hf_tokenizer(chat_template, special_tokens))
@@ -151,7 +153,11 @@ def make_scripted(
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
         ),
-        EngineFeatures(eos_token_ids=model.eos_token_ids),
+        EngineFeatures(eos_token_ids=model.eos_token_ids, adapters=adapters),
     )
-    config = EngineConfig(max_num_seqs=max_num_seqs, max_num_queued=max_num_queued)
+    config = EngineConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_queued=max_num_queued,
+        enable_lora=adapters is not None,
+    )
     return Scripted(engine=engine, info=model, runner=runner, tokenizer=tokenizer, config=config)

@@ -16,8 +16,10 @@ from llmc.compiler.cache import ProgramCache
 from llmc.compiler.program import Program
 from llmc.compiler.serialize import dump_graph
 from llmc.config import EngineConfig
+from llmc.engine.adapters import AdapterLoader
 from llmc.engine.core import EngineCore
 from llmc.engine.kv.layout import CacheLayout
+from llmc.engine.kv.swap import SwapRoom
 from llmc.engine.messages import AddRequest
 from llmc.engine.options import EngineFeatures, EngineLimits, RowStates
 from llmc.engine.plan import Runner
@@ -52,6 +54,8 @@ class Running:
         runner: Runner | None = None,
         speculation: Speculation | None = None,
         row_states: RowStates | None = None,
+        swap_room: SwapRoom | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> EngineCore:
         """A fresh EngineCore around the same runner; what is in its cache is poison.
 
@@ -84,6 +88,8 @@ class Running:
                 enable_prefix_caching=enable_prefix_caching and not info.state_bytes_per_request,
                 speculation=speculation,
                 row_states=row_states,
+                swap_room=swap_room,
+                adapters=adapters,
                 windows=windows,
             ),
         )

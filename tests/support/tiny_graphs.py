@@ -6,6 +6,7 @@ run(gm, values)
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from llmc.passes.base import Pass, PassReport, histogram, remove_dead_code, run_passes
 from llmc.passes.inputs import (
+    AdapterInput,
     CacheInput,
     ConstantInput,
     Input,
@@ -88,6 +90,12 @@ class _Plain:
         out.copy_(self.tensors[name])
 
 
+def draw_adapter(role: AdapterInput, shape: tuple[int, ...]) -> Tensor:
+    """What a graph's slots of adapters hold: random numbers that depend on the role alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(role).encode()))
+    return torch.randn(shape, generator=generator)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Values:
     """What to run a graph on: step inputs and weights by name, caches by (layer, part)."""
@@ -119,6 +127,8 @@ class Values:
         if isinstance(role, CacheInput):
             caches = self.caches
             return torch.empty(0) if caches is None else caches[role.layer, role.part]
+        if isinstance(role, AdapterInput):
+            return draw_adapter(role, tuple(node.meta["val"].shape))
         assert isinstance(role, WeightInput)
         shapes = {name: tuple(t.shape) for name, t in self.weights.items()}
         dtype = torch.float32 if role.quantized else node.meta["val"].dtype

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from llmc.kernels.fp8 import FP8
-from llmc.kernels.quantized_linear import Format, Quantization, quantization_of
+from llmc.kernels.quantized_linear import Format, Quantization, Scale, quantization_of
 from llmc.kernels.triton import (
     act_mul,
+    add_lora,
     causal_conv,
+    choose_keys,
+    chosen_attention,
     decayed_softmax,
     delta_rule,
     expert_linear,
@@ -26,6 +29,7 @@ from llmc.kernels.triton import (
     paged_attention,
     process_logits,
     quantized_embedding,
+    quantized_expert_linear,
     quantized_linear,
     rope_write,
     sample,
@@ -91,6 +95,15 @@ def attention(
     )
 
 
+def chosen(group: int, *, cache: torch.dtype = BF16, sinks: Tensor | None = None) -> Plan[Tensor]:
+    """Latent attention's sizes: 192 channels of a key, 128 of a value."""
+    return chosen_attention.plan(
+        meta(64, 64, 192), meta(64, 64 // group, 16, 192, dtype=cache),
+        meta(64, 64 // group, 16, 128, dtype=cache), ints(65), ints(64), ints(64, 2048),
+        ints(64, 2048), 192**-0.5, 0.0, sinks,
+    )  # fmt: skip
+
+
 def caches(tokens: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
     return *(meta(64, 8, 16, 128, dtype=dtype) for _ in "kv"), longs(tokens)
 
@@ -145,6 +158,18 @@ def experts(rows: int, *, transposed: bool = False, bias: bool = False) -> Plan[
     )
 
 
+def lora(rows: int, rank: int, parts: int = 1) -> Plan[None]:
+    """Eight slots on a linear of 4096 inputs."""
+    return add_lora.plan(
+        meta(1, rows, 6144),
+        meta(1, rows, 4096),
+        meta(8, parts, rank, 4096),
+        meta(8, rank, 6144),
+        ints(parts + 1),
+        ints(rows),
+    )
+
+
 def step_inputs() -> Plan[None]:
     tokens, rows = 8192, 64
     history, table = ints(257, 40961), ints(257, 2 * 2560)
@@ -167,7 +192,7 @@ def low_bit(rows: int, format: Format, *, group: int = 0) -> Plan[Tensor]:
     """`group`: as checkpoints have them, with scales in float32 and, in int4, zero points."""
     to = quantization_of(format, 4096, 14336)
     if group:
-        to = Quantization(format=format, group=group, wide_scale=True, zero=format == "int4")
+        to = Quantization(format=format, group=group, scale="float32", zero=format == "int4")
     assert to is not None
     weight = meta(*to.shape("weight", 4096, 14336), dtype=to.dtype)
     scale = meta(*to.shape("scale", 4096, 14336), dtype=to.scale_dtype)
@@ -175,9 +200,25 @@ def low_bit(rows: int, format: Format, *, group: int = 0) -> Plan[Tensor]:
     return quantized_linear.plan(meta(rows, 14336), weight, scale, zeros, meta(4096))
 
 
+def low_bit_experts(rows: int, format: Format, *, minimum: bool = False) -> Plan[Tensor]:
+    """In groups of 32, as checkpoints and GGUF files have them."""
+    scale: Scale = "exponent" if format == "mxfp4" else "float16"
+    to = Quantization(format=format, group=32, scale=scale, minimum=minimum)
+    parts = {p: meta(*to.shape(p, 128, 1536, 2048), dtype=d) for p, d in to.dtypes.items()}
+    return quantized_expert_linear.plan(
+        meta(rows, 2048),
+        parts["weight"],
+        parts["scale"],
+        None,
+        meta(128, 1536),
+        longs(rows),
+        parts.get("minimum"),
+    )
+
+
 def embedding(tokens: int, format: Format, *, minimum: bool = False) -> Plan[Tensor]:
     """In groups of 32, as GGUF files have them."""
-    to = Quantization(format=format, group=32, wide_scale=True, minimum=minimum)
+    to = Quantization(format=format, group=32, scale="float32", minimum=minimum)
     weight = meta(*to.shape("weight", VOCAB, 4096), dtype=to.dtype)
     scale = floats(*to.shape("scale", VOCAB, 4096))
     minimums = floats(*scale.shape) if minimum else None
@@ -244,6 +285,18 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "attention prompts out of pages": lambda: gather_pages.plan(
         meta(64, 8, 16, 128), meta(64, 8, 16, 128), ints(5), ints(4, 2048), 8192, 4096
     ),
+    "attention chosen": lambda: chosen(4),
+    "attention chosen fp8_e4m3 sinks": lambda: chosen(64, cache=FP8[0], sinks=meta(64)),
+    "choose_keys": lambda: choose_keys.plan_ranks(
+        meta(64, 64, 128),
+        floats(64, 64),
+        meta(64, 1, 16, 128),
+        ints(65),
+        ints(64),
+        ints(64, 2048),
+        0,
+        64,
+    ),
     "write_kv fp8_e5m2": lambda: write_kv.plan(
         meta(64, 8, 128), meta(64, 8, 128), *caches(64, FP8[1]), floats(8), floats(1)
     ),
@@ -281,6 +334,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     ),
     "expert_linear few": lambda: experts(64),
     "expert_linear many": lambda: experts(32768, transposed=True, bias=True),
+    "add_lora few": lambda: lora(64, 16, parts=3),
+    "add_lora many": lambda: lora(8192, 64),
     "fused_linear row": lambda: few_rows(1, 4096, 14336),
     "fused_linear row gated": lambda: few_rows(1, 28672, 4096, "silu"),
     "fused_linear few": lambda: few_rows(8, 4096, 14336),
@@ -292,6 +347,11 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_linear int4 few": lambda: low_bit(8, "int4", group=128),
     "quantized_linear int4 many": lambda: low_bit(4096, "int4"),
     "quantized_linear fp8 many": lambda: low_bit(4096, "fp8"),
+    "quantized_expert_linear mxfp4 few": lambda: low_bit_experts(64, "mxfp4"),
+    "quantized_expert_linear mxfp4 many": lambda: low_bit_experts(32768, "mxfp4"),
+    "quantized_expert_linear int4 few": lambda: low_bit_experts(64, "int4", minimum=True),
+    "quantized_expert_linear int8 many": lambda: low_bit_experts(32768, "int8"),
+    "quantized_expert_linear fp8 few": lambda: low_bit_experts(64, "fp8"),
     "quantized_embedding int4": lambda: embedding(64, "int4", minimum=True),
     "quantized_embedding int8": lambda: embedding(64, "int8"),
     "quantized_embedding fp8": lambda: embedding(64, "fp8"),

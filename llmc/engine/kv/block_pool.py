@@ -13,6 +13,9 @@ import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from llmc.engine.messages import BlockMap
 
 _KEY = secrets.token_bytes(32)  # digests of another process can't be guessed or forged
 
@@ -129,6 +132,27 @@ class BlockPool:
         if digest is not None:
             del self._block_of[digest]
             self._digest_of[block] = None
+
+    # For people who watch
+
+    def draw(self, max_cells: int) -> BlockMap:
+        """The state of all blocks. Costs O(num_blocks), a few nanoseconds each."""
+        counts, digests = self._references, self._digest_of
+        num_used = self.num_blocks - self.num_free
+        width = -(-self.num_blocks // max_cells)
+        cells = []
+        for start in range(0, self.num_blocks, width):
+            most, names = max(counts[start : start + width]), digests[start : start + width]
+            cells.append(min(most, 2) + 1 if most else int(names.count(None) < len(names)))
+        return BlockMap(
+            num_blank=len(self._blank),
+            num_cached=len(self._cached),
+            num_used=num_used,
+            num_shared=num_used - counts.count(1),
+            num_saved=sum(counts) - num_used,
+            blocks_per_cell=width,
+            runs=[n for state, run in groupby(cells) for n in (state, len(list(run)))],
+        )
 
     # Invariants
 

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from llmc.engine.adapters import AdapterSlots
 from llmc.engine.kv.block_pool import BlockPool
 from llmc.engine.kv.layout import CacheLayout
 from llmc.engine.kv.prefix_cache import NO_BLOCK, find_prefix, group_digest, live
@@ -41,8 +42,10 @@ class RowTable:
         pool: BlockPool,
         layout: CacheLayout | None = None,
         swap_room: SwapRoom | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.pool = pool
+        self.adapters = adapters or AdapterSlots()
         layout = layout or CacheLayout(block_size=pool.block_size, step_tokens=1)
         self.layout = layout
         self.num_groups = layout.num_groups
@@ -64,6 +67,7 @@ class RowTable:
         The blocks hold all its tokens. With windowed layers they hold those of its first step, and
         there must be room for as many as it will ever hold at a time. Sets `num_computed` to what
         the prefix cache, the `source` or host memory holds: never all, one token must be computed.
+        Its adapter must be ready (adapters.py).
         """
         pool, size, groups = self.pool, self.pool.block_size, self.num_groups
         attempt = (request.request_id, pool.num_free, num_spare, source.num_tokens)
@@ -103,6 +107,7 @@ class RowTable:
         )
         request.num_computed = self.swap.restore(request, len(shared), num_computed)
         request.row = heapq.heappop(self._free)
+        request.adapter_slot = self.adapters.acquire(request.adapter)
         self.owners[request.row] = request
         self._refused = None
         return True
@@ -152,6 +157,7 @@ class RowTable:
         assert request.row is not None and request.num_in_flight == 0
         self.pool.give_back(live(request.table.blocks))
         request.table = BlockTable(digests=request.table.digests)
+        self.adapters.release(request.adapter)
         self.owners[request.row] = None
         self._released.add(request.row)
         heapq.heappush(self._free, request.row)
@@ -209,6 +215,7 @@ class RowTable:
         """Raise AssertionError unless rows and blocks agree. Costs O(num_blocks)."""
         owners = [request for request in self.owners if request is not None]
         self.pool.check(live(request.table.blocks) for request in owners)
+        self.adapters.check([request.adapter for request in owners])
         free = [row for row, request in enumerate(self.owners) if request is None]
         if sorted(self._free) != free:
             raise AssertionError(
@@ -237,5 +244,6 @@ def new_row(request: Request) -> NewRow:
         seed=request.seed,
         stop_token_ids=tuple(sorted(request.stop_token_ids)),
         row_state=request.row_state,
+        adapter_slot=request.adapter_slot,
         num_candidates=request.extension.num_candidates if request.extension is not None else 0,
     )

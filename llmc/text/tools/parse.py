@@ -36,6 +36,7 @@ class Delta:
     """What more text brought."""
 
     content: str = ""
+    reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
 
 

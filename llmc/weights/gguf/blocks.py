@@ -22,6 +22,7 @@ from llmc.kernels.quantized_linear import (
     Format,
     Part,
     Quantization,
+    Scale,
     pack_groups,
     pack_weight,
 )
@@ -31,7 +32,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Integers:
-    """Of blocks [B]: `q` [B, values], `scale` and `minimum` [B, groups] in float32."""
+    """Of blocks [B]: `q` [B, values], `scale` and `minimum` [B, groups] in float32.
+
+    Of MXFP4 codes and exponents, of which 255 stands for NaN as in the format's specification.
+    """
 
     q: Array
     scale: Array
@@ -152,10 +156,7 @@ def _iq4_xs(blocks: Array) -> Integers:
 
 
 def _mxfp4(blocks: Array) -> Integers:
-    values = np.array(quants.MXFP4.kvalues, np.int8)
-    exponent = blocks[:, :1].astype(np.uint32)
-    small = np.where(exponent < 2, 0x00200000 << exponent, exponent - 1 << 23)
-    return Integers(q=values[_nibbles(blocks[:, 1:])], scale=small.astype("<u4").view(np.float32))
+    return Integers(q=_nibbles(blocks[:, 1:]), scale=blocks[:, :1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,22 +167,23 @@ class _Kind:
     read: Callable[[Array], Integers]
     minimum: bool = False
     group: int = 32
+    scale: Scale = "float32"
 
 
 _KINDS = {
-    Type.Q4_0: _Kind("int4", _q4_0),
-    Type.Q4_1: _Kind("int4", _q4_1, minimum=True),
-    Type.Q5_0: _Kind("int8", _q5_0),
-    Type.Q5_1: _Kind("int8", _q5_1, minimum=True),
-    Type.Q8_0: _Kind("int8", _q8_0),
+    Type.Q4_0: _Kind("int4", _q4_0, scale="float16"),
+    Type.Q4_1: _Kind("int4", _q4_1, minimum=True, scale="float16"),
+    Type.Q5_0: _Kind("int8", _q5_0, scale="float16"),
+    Type.Q5_1: _Kind("int8", _q5_1, minimum=True, scale="float16"),
+    Type.Q8_0: _Kind("int8", _q8_0, scale="float16"),
     Type.Q2_K: _Kind("int4", _q2_k, minimum=True, group=16),
     Type.Q3_K: _Kind("int4", _q3_k, group=16),
     Type.Q4_K: _Kind("int4", _q4_k, minimum=True),
     Type.Q5_K: _Kind("int8", _q5_k, minimum=True),
     Type.Q6_K: _Kind("int8", _q6_k, group=16),
-    Type.IQ4_NL: _Kind("int8", _iq4_nl),
+    Type.IQ4_NL: _Kind("int8", _iq4_nl, scale="float16"),
     Type.IQ4_XS: _Kind("int8", _iq4_xs),
-    Type.MXFP4: _Kind("int8", _mxfp4),
+    Type.MXFP4: _Kind("mxfp4", _mxfp4, scale="exponent"),
 }
 KEPT = tuple(_KINDS)
 
@@ -194,7 +196,7 @@ def kept_as(kind: Type, channels: int, depth: int) -> Quantization | None:
     return Quantization(
         format=held.format,
         group=held.group,
-        wide_scale=held.format == "int4",
+        scale=held.scale,
         minimum=held.minimum,
     )
 
@@ -212,7 +214,8 @@ def to_blocks(raw: Array, kind: Type, to: Quantization) -> dict[Part, torch.Tens
     )
     for part, values in groups:
         if values is not None:
-            parts[part] = pack_groups(torch.from_numpy(values.reshape(channels, -1).copy()))
+            rows = torch.from_numpy(values.reshape(channels, -1).copy())
+            parts[part] = pack_groups(rows.to(to.dtypes[part]))
     return parts
 
 

@@ -140,7 +140,7 @@ def _dtype(header: GgufHeader) -> str | None:
         if len(tensor.shape) > 1:
             count = math.prod(tensor.shape)
             sizes[tensor.type.name] += count
-            if len(tensor.shape) == 2 and kept_as(tensor.type, *tensor.shape) is not None:
+            if kept_as(tensor.type, *tensor.shape[-2:]) is not None:
                 kept += count
     if set(sizes) <= {"F32"}:
         return "float32"

@@ -30,11 +30,14 @@ def write_index(
 
     def order(name: str) -> str | None:
         """Of the rows of a parameter: a key of `orders`; None where it takes more to make it."""
-        [part, *others] = parameters.parts[name]
-        shape = header.tensors[part].shape
-        if others or shape != parameters.shapes[name] or len(shape) > 2:
-            return None
-        rows = undo.row_order(part, shape)
+        shapes = {part: header.tensors[part].shape for part in parameters.parts[name]}
+        [(part, shape), *others] = shapes.items()
+        if len(shape) == 3:
+            rows = undo.expert_order(name, shapes, parameters.shapes[name])
+        elif others or shape != parameters.shapes[name] or len(shape) > 2:
+            rows = None
+        else:
+            rows = undo.row_order(part, shape)
         if rows is None:
             return None
         if np.array_equal(rows, np.arange(len(rows))):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,7 +42,9 @@ class Undo:
     def processor(self) -> Any:
         return processor_of(self.architecture, self.fields)
 
-    def __call__(self, weights: Floats, name: str, made: dict[str, Tensor]) -> Floats | None:
+    def __call__(
+        self, weights: NDArray[Any], name: str, made: dict[str, Tensor]
+    ) -> NDArray[Any] | None:
         """None where the result, or a part of it, was put into `made`."""
         try:
             with np.errstate(all="ignore"):  # NaN in a file stays NaN
@@ -81,12 +83,45 @@ class Undo:
         order = (first / 2).astype(np.int64)
         return order if np.array_equal(moved, columns[order]) else None
 
+    def expert_order(
+        self, parameter: str, parts: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]
+    ) -> NDArray[np.int64] | None:
+        """The same of each expert of a parameter [E, N, K]: rows of its matrices end to end.
+
+        None where experts are not alike.
+        """
+        experts = shape[0]
+        if len(shape) != 3 or any(p[0] != experts or p[2] != shape[2] for p in parts.values()):
+            return None
+        count, start = sum(p[1] for p in parts.values()), 0
+        made: dict[str, Tensor] = {}
+        whole: Any = None
+        first = np.arange(experts, dtype=np.float64)[:, None] * count
+        for part, (_, rows, _) in parts.items():
+            numbers = first + np.arange(start, start + rows)
+            columns = np.stack((2 * numbers, 2 * numbers + 1), axis=-1)
+            try:
+                whole = self(columns, part, made)
+            except CheckpointError:
+                return None
+            start += rows
+        moved = made[parameter].numpy() if whole is None and parameter in made else whole
+        if moved is None or moved.shape != (experts, shape[1], 2) or shape[1] != count:
+            return None
+        order = (moved[:, :, 0] / 2 - first).astype(np.int64)
+        is_alike = np.array_equal(order, np.broadcast_to(order[0], order.shape))
+        if not is_alike or not np.array_equal(moved[:, :, 1], moved[:, :, 0] + 1):
+            return None
+        found: NDArray[np.int64] = order[0]
+        return found
+
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
     """A parameter, read in `dtype`. `parts` are several where experts' matrices are joined.
 
-    `row_order`: see `Undo`; a slice where rows stay where they are, None where `undo` does more.
+    `row_order`: see `Undo`, of experts that of each; a slice where rows stay where they are, None
+    where `undo` does more.
     """
 
     name: str
@@ -105,7 +140,12 @@ class GgufTensor:
         """The numbers; into `out` (of any dtype) when given."""
         if out is None:
             out = staging(self.shape, self.dtype)
-        if self.row_order is not None:
+        if len(self.shape) == 3 and self.row_order is not None:
+            for matrices, place in zip(self._experts(), out, strict=True):
+                pairs = zip(matrices, self.parts, strict=True)
+                numbers = np.concatenate([_widen(raw, part) for raw, part in pairs])
+                place.copy_(torch.from_numpy(numbers[self.row_order]))
+        elif self.row_order is not None:
             raw, order = raw_rows(self.parts[0]), self.row_order
             if len(self.shape) == 1:
                 out.copy_(torch.from_numpy(_widen(raw, self.parts[0])[0][order]))
@@ -122,19 +162,30 @@ class GgufTensor:
 
     def kept_as(self) -> Quantization | None:
         """How `quantized_linear` has it as it is stored; None where it has to be widened."""
-        kind = self.parts[0].type
-        if len(self.shape) != 2 or self.row_order is None:
+        kinds = {part.type for part in self.parts}
+        if len(self.shape) < 2 or self.row_order is None or len(kinds) > 1:
             return None
-        return kept_as(kind, *self.shape)
+        return kept_as(kinds.pop(), *self.shape[-2:])
 
     @property
     def is_quantized(self) -> bool:
         return any(part.type.name not in ("F32", "F16", "BF16", "F64") for part in self.parts)
 
-    def blocks(self, to: Quantization) -> dict[Part, Tensor]:
-        """The stored bits in the op's layout."""
+    def blocks(self, to: Quantization) -> Iterator[dict[Part, Tensor]]:
+        """The stored bits in the op's layout: of each expert, if there are any."""
         assert self.row_order is not None
-        return to_blocks(raw_rows(self.parts[0])[self.row_order], self.parts[0].type, to)
+        kind = self.parts[0].type
+        if len(self.shape) == 2:
+            yield to_blocks(raw_rows(self.parts[0])[self.row_order], kind, to)
+            return
+        for matrices in self._experts():
+            yield to_blocks(np.concatenate(matrices)[self.row_order], kind, to)
+
+    def _experts(self) -> Iterator[list[NDArray[np.uint8]]]:
+        """Of each expert the rows of its matrices, as they are stored."""
+        of_parts = [raw_rows(part).reshape(self.shape[0], part.shape[1], -1) for part in self.parts]
+        for expert in range(self.shape[0]):
+            yield [raw[expert] for raw in of_parts]
 
     def _processed(self) -> Tensor:
         made: dict[str, Tensor] = {}

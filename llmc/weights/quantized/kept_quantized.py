@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from llmc.kernels.quantized_linear import (
     Format,
     Part,
     Quantization,
+    Scale,
+    pack_bytes,
     pack_groups,
     pack_weight,
 )
-from llmc.passes.inputs import WeightInput
+from llmc.weights.assignment import Assignment
 from llmc.weights.checkpoint import Readable
 from llmc.weights.gguf.tensors import GgufTensor
 from llmc.weights.quantized.config_fields import ALL
@@ -44,11 +47,27 @@ def kept_weights(tensors: Mapping[str, Readable]) -> KeptWeights:
     return tuple((name, to) for name, to in formats if to is not None)
 
 
-def tell_widened(tensors: Mapping[str, Readable], roles: Iterable[WeightInput]) -> None:
+def kept_parameters(module: nn.Module, tensors: Mapping[str, Readable]) -> KeptWeights:
+    """Of a model's parameters those that can stay as their tensors are stored."""
+    found = Assignment(module, tensors)
+    made_of: dict[str, tuple[Readable, ...]] = {
+        name: (tensor,) for name, tensor in found.direct.items()
+    }
+    made_of |= {name: found.joined(name) for name in found.converted}
+    kept = []
+    for name, parts in sorted(made_of.items()):
+        formats = {_kept_as(part) for part in parts}
+        to = formats.pop() if len(formats) == 1 else None
+        if to is not None:
+            kept.append((name, to))
+    return tuple(kept)
+
+
+def tell_widened(tensors: Mapping[str, Readable], kept: Iterable[Readable]) -> None:
     """Log which of a checkpoint's quantized weights take the memory of the model's dtype."""
     quantized = {n: t for n, t in tensors.items() if _is_quantized(t)}
-    kept = {p for role in roles if role.quantized and role.quantized.kept for p in role.parts}
-    if wide := sorted(quantized.keys() - kept):
+    held = {id(tensor) for tensor in kept}
+    if wide := sorted(n for n, t in quantized.items() if id(t) not in held):
         dtype = quantized[wide[0]].dtype
         values = sum(math.prod(quantized[name].shape) for name in wide)
         log.info(
@@ -73,10 +92,15 @@ def _kept_as(tensor: Readable) -> Quantization | None:
         return tensor.kept_as()
     if not isinstance(tensor, QuantizedTensor):
         return None
-    if tensor.transposed or len(tensor.shape) != 2 or tensor.weight.dtype == torch.float8_e5m2:
+    if tensor.weight.dtype == torch.float8_e5m2:
         return None
-    to = kept_as(tensor.scheme, tensor.block, tensor.shape, tensor.scale.dtype)
-    return to if to is not None and tensor.is_in_order() else None
+    *_, channels, depth = tensor.shape
+    if tensor.transposed:
+        channels, depth = depth, channels
+    to = kept_as(tensor.scheme, tensor.block, (channels, depth), tensor.scale.dtype)
+    if to is None or not tensor.is_in_order():
+        return None
+    return dataclasses.replace(to, transposed=tensor.transposed)
 
 
 def expected_weights(stored: StoredQuantization, module: nn.Module) -> KeptWeights:
@@ -85,29 +109,37 @@ def expected_weights(stored: StoredQuantization, module: nn.Module) -> KeptWeigh
     head: Any = getattr(module, "get_output_embeddings", lambda: None)()
     for name, child in module.named_modules():
         scheme = stored.expected(name)
-        if not isinstance(child, nn.Linear) or scheme is None or child is head:
+        if scheme is None or scheme.reorders or child is head:
             continue
-        if scheme.reorders:
-            continue
+        is_mxfp4 = scheme.layout == "mxfp4"  # which is of experts alone
         block = scheme.block or (1, ALL)
-        shape = tuple(child.weight.shape)
         scale = torch.float16 if scheme.layout in ("gptq", "awq") else torch.bfloat16
-        if (to := kept_as(scheme, block, shape, scale)) is not None:
-            found.append((f"{name}.weight", to))
+        for own, parameter in child.named_parameters(recurse=False):
+            shape = tuple(parameter.shape)
+            is_stacked = hasattr(child, "_apply_gate") and len(shape) == 3
+            if not (is_stacked or (isinstance(child, nn.Linear) and own == "weight")):
+                continue
+            if is_stacked != is_mxfp4 and (is_mxfp4 or getattr(child, "is_transposed", False)):
+                continue
+            channels, depth = shape[:-3:-1] if is_mxfp4 else shape[-2:]
+            if (to := kept_as(scheme, block, (channels, depth), scale)) is not None:
+                found.append((f"{name}.{own}", dataclasses.replace(to, transposed=is_mxfp4)))
     return tuple(found)
 
 
 def kept_as(
     scheme: WeightScheme,
     block: tuple[int, int],
-    shape: tuple[int, ...],
+    shape: tuple[int, int],
     scale_dtype: torch.dtype,
 ) -> Quantization | None:
     """None where the op can't have it exactly: small groups, or 8 bits with zero points."""
     channels, depth = shape
     format: Format = "fp8" if scheme.is_float else "int8" if scheme.bits == 8 else "int4"
-    if channels % CHANNELS or depth % INPUTS or scheme.layout == "mxfp4":
+    if channels % CHANNELS or depth % INPUTS:
         return None
+    if scheme.layout == "mxfp4":
+        return Quantization(format="mxfp4", group=block[1], scale="exponent")
     if format == "int8" and not scheme.symmetric:
         return None
     stored = block[1] or depth
@@ -120,16 +152,32 @@ def kept_as(
     return Quantization(
         format=format,
         group=group,
-        wide_scale=format == "int4" and scale_dtype != torch.bfloat16,
+        scale=_scale_of(scale_dtype) if format == "int4" else "float32",
         zero=format == "int4" and not scheme.symmetric,
     )
 
 
-def blocks_of(tensor: QuantizedTensor | GgufTensor, to: Quantization) -> dict[Part, Tensor]:
-    """What `quantized_linear` takes, made of the stored bits."""
+def _scale_of(dtype: torch.dtype) -> Scale:
+    scales: dict[torch.dtype, Scale] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+    return scales.get(dtype, "float32")
+
+
+def blocks_of(
+    tensor: QuantizedTensor | GgufTensor, to: Quantization
+) -> Iterator[dict[Part, Tensor]]:
+    """What `quantized_linear` takes, made of the stored bits: for each expert, if there are any."""
     if isinstance(tensor, GgufTensor):
-        return tensor.blocks(to)
-    low = tensor.low_bits()
+        yield from tensor.blocks(to)
+    elif to.format == "mxfp4":
+        for codes, exponents in zip(tensor.weight.read(), tensor.scale.read(), strict=True):
+            packed = pack_bytes(codes.flatten(-2))
+            yield {"weight": packed, "scale": pack_groups(exponents.view(torch.uint8))}
+    else:
+        for low in tensor.low_bits().matrices():
+            yield _blocks_of(tensor, low, to)
+
+
+def _blocks_of(tensor: QuantizedTensor, low: LowBits, to: Quantization) -> dict[Part, Tensor]:
     channels, depth = low.q.shape
     q, zero = low.q, low.zero
     if zero is not None and not to.zero:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from llmc.errors import CheckpointError
+from llmc.kernels.quantized_linear import powers_of_two
 from llmc.weights.checkpoint import Readable, StoredTensor, staging
 from llmc.weights.quantized import unpack
 from llmc.weights.quantized.quantization_config import WeightScheme
@@ -74,9 +75,9 @@ class QuantizedTensor:
                 rows = math.ceil(channels / self.block[0])
                 zero = unpack.unpack_gptq(zero, bits).T[:rows]
         elif layout == "mxfp4":
-            q, scale = unpack.unpack_e2m1(q.flatten(-2)), unpack.powers_of_two(scale)
+            q, scale = unpack.unpack_e2m1(q.flatten(-2)), powers_of_two(scale)
         if scale.dtype in BYTE_SCALES:
-            scale = unpack.powers_of_two(scale.view(torch.uint8))
+            scale = powers_of_two(scale.view(torch.uint8))
         if self.group_of is not None:
             group_of = self._checked_groups(self.group_of.read(), scale.shape[-1])
         grid = (*q.shape[:-2], *grid_of(q.shape[-2], q.shape[-1], self.block))

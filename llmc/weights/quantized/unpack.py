@@ -7,7 +7,7 @@ and the OCP microscaling formats. Bytes of a word are taken in little-endian ord
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,14 +33,21 @@ class LowBits:
     zero: Tensor | None = None
     group_of: Tensor | None = None
 
+    def matrices(self) -> Iterator[LowBits]:
+        """Itself, or what each expert has."""
+        if self.q.dim() == 2:
+            yield self
+            return
+        for e in range(len(self.q)):
+            zero = None if self.zero is None else self.zero[e]
+            yield LowBits(q=self.q[e], scale=self.scale[e], block=self.block, zero=zero)
+
 
 def dequantize(low: LowBits, out: Tensor) -> None:
     """Write the numbers into `out` [..., N, K], computed in float32 and rounded once."""
     if low.q.dim() == 3:
-        for e in range(len(low.q)):
-            zero = None if low.zero is None else low.zero[e]
-            one = LowBits(q=low.q[e], scale=low.scale[e], block=low.block, zero=zero)
-            dequantize(one, out[e])
+        for one, place in zip(low.matrices(), out, strict=True):
+            dequantize(one, place)
         return
     channels, depth = low.q.shape
     scale, zero = low.scale.float(), None if low.zero is None else low.zero.float()
@@ -120,8 +127,3 @@ def unpack_e2m1(codes: Tensor) -> Tensor:
     known = torch.tensor(_E2M1 + tuple(-v for v in _E2M1)).to(torch.float8_e4m3fn)
     both = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
     return known.view(torch.uint8)[both.int()].view(torch.float8_e4m3fn)
-
-
-def powers_of_two(exponents: Tensor) -> Tensor:
-    """E8M0: uint8 -> 2 ** (e - 127) in float32; 255 is NaN."""
-    return exponents.view(torch.float8_e8m0fnu).float()

@@ -1,0 +1,116 @@
+"""`choose_keys`: which positions of its context each token attends to: a sparse indexer.
+
+It has queries and keys of its own, far fewer than those of attention. It scores every token of the
+context and hands the best to `paged_attention`, as `chosen`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.registry import Case, op
+
+
+def _shape(*, query: Tensor, top_k: int, **others: object) -> Tensor:
+    return query.new_empty(query.shape[0], top_k, dtype=torch.int32)
+
+
+@op(mutates=("key_cache",), shape=_shape)
+def choose_keys(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    key_cache: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    block_table: Tensor,
+    top_k: int,
+) -> Tensor:
+    """query [T, H, D] of R requests laid end to end -> positions [T, top_k] int32.
+
+    Writes key [T, D] to key_cache [num_blocks, 1, block_size, D], as `write_kv` does. Then a token
+    scores each token s of its request, up to itself: the sum over h of weights[h] *
+    relu(query[h] . key[s]), with weights [T, H] float32. It chooses the top_k highest scores, of
+    equal ones the earlier token. Positions ascend, and -1 fills up where fewer tokens are there.
+
+    query_start, context_len and block_table as in `paged_attention`; a token of no request chooses
+    none. Source: the "lightning indexer" (2025), whose positive scale changes no choice.
+    """
+    block_size, num_keys = key_cache.shape[2], block_table.shape[1] * key_cache.shape[2]
+    live = slot_mapping >= 0
+    slots = slot_mapping[live]
+    key_cache[slots // block_size, 0, slots % block_size] = key[live]
+    out = query.new_full((query.shape[0], top_k), -1, dtype=torch.int32)
+    starts = query_start.tolist()
+    for r, length in enumerate(context_len.tolist()):
+        first, last = starts[r], starts[r + 1]
+        if length == 0 or first == last:
+            continue
+        blocks = block_table[r, : -(-length // block_size)].long()
+        keys = key_cache[blocks, 0].flatten(0, 1)[:length].float()
+        products = (query[first:last].float() @ keys.T).relu()  # [Q, H, length]
+        scores = (weights[first:last, :, None] * products).sum(1)
+        position = torch.arange(length, device=query.device)
+        is_later = position > position[length - (last - first) :, None]
+        scores = scores.masked_fill(is_later, float("-inf"))
+        best = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+        best = best.masked_fill(is_later.gather(1, best), num_keys).sort(dim=1).values
+        out[first:last, : best.shape[1]] = best.masked_fill(best == num_keys, -1).int()
+    return out
+
+
+def make_case(
+    lengths: list[tuple[int, int]],  # (new tokens, context after the step) of each request
+    heads: int,
+    dim: int,
+    block_size: int,
+    top_k: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    padding: int = 0,  # tokens of no request, at the end
+    seed: int = 0,
+) -> Case:
+    """Random inputs with shuffled blocks; what the step has yet to write holds NaN."""
+    gen = torch.Generator(device="cpu").manual_seed(seed)
+    need = [-(-context // block_size) for _, context in lengths]
+    order = torch.randperm(sum(need) + 1, generator=gen).tolist()
+    cache = torch.full((len(order), 1, block_size, dim), float("nan"))
+    table = torch.zeros(len(lengths), max([*need, 1]), dtype=torch.int32)
+    slots: list[int] = []
+    for r, (new, context) in enumerate(lengths):
+        blocks = [order.pop() for _ in range(need[r])]
+        table[r, : need[r]] = torch.tensor(blocks, dtype=torch.int32)
+        places = [blocks[i // block_size] * block_size + i % block_size for i in range(context)]
+        for place in places[: context - new]:
+            row = torch.randn(dim, generator=gen)
+            cache[place // block_size, 0, place % block_size] = row
+        slots += places[context - new :]
+    slots += [-1] * padding
+    starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).int()
+    tokens = len(slots)
+    return (
+        torch.randn(tokens, heads, dim, generator=gen).to(device, dtype),
+        torch.randn(tokens, dim, generator=gen).to(device, dtype),
+        torch.randn(tokens, heads, generator=gen).to(device),
+        cache.to(device, dtype),
+        torch.tensor(slots, dtype=torch.int64, device=device),
+        starts.to(device),
+        torch.tensor([context for _, context in lengths], dtype=torch.int32, device=device),
+        table.to(device),
+        top_k,
+    )
+
+
+@choose_keys.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    mixed = [(1, 1), (5, 5), (1, 33), (9, 40), (0, 0), (1, 16)]
+    yield make_case([(1, 1)], 1, 16, 16, 4, device, dtype)
+    yield make_case(mixed, 1, 32, 8, 6, device, dtype, padding=2)  # one head: many scores are 0
+    yield make_case(mixed, 5, 40, 16, 12, device, dtype)
+    yield make_case([(1, 200), (2, 90)], 16, 64, 16, 64, device, dtype)
+    yield make_case([(3, 20)], 4, 36, 16, 100, device, dtype)  # more than there are

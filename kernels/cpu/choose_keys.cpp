@@ -1,0 +1,172 @@
+// choose_keys: a sparse indexer's scores over the context of each token, and the best of them.
+//
+// Keys stand in lanes: sixteen of them are turned once for all heads, so that a score is a chain of
+// products with one number of the query, and is the same whatever else is in the step.
+#include "arena.h"
+#include "dtypes.h"
+#include "kernels.h"
+#include "parallel.h"
+#include "transpose.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace llmc {
+namespace {
+
+constexpr int64_t kStretch = 512;          // keys of a unit of work
+constexpr int64_t kRoundScores = 1 << 22;  // floats that scores of a round may take
+
+struct Query {
+  int64_t token, request, keys;
+  int64_t scores;  // where its own begin among those of the round
+};
+
+struct Stretch {
+  int64_t query, first;
+};
+
+template <class T>
+void write_keys(const ChooseArgs& a) {
+  for (int64_t t = 0; t < a.tokens; ++t) {
+    const int64_t slot = a.slots[t];
+    if (slot < 0) continue;
+    T* to = static_cast<T*>(a.key_cache) + slot / a.block_size * a.cache_stride[0] +
+            slot % a.block_size * a.cache_stride[1];
+    std::memcpy(to, static_cast<const T*>(a.key) + t * a.key_stride, a.head_dim * sizeof(T));
+  }
+}
+
+// sums[i] of sixteen keys, over kHeads heads from `query` on: weight * relu(query . key).
+template <int kHeads>
+LLMC_INLINE v16f add_heads(v16f sum, const float* query, const float* weights, const float* keys,
+                           int64_t dim, int64_t padded) {
+  v16f acc[kHeads] = {};
+  for (int64_t d = 0; d < dim; ++d) {
+    const v16f key = load(keys + d * kLanes);
+#pragma GCC unroll 4
+    for (int h = 0; h < kHeads; ++h) acc[h] += key * splat(query[h * padded + d]);
+  }
+  for (int h = 0; h < kHeads; ++h) sum += vmax(acc[h], v16f{}) * splat(weights[h]);
+  return sum;
+}
+
+template <class T>
+void widen(const T* from, int64_t n, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i));
+  for (; i < n; ++i) to[i] = to_float(from[i]);
+}
+
+template <class T>
+void score(const ChooseArgs& a, const Query& q, int64_t first, float* scores) {
+  static thread_local Arena arena;
+  const int64_t padded = (a.head_dim + kLanes - 1) / kLanes * kLanes;
+  arena.reset((a.heads + 2 * kLanes) * padded * sizeof(float) + 256);
+  float* query = arena.take<float>(a.heads * padded);
+  float* rows = arena.take<float>(kLanes * padded);
+  float* keys = arena.take<float>(kLanes * padded);
+  std::fill(rows, rows + kLanes * padded, 0.0f);
+  const T* from = static_cast<const T*>(a.query) + q.token * a.query_stride[0];
+  for (int64_t h = 0; h < a.heads; ++h)
+    widen(from + h * a.query_stride[1], a.head_dim, query + h * padded);
+  const float* weights = a.weights + q.token * a.weight_stride;
+  const int32_t* table = a.block_table + q.request * a.table_stride;
+  const int64_t last = std::min(first + kStretch, q.keys);
+  for (int64_t k = first; k < last; k += kLanes) {
+    const int64_t n = std::min<int64_t>(kLanes, last - k);
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t at = k + i, block = table[at / a.block_size];
+      widen(static_cast<const T*>(a.key_cache) + block * a.cache_stride[0] +
+                at % a.block_size * a.cache_stride[1],
+            a.head_dim, rows + i * padded);
+    }
+    for (int64_t d = 0; d < padded; d += kLanes) transpose(rows + d, padded, keys + d * kLanes, kLanes);
+    v16f sum{};
+    int64_t h = 0;
+    for (; h + 4 <= a.heads; h += 4)
+      sum = add_heads<4>(sum, query + h * padded, weights + h, keys, a.head_dim, padded);
+    for (; h < a.heads; ++h)
+      sum = add_heads<1>(sum, query + h * padded, weights + h, keys, a.head_dim, padded);
+    store_n(scores + k, sum, n);
+  }
+}
+
+// Orders as (score, earlier token first); no two are equal.
+uint64_t rank_of(float score, int64_t position) {
+  uint32_t bits;
+  std::memcpy(&bits, &score, sizeof bits);
+  if (score == 0) bits = 0;  // also -0
+  bits = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return uint64_t(bits) << 32 | (0xffffffffu - uint32_t(position));
+}
+
+void pick(const ChooseArgs& a, const Query& q, const float* scores, int32_t* out) {
+  static thread_local std::vector<uint64_t> ranks;
+  ranks.resize(q.keys);
+  for (int64_t i = 0; i < q.keys; ++i) ranks[i] = rank_of(scores[i], i);
+  const auto worst = ranks.begin() + a.top_k - 1;
+  std::nth_element(ranks.begin(), worst, ranks.end(), std::greater<uint64_t>());
+  const uint64_t least = *worst;
+  for (int64_t i = 0; i < q.keys; ++i)
+    if (rank_of(scores[i], i) >= least) *out++ = int32_t(i);
+}
+
+// Scores and choices of some queries, all of which see more keys than they choose.
+template <class T>
+void choose(const ChooseArgs& a, const std::vector<Query>& queries, std::vector<float>& scores) {
+  std::vector<Stretch> stretches;
+  int64_t keys = 0;
+  for (int64_t i = 0; i < int64_t(queries.size()); ++i) {
+    keys += queries[i].keys;
+    for (int64_t first = 0; first < queries[i].keys; first += kStretch)
+      stretches.push_back({i, first});
+  }
+  if (int64_t(scores.size()) < keys) scores.resize(keys);
+  float* all = scores.data();
+  const int64_t cost = a.heads * a.head_dim / 8;  // of a key
+  const int64_t count = int64_t(stretches.size());
+  parallel_rows(count, keys * cost / count, a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Query& q = queries[stretches[i].query];
+      score<T>(a, q, stretches[i].first, all + q.scores);
+    }
+  });
+  const int64_t num = int64_t(queries.size());
+  parallel_rows(num, keys * 8 / num, a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      pick(a, queries[i], all + queries[i].scores, a.out + queries[i].token * a.top_k);
+  });
+}
+
+}  // namespace
+
+void choose_keys(const ChooseArgs& a) {
+  with_type(a.dtype, [&](auto t) { write_keys<decltype(t)>(a); });
+  std::fill(a.out, a.out + a.tokens * a.top_k, -1);
+  std::vector<Query> queries;
+  std::vector<float> scores;
+  int64_t keys = 0;
+  auto flush = [&] {
+    if (!queries.empty())
+      with_type(a.dtype, [&](auto t) { choose<decltype(t)>(a, queries, scores); });
+    queries.clear();
+    keys = 0;
+  };
+  for (int64_t r = 0; r < a.requests; ++r) {
+    const int64_t first = a.query_start[r], last = a.query_start[r + 1], length = a.context_len[r];
+    for (int64_t t = first; t < last && length > 0; ++t) {
+      const int64_t sees = length - (last - t) + 1;
+      if (sees <= a.top_k) {
+        for (int64_t i = 0; i < sees; ++i) a.out[t * a.top_k + i] = int32_t(i);
+        continue;
+      }
+      if (keys + sees > kRoundScores) flush();
+      queries.push_back({t, r, sees, keys});
+      keys += sees;
+    }
+  }
+  flush();
+}
+
+}  // namespace llmc

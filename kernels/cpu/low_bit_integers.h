@@ -1,0 +1,218 @@
+// Readers of int4 and int8 that multiply integers, on x86. x is held in fixed point, by digits of
+// one or two bytes, relative to the largest of its stretch: bf16 and f16 in 16 bits, which is finer
+// than their own rounding, float32 in 24, which is like it.
+#pragma once
+
+#include "low_bit.h"
+
+#include <array>
+
+#ifdef __AVX2__
+namespace llmc {
+
+LLMC_INLINE vi round_to_int(vf x) {
+#ifdef LLMC_AVX512
+  return (vi)_mm512_cvtps_epi32((__m512)x);
+#else
+  return (vi)_mm256_cvtps_epi32((__m256)x);
+#endif
+}
+
+template <class Half>
+LLMC_INLINE v16i round_to_int(const Pair<float, Half>& x) {
+  return {round_to_int(x.lo), round_to_int(x.hi)};
+}
+
+// x [count] as signed digits, the lowest first, that stand for it times a power of two.
+template <class Digit, int kDigits>
+struct FixedPoint {
+  static constexpr int kBits = 8 * sizeof(Digit);
+  std::array<std::array<Digit, 128>, kDigits> digit;
+  Packed packed;
+
+  FixedPoint(const float* x, int64_t count) {
+    v16f magnitude = {}, bad = {};  // NaN where x is not finite, which must show in the result
+    for (int64_t k = 0; k < count; k += kLanes) {
+      const v16f values = load(x + k);
+      magnitude = vmax(magnitude, (v16f)((v16u)values & 0x7fffffffu));
+      bad += values * 0.0f;
+    }
+    const float largest = max_lanes(magnitude), not_finite = sum_lanes(bad);
+    if (not_finite != 0) {
+      packed = {not_finite, not_finite};
+      digit = {};
+      return;
+    }
+    const float scale = scale_for(largest), inverse = largest > 1e-30f ? 1 / scale : 0;
+    int64_t sum = 0;
+    for (int64_t k = 0; k < count; k += kLanes) {
+      v16i values = round_to_int(load(x + k) * inverse);
+      alignas(64) int32_t lane[kLanes];
+      store_as(lane, values);
+      for (int32_t value : lane) sum += value;
+      for (int d = 0; d < kDigits; ++d) {
+        const v16i low = (values << (32 - kBits)) >> (32 - kBits);
+        narrow_to<std::make_unsigned_t<Digit>>(digit[d].data() + k, (v16u)low);
+        if (d + 1 < kDigits) values = (values - low) >> kBits;
+      }
+    }
+    packed = {scale, scale * float(sum)};
+  }
+
+  // The least power of two by which the digits can hold `largest`.
+  static float scale_for(float largest) {
+    constexpr int kTotal = kBits * kDigits - 1;
+    float limit = 0;  // every digit at its largest
+    for (int d = 0; d < kDigits; ++d)
+      limit = limit * float(1 << kBits) + float((1 << (kBits - 1)) - 1);
+    int exponent;
+    const float part = std::frexp(largest, &exponent);
+    return std::ldexp(1.0f, exponent - kTotal + (std::ldexp(part, kTotal) > limit - 1));
+  }
+};
+
+template <int kDigits>
+struct DigitWords {  // of what a step meets: a word of four bytes each
+  int32_t digit[kDigits];
+};
+
+// Bytes 0, 2, 4 and 6 of eight.
+LLMC_INLINE int32_t even_bytes(uint64_t bytes) {
+  bytes &= 0x00ff00ff00ff00ff;
+  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
+  return int32_t(bytes | bytes >> 16);
+}
+
+// Signed bytes of eight inputs a line: the even ones meet its lower nibbles, the odd ones its upper.
+template <int kDigits>
+Packed pack_nibbles(const float* x, int64_t count, DigitWords<kDigits>* to) {
+  const FixedPoint<int8_t, kDigits> fixed(x, count);
+  for (int d = 0; d < kDigits; ++d)
+    for (int64_t k = 0; k < count; k += 8) {
+      uint64_t bytes;
+      std::memcpy(&bytes, fixed.digit[d].data() + k, sizeof bytes);
+      to[k / 4].digit[d] = even_bytes(bytes);
+      to[k / 4 + 1].digit[d] = even_bytes(bytes >> 8);
+    }
+  return fixed.packed;
+}
+
+#ifdef LLMC_AVX512
+using Register = __m512i;
+LLMC_INLINE Register multiply_bytes(Register w, Register x) { return _mm512_maddubs_epi16(w, x); }
+LLMC_INLINE Register multiply_words(Register w, Register x) { return _mm512_madd_epi16(w, x); }
+LLMC_INLINE Register add_words(Register a, Register b) { return _mm512_add_epi16(a, b); }
+LLMC_INLINE Register every_word(int x) { return _mm512_set1_epi16(short(x)); }
+LLMC_INLINE Register every_pair(int32_t x) { return _mm512_set1_epi32(x); }
+LLMC_INLINE Register shift_up(Register x) { return _mm512_slli_epi16(x, 8); }
+LLMC_INLINE Register shift_down(Register x) { return _mm512_srai_epi16(x, 8); }
+#else
+using Register = __m256i;
+LLMC_INLINE Register multiply_bytes(Register w, Register x) { return _mm256_maddubs_epi16(w, x); }
+LLMC_INLINE Register multiply_words(Register w, Register x) { return _mm256_madd_epi16(w, x); }
+LLMC_INLINE Register add_words(Register a, Register b) { return _mm256_add_epi16(a, b); }
+LLMC_INLINE Register every_word(int x) { return _mm256_set1_epi16(short(x)); }
+LLMC_INLINE Register every_pair(int32_t x) { return _mm256_set1_epi32(x); }
+LLMC_INLINE Register shift_up(Register x) { return _mm256_slli_epi16(x, 8); }
+LLMC_INLINE Register shift_down(Register x) { return _mm256_srai_epi16(x, 8); }
+#endif
+
+// int4 by digits of a byte. A stretch adds eight products of two inputs to each sum of 16 bits:
+// 8 * 2 * 15 * 128 = 30720 at the most.
+template <int kDigits>
+struct NibbleReader {
+  static constexpr int kInputs = 8, kSteps = 2, kSums = 1;
+  static constexpr int64_t kMaxStretch = 32;
+  using X = DigitWords<kDigits>;
+  using Line = Register;
+  using V = Register;
+  struct Sum {
+    Register digit[kDigits] = {};
+  };
+  static Packed pack(const float* x, int64_t count, X* to) { return pack_nibbles(x, count, to); }
+  LLMC_INLINE V get(Line line, int step) {
+    return (Register)((vu)line >> (step ? 4 : 0) & 0x0f0f0f0fu);
+  }
+  LLMC_INLINE void add(Sum& sum, V w, const X& x) {
+#pragma GCC unroll 3
+    for (int d = 0; d < kDigits; ++d)
+      sum.digit[d] = add_words(sum.digit[d], multiply_bytes(w, every_pair(x.digit[d])));
+  }
+  LLMC_INLINE vf as_floats(Register words) {
+    return convert<vf>((vi)multiply_words(words, every_word(1)));
+  }
+  LLMC_INLINE vf total(const Sum& sum) {
+    vf all = as_floats(sum.digit[kDigits - 1]);
+#pragma GCC unroll 3
+    for (int d = kDigits - 2; d >= 0; --d) all = 256.0f * all + as_floats(sum.digit[d]);
+    return all;
+  }
+  static constexpr float kOffset = 0;
+};
+
+// int8 by one digit of 16 bits: inputs 0 and 2 of a line, then 1 and 3.
+struct WordReader {
+  static constexpr int kInputs = 4, kSteps = 2, kSums = 1;
+  static constexpr int64_t kMaxStretch = 32;  // of 2^15 * 2^7 each: the sums fit 32 bits
+  using X = int32_t;
+  using Line = Register;
+  using V = Register;
+  struct Sum {
+    vi value = {};
+  };
+  static Packed pack(const float* x, int64_t count, X* to) {
+    const FixedPoint<int16_t, 1> fixed(x, count);
+    for (int64_t k = 0; k < count; ++k)
+      std::memcpy(reinterpret_cast<char*>(to + k / 4 * 2 + k % 2) + k % 4 / 2 * 2,
+                  &fixed.digit[0][k], 2);
+    return fixed.packed;
+  }
+  LLMC_INLINE V get(Line line, int step) { return shift_down(step ? line : shift_up(line)); }
+  LLMC_INLINE void add(Sum& sum, V w, const X& x) {
+    sum.value += (vi)multiply_words(w, every_pair(x));
+  }
+  LLMC_INLINE vf total(const Sum& sum) { return convert<vf>(sum.value); }
+  static constexpr float kOffset = 0;
+};
+
+#if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
+// int4 and int8 of x in 16 bits, four products of bytes an instruction.
+template <Format kFormat>
+struct ByteReader {
+  static constexpr int kInputs = kFormat == Format::int4 ? 8 : 4, kSteps = kInputs / 4, kSums = 4;
+  static constexpr int64_t kMaxStretch = 128;
+  using X = DigitWords<2>;
+  using Line = Register;
+  using V = Register;
+  struct Sum {
+    Register digit[2] = {};
+  };
+  static Packed pack(const float* x, int64_t count, X* to) {
+    if constexpr (kFormat == Format::int4) {
+      return pack_nibbles(x, count, to);
+    } else {
+      const FixedPoint<int8_t, 2> fixed(x, count);
+      for (int d = 0; d < 2; ++d)
+        for (int64_t k = 0; k < count; k += 4)
+          std::memcpy(&to[k / 4].digit[d], fixed.digit[d].data() + k, 4);
+      return fixed.packed;
+    }
+  }
+  LLMC_INLINE V get(Line line, int step) {
+    if (kFormat == Format::int8) return (Register)((vu)line ^ 0x80808080u);
+    return (Register)((vu)line >> (step ? 4 : 0) & 0x0f0f0f0fu);
+  }
+  LLMC_INLINE void add(Sum& sum, V w, const X& x) {
+#pragma GCC unroll 2
+    for (int d = 0; d < 2; ++d)
+      sum.digit[d] = _mm512_dpbusd_epi32(sum.digit[d], w, every_pair(x.digit[d]));
+  }
+  LLMC_INLINE vf total(const Sum& sum) {
+    return 256.0f * convert<vf>((vi)sum.digit[1]) + convert<vf>((vi)sum.digit[0]);
+  }
+  static constexpr float kOffset = kFormat == Format::int8 ? 128 : 0;
+};
+#endif
+
+}  // namespace llmc
+#endif

@@ -1,0 +1,153 @@
+"""A sequence of ops on fixed tensors, recorded while it runs, to be run again without torch.
+
+What a CUDA graph is on a GPU: of a step of one token, torch's dispatcher takes a large part. Our
+own kernels are called again in C++ (recording.h). What else computes is called again through torch,
+into the same results, and views cost nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from llmc.kernels.cpu.build import library_path
+
+_READ_BY_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class NotRecordable(Exception):
+    """What runs depends on values, or is not made of ops on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchCall:
+    """An op that torch calls again; `results` are None where it writes to its arguments."""
+
+    op: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Tensor] | None
+
+    def replay(self) -> None:
+        again = self.op(*self.args, **self.kwargs)
+        if self.results is not None:
+            for result, new in zip(self.results, _tensors(again), strict=True):
+                result.copy_(new)
+
+
+class _Kernels:
+    """Calls of our own kernels, one after the other."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self._run = _library().llmc_replay
+        weakref.finalize(self, _library().llmc_free_recording, handle)
+
+    def replay(self) -> None:
+        if not self._run(self._handle):
+            raise MemoryError("a kernel of a recorded step found no memory")
+
+
+class Recorded:
+    """What `record` saw. `results` are the same tensors at every replay."""
+
+    def __init__(self, mode: _Mode, results: Any) -> None:
+        self._parts = mode.parts
+        self._num_ours = mode.num_ours
+        self._reason = mode.reason
+        self.results = results
+
+    @property
+    def num_torch_calls(self) -> int:
+        return sum(isinstance(part, _TorchCall) for part in self._parts)
+
+    def check(self) -> None:
+        """Raises NotRecordable where a replay would be wrong, or not worth it."""
+        if self._reason is not None:
+            raise NotRecordable(self._reason)
+        if self.num_torch_calls > self._num_ours:
+            raise NotRecordable(
+                f"{self.num_torch_calls} ops are torch's, and {self._num_ours} are llmc's"
+            )
+
+    def replay(self) -> Any:
+        for part in self._parts:
+            part.replay()
+        return self.results
+
+
+def record(run: Callable[[], Any]) -> Recorded:
+    """Call `run`, whose results count, and note the ops that it calls.
+
+    It must do nothing but call ops on tensors that stay where they are: `check` says what it can.
+    """
+    mode = _Mode()
+    library = _library()
+    library.llmc_record()
+    try:
+        with mode:
+            results = run()
+        mode.take_kernels()
+    finally:
+        library.llmc_stop_recording()
+    return Recorded(mode, results)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parts: list[_TorchCall | _Kernels] = []
+        self.num_ours = 0  # ops whose kernels are recorded
+        self.reason: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if any(tag in func.tags for tag in _READ_BY_HOST):
+            self.reason = f"{func} reads values on the host"
+        is_ours = func.namespace == "llmc_cpu"
+        is_whole = _library().llmc_record_op()
+        if is_ours and is_whole:
+            self.num_ours += 1
+            return result
+        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        made = _tensors(result)
+        if func._schema.is_mutable:
+            self._call_again(_TorchCall(func, args, kwargs, None))
+        elif any(t.untyped_storage()._cdata not in given for t in made):
+            self._call_again(_TorchCall(func, args, kwargs, made))
+        return result
+
+    def _call_again(self, call: _TorchCall) -> None:
+        self.take_kernels()
+        self.parts.append(call)
+
+    def take_kernels(self) -> None:
+        handle = _library().llmc_take_recording()
+        if handle:
+            self.parts.append(_Kernels(handle))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(library_path()))
+    library.llmc_record_op.restype = ctypes.c_bool
+    library.llmc_take_recording.restype = ctypes.c_void_p
+    library.llmc_replay.argtypes, library.llmc_replay.restype = [ctypes.c_void_p], ctypes.c_bool
+    library.llmc_free_recording.argtypes = [ctypes.c_void_p]
+    return library

@@ -1,0 +1,84 @@
+"""`quantized_expert_linear`: routed experts whose weights have 4 or 8 bits, as `quantized_linear`
+holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.quantized_linear import (
+    CHANNELS,
+    Format,
+    mxfp4_draw,
+    quantization_of,
+    quantize,
+    quantized_linear,
+)
+from llmc.kernels.registry import Case, op
+
+
+def _shape(*, x: Tensor, weight: Tensor, **others: object) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1] * CHANNELS)
+
+
+@op(shape=_shape)
+def quantized_expert_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    expert: Tensor,
+    minimum: Tensor | None = None,
+) -> Tensor:
+    """x [S, K], expert [S] -> x[s] w[expert[s]]^T + bias[expert[s]], [S, N] in x's dtype.
+
+    weight [E, N / 16, lines, 64], scale, zero and minimum [E, N / 16, K / group, 16], bias [E, N]:
+    those of each expert are what `quantized_linear` takes. Rows of one expert are computed
+    together, so that each weight is read at most once. An expert outside [0, E) gives a row of
+    zeros.
+    """
+    out = x.new_zeros(x.shape[0], weight.shape[1] * CHANNELS)
+    for e in expert.unique().tolist():
+        if not 0 <= e < weight.shape[0]:
+            continue
+        own = [None if part is None else part[e] for part in (zero, bias, minimum)]
+        rows = (expert == e).nonzero()[:, 0]
+        out[rows] = quantized_linear.reference(x[rows], weight[e], scale[e], *own)
+    return out
+
+
+@quantized_expert_linear.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    gen = torch.Generator(device="cpu").manual_seed(0)
+    shapes: tuple[tuple[int, int, int, int, Format], ...] = (
+        (1, 4, 16, 32, "int4"),
+        (13, 8, 48, 96, "int4"),
+        (40, 3, 32, 64, "int8"),
+        (9, 5, 48, 160, "fp8"),
+        (2, 4, 32, 64, "mxfp4"),
+        (60, 3, 48, 96, "mxfp4"),
+    )
+    for rows, experts, n, k, format in shapes:
+        to = quantization_of(format, n, k)
+        if format == "mxfp4":
+            weight, scale = mxfp4_draw(gen, experts, n, k)
+        else:
+            assert to is not None
+            drawn = torch.randn(experts * n, k, generator=gen) * k**-0.5
+            weight, scale = (
+                part.unflatten(0, (experts, -1)).contiguous() for part in quantize(drawn, to)
+            )
+        zero = minimum = None
+        if format == "int4" and rows > 1:
+            zero = torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8).to(device)
+        elif format in ("int4", "int8"):
+            spread = torch.randn(scale.shape, generator=gen)
+            minimum = ((spread - (7.5 if format == "int4" else 0.0)) * scale.float()).to(device)
+        bias = torch.randn(experts, n, generator=gen).to(device, dtype) if n == 48 else None
+        x = torch.randn(rows, k, generator=gen).to(device, dtype)
+        expert = torch.randint(-1, experts, (rows,), generator=gen).to(device)
+        yield x, weight.to(device), scale.to(device), zero, bias, expert, minimum

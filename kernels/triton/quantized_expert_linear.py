@@ -1,0 +1,117 @@
+"""`quantized_expert_linear` in Triton: the grouped product of `expert_linear` over the words of
+`quantized_linear`, which are widened in registers and rounded to x's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmc.kernels.quantized_expert_linear import quantized_expert_linear
+from llmc.kernels.quantized_linear import CHANNELS
+from llmc.kernels.triton.configs import low_bit_expert_config
+from llmc.kernels.triton.define import define, needs_upcast
+from llmc.kernels.triton.expert_linear import rows_of_tile, sorted_rows, tiles_of
+from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
+from llmc.kernels.triton.quantized_linear import format_of, load_scale, supports, widen
+
+
+@triton.jit
+def low_bit_expert_kernel(
+    x, words, scale, zero, minimum, bias, order, offsets, out, x_row, bias_expert,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr, ZERO: tl.constexpr, MINIMUM: tl.constexpr, BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """words [EXPERTS, N / 16, K / PER, 16] int32; scale, zero, minimum [.., K / GROUP, 16].
+
+    order, offsets: as in `expert_kernel`.
+    """
+    PER: tl.constexpr = 8 if FORMAT == "int4" or FORMAT == "mxfp4" else 4
+    BITS: tl.constexpr = 32 // PER
+    BLOCK_W: tl.constexpr = BLOCK_K // PER
+    expert, row, mine = rows_of_tile(order, offsets, EXPERTS, EXPERTS_PAD, BLOCK_M)
+    if expert >= EXPERTS:
+        return
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < N
+    block, lane = expert.to(tl.int64) * (N // 16) + n // 16, n % 16
+    word = words + block * (K // PER * 16) + lane
+    group = block * (K // GROUP * 16) + lane
+    j = tl.arange(0, PER)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k0 in tl.range(0, K, BLOCK_K):
+        w = k0 // PER + tl.arange(0, BLOCK_W)
+        known = (w < K // PER)[:, None] & inside[None, :]
+        q = tl.load(word[None, :] + w[:, None] * 16, mask=known, other=0)
+        at = group[None, :] + (w * PER // GROUP)[:, None] * 16
+        factor = load_scale(scale + at, known, FORMAT)
+        values = widen(q[:, None, :], j[None, :, None] * BITS, FORMAT)
+        if ZERO:
+            values -= tl.load(zero + at, mask=known, other=0).to(tl.float32)[:, None, :]
+        elif FORMAT == "int4" and not MINIMUM:
+            values -= 8.0
+        values *= factor[:, None, :]
+        if MINIMUM:
+            values += tl.load(minimum + at, mask=known, other=0.0).to(tl.float32)[:, None, :]
+        k = k0 + tl.arange(0, BLOCK_K)
+        a = tl.load(
+            x + row[:, None] * x_row + k[None, :], mask=mine[:, None] & (k < K)[None, :], other=0.0
+        )
+        b = tl.reshape(values, [BLOCK_K, BLOCK_N]).to(a.dtype)
+        if UPCAST:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    if BIAS:
+        own = tl.load(bias + expert.to(tl.int64) * bias_expert + n, mask=inside, other=0.0)
+        acc += own.to(tl.float32)[None, :]
+    tl.store(
+        out + row[:, None] * N + n[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=mine[:, None] & inside[None, :],
+    )
+
+
+def plan(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    expert: Tensor,
+    minimum: Tensor | None = None,
+) -> Plan[Tensor]:
+    rows, depth = x.shape
+    experts, channels = weight.shape[0], weight.shape[1] * CHANNELS
+    config = low_bit_expert_config(rows, experts, x.element_size())
+    order, offsets = sorted_rows(expert, experts)
+    out = x.new_zeros(rows, channels)
+    launch = Launch(
+        kernel=low_bit_expert_kernel,
+        grid=(tiles_of(rows, experts, config.block_m), cdiv(channels, config.block_n)),
+        args={
+            "x": x, "words": weight.view(torch.int32), "scale": scale, "zero": zero,
+            "minimum": minimum, "bias": bias, "order": order, "offsets": offsets, "out": out,
+            "x_row": x.stride(0), "bias_expert": 0 if bias is None else bias.stride(0),
+        },
+        constants={
+            "N": channels, "K": depth, "GROUP": depth // scale.shape[2],
+            "EXPERTS": experts, "EXPERTS_PAD": power_of_2(experts),
+            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+            "FORMAT": format_of(weight, scale), "ZERO": zero is not None,
+            "MINIMUM": minimum is not None, "BIAS": bias is not None,
+            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "UPCAST": needs_upcast(x.dtype),
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )  # fmt: skip
+    return Plan(out=out, launches=(launch,))
+
+
+define(quantized_expert_linear, plan=plan, supports=supports)

@@ -1,0 +1,155 @@
+"""AdapterSlots: which LoRA adapter is in which slot of the device's memory.
+
+    request waits --prepare--> read into host memory, in another thread --acquire--> it has a row
+    StepPlan.adapter_copies: host memory -> slot, before the first step that uses it
+
+A slot belongs to an adapter from the moment that reading it begins. It can be given to another
+one while no request with a row uses it: then no step in flight reads it either. The least
+recently used one goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from llmc.engine.plan import AdapterCopy
+from llmc.lora_request import LoRARequest
+
+IDLE_WAIT_S = 0.05  # for an adapter, while there is nothing else to do
+
+
+class AdapterLoader(Protocol):
+    """Reads adapters into host memory; belongs to the runner."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def check(self, adapter: LoRARequest, /) -> None:
+        """Raises InvalidRequestError for one that does not fit the model. Reads no weight."""
+
+    def begin(self, adapter: LoRARequest, instead_of: LoRARequest | None, /) -> Future[Any]:
+        """Have the adapter in host memory, and keep it there until another takes its slot.
+
+        Fails with InvalidRequestError."""
+
+
+class Readiness(Enum):
+    READY = "its slot has been assigned, and its weights are in host memory or there already"
+    LOADING = "it is being read"
+    NO_SLOT = "every slot is in use"
+
+
+@dataclass(slots=True)
+class _Slot:
+    number: int
+    loading: Future[Any] | None
+    num_users: int = 0  # requests that have a row
+    must_copy: bool = False
+
+    @property
+    def is_loading(self) -> bool:
+        return self.loading is not None and not self.loading.done()
+
+
+class AdapterSlots:
+    """Without a `loader` there are no slots, and no request may have an adapter."""
+
+    def __init__(self, loader: AdapterLoader | None = None) -> None:
+        self._loader = loader
+        self._free = list(range(loader.num_slots if loader is not None else 0, 0, -1))
+        self._slots: OrderedDict[LoRARequest, _Slot] = OrderedDict()  # least recently used first
+        self._failed: dict[LoRARequest, str] = {}
+        self.num_loads = 0
+
+    def prepare(self, adapter: LoRARequest | None) -> Readiness:
+        """Whether a request with this adapter can be given a row now; begins to load it if not."""
+        if adapter is None:
+            return Readiness.READY
+        if adapter in self._failed:  # its requests are about to end
+            return Readiness.LOADING
+        slot = self._slots.get(adapter) or self._assign(adapter)
+        if slot is None:
+            return Readiness.NO_SLOT
+        if slot.loading is None:
+            return Readiness.READY
+        if not slot.loading.done():
+            return Readiness.LOADING
+        error = slot.loading.exception()
+        if error is not None:
+            self._failed[adapter] = str(error)
+            self._free.append(self._slots.pop(adapter).number)
+            return Readiness.LOADING
+        slot.loading, slot.must_copy = None, True
+        return Readiness.READY
+
+    def _assign(self, adapter: LoRARequest) -> _Slot | None:
+        """A free slot, or that of the least recently used adapter that no request uses."""
+        assert self._loader is not None, "a request with an adapter was let in"
+        old: LoRARequest | None = None
+        if not self._free:
+            idle = (k for k, s in self._slots.items() if not s.num_users and not s.is_loading)
+            old = next(idle, None)
+            if old is None:
+                return None
+            self._free.append(self._slots.pop(old).number)
+        slot = _Slot(self._free.pop(), self._loader.begin(adapter, old))
+        self._slots[adapter] = slot
+        self.num_loads += 1
+        return slot
+
+    def acquire(self, adapter: LoRARequest | None) -> int:
+        """A request with a ready adapter is given a row. -> its slot."""
+        if adapter is None:
+            return 0
+        slot = self._slots[adapter]
+        slot.num_users += 1
+        self._slots.move_to_end(adapter)
+        return slot.number
+
+    def release(self, adapter: LoRARequest | None) -> None:
+        """A request with an adapter gives up its row."""
+        if adapter is not None:
+            self._slots[adapter].num_users -= 1
+
+    def pop_copies(self) -> list[AdapterCopy]:
+        """What the next plan must carry."""
+        copies = []
+        for adapter, slot in self._slots.items():
+            if slot.must_copy and slot.num_users:
+                slot.must_copy = False
+                copies.append(AdapterCopy(slot=slot.number, adapter=adapter))
+        return copies
+
+    def copy_again(self, copies: Sequence[AdapterCopy]) -> None:
+        """The step that made these copies failed: the next one makes them."""
+        for copy in copies:
+            slot = self._slots.get(copy.adapter)
+            if slot is not None and slot.number == copy.slot:
+                slot.must_copy = slot.loading is None
+
+    def pop_failed(self) -> dict[LoRARequest, str]:
+        """Adapters that could not be read, and why."""
+        failed, self._failed = self._failed, {}
+        return failed
+
+    def wait_for_any(self) -> bool:
+        """Wait a moment for an adapter that is being read; False if none is."""
+        loading = [slot.loading for slot in self._slots.values() if slot.loading is not None]
+        if loading:
+            wait(loading, IDLE_WAIT_S, FIRST_COMPLETED)
+        return bool(loading)
+
+    def check(self, in_use: Sequence[LoRARequest | None]) -> None:
+        """Raise AssertionError unless the adapters of requests with a row have slots."""
+        numbers = sorted([*self._free, *(slot.number for slot in self._slots.values())])
+        total = self._loader.num_slots if self._loader is not None else 0
+        if numbers != list(range(1, total + 1)):
+            raise AssertionError(f"slots {numbers} are free or taken, of {total}")
+        for adapter, slot in self._slots.items():
+            if slot.num_users != sum(one == adapter for one in in_use):
+                raise AssertionError(f"adapter {adapter.lora_name!r} miscounts its requests")

@@ -1,0 +1,45 @@
+"""LoRARequest: the LoRA adapter that a request asks for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from llmc.errors import InvalidRequestError
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,199}", re.ASCII)
+_MOST_PATH = 4096  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter in PEFT's format: its name, a number from 1, and the local directory it lies in.
+
+    Adapters that differ in any of the three are different ones, which share no cached prefix. One
+    whose files have changed needs another number. InvalidRequestError for a wrong value.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        name, number, path = self.lora_name, self.lora_int_id, self.lora_path
+        if (
+            not isinstance(name, str)
+            or _NAME.fullmatch(name) is None
+            or any(part in ("", ".", "..") for part in name.split("/"))
+        ):
+            raise InvalidRequestError(
+                f"the adapter's name {name!r:.80} must be 1 to 200 letters, digits and any of "
+                "_ . : / -, and no part of it may be '..'",
+                param="lora_name",
+            )
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 < number < 2**63:
+            raise InvalidRequestError(
+                f"lora_int_id must be an integer from 1, got {number!r:.80}", param="lora_int_id"
+            )
+        if not isinstance(path, str) or not 0 < len(path) <= _MOST_PATH or "\0" in path:
+            raise InvalidRequestError(
+                f"lora_path must be the path of a directory, got {path!r:.80}", param="lora_path"
+            )

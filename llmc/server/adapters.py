@@ -1,0 +1,135 @@
+"""LoRA adapters over HTTP: each is a model of its own name, whose parent is the served one.
+
+Those of --lora-modules are there from the start. /v1/load_lora_adapter and
+/v1/unload_lora_adapter change the list where --runtime-lora-dir allows it, and then only for
+directories inside of that one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from llmc.async_llm import AsyncLLM
+from llmc.errors import ConfigError, InvalidRequestError
+from llmc.lora_request import LoRARequest
+from llmc.sampling_params import SamplingParams
+from llmc.server.body import read_body
+from llmc.server.errors import ApiError
+from llmc.server.protocol import LoadAdapterBody, UnloadAdapterBody
+from llmc.server.settings import ServerSettings
+
+MAX_ADAPTERS = 4096  # names at a time
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+class Adapters:
+    """The adapters that are served, by name. Numbers are given once and never again."""
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings, names: tuple[str, ...]) -> None:
+        self._names = names
+        self._num_made = 0
+        self.by_name: dict[str, LoRARequest] = {}
+        if (settings.lora_modules or settings.runtime_lora_dir) and not llm.config.enable_lora:
+            raise ConfigError("adapters need --enable-lora")
+        for name, path in settings.lora_modules.items():
+            if not (Path(path) / "adapter_config.json").is_file():
+                raise ConfigError(
+                    f"--lora-modules {name}={path}: there is no adapter_config.json in that "
+                    "directory; give one that PEFT's save_pretrained wrote"
+                )
+            try:
+                self.add(self.make(name, path))
+            except InvalidRequestError as error:
+                raise ConfigError(f"--lora-modules {name}={path}: {error}") from error
+
+    def make(self, name: str, path: str) -> LoRARequest:
+        """An adapter with a number of its own; InvalidRequestError for a name that is taken."""
+        if name in self._names or name in self.by_name:
+            raise InvalidRequestError(
+                f"a model is served as {name!r:.80} already; unload it first, or choose another "
+                "name",
+                param="lora_name",
+            )
+        if len(self.by_name) >= MAX_ADAPTERS:
+            raise InvalidRequestError(
+                f"{MAX_ADAPTERS} adapters are the most; unload one first", param="lora_name"
+            )
+        self._num_made += 1
+        return LoRARequest(name, self._num_made, path)
+
+    def add(self, adapter: LoRARequest) -> None:
+        self.by_name[adapter.lora_name] = adapter
+
+
+def adapter_named(request: Request, model: str) -> LoRARequest | None:
+    """The adapter that is served under a name; None for the model's own names."""
+    adapters: Adapters = request.app.state.adapters
+    return adapters.by_name.get(model)
+
+
+async def load_lora_adapter(request: Request) -> Response:
+    """Serve one more LoRA adapter. It is loaded, and draws a token, before this answers."""
+    folder = _runtime_dir(request)
+    body = await read_body(request, LoadAdapterBody)
+    adapters: Adapters = request.app.state.adapters
+    adapter = adapters.make(body.lora_name, _inside(folder, body.lora_path))
+    await _try(request.app.state.llm, adapter)
+    if adapter.lora_name in adapters.by_name:  # by another call meanwhile
+        adapters.make(adapter.lora_name, adapter.lora_path)
+    adapters.add(adapter)
+    return PlainTextResponse(f"Success: LoRA adapter '{adapter.lora_name}' added successfully.")
+
+
+async def unload_lora_adapter(request: Request) -> Response:
+    """Serve an adapter no longer. Requests that use it go on to their end."""
+    _runtime_dir(request)
+    body = await read_body(request, UnloadAdapterBody)
+    adapters: Adapters = request.app.state.adapters
+    if adapters.by_name.pop(body.lora_name, None) is None:
+        raise ApiError(
+            404,
+            f"no LoRA adapter is served as {body.lora_name!r:.80}",
+            param="lora_name",
+            code="model_not_found",
+        )
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _runtime_dir(request: Request) -> Path:
+    settings: ServerSettings = request.app.state.settings
+    if settings.runtime_lora_dir is None:
+        raise ApiError(
+            404,
+            "adapters can't be loaded or unloaded here: the server was started without "
+            "--runtime-lora-dir",
+        )
+    return Path(settings.runtime_lora_dir).resolve()
+
+
+def _inside(folder: Path, path: str) -> str:
+    """The directory that a caller named, relative to `folder` or in full; links are followed."""
+    try:
+        found = (folder / path).resolve()
+        is_inside = found.is_relative_to(folder) and found != folder and found.is_dir()
+    except (OSError, ValueError, RuntimeError):
+        is_inside = False
+    if not is_inside:
+        raise InvalidRequestError(
+            f"lora_path {path!r:.200} is no directory inside of the server's --runtime-lora-dir",
+            param="lora_path",
+        )
+    return str(found)
+
+
+async def _try(llm: AsyncLLM, adapter: LoRARequest) -> None:
+    """Draw one token with the adapter; InvalidRequestError where it can't be loaded."""
+    source = (await llm.prepare([0], _ONE_TOKEN)).with_adapter(adapter)
+    async with llm.submit(source) as stream:
+        while await stream.deltas():
+            pass
+        error = stream.requests[0].error
+    if error is not None:
+        raise InvalidRequestError(error, param="lora_path")

@@ -1,0 +1,224 @@
+"""/api/chat, /api/generate, /api/tags, /api/show, /api/version: Ollama's API.
+
+Streams are lines of JSON, and times are nanoseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import llmc
+from llmc.async_llm import AsyncLLM, Stream
+from llmc.frontend.inputs import Input
+from llmc.server import answer
+from llmc.server.body import read_body
+from llmc.server.errors import dump_json, json_response, ollama_error
+from llmc.server.models import model_name
+from llmc.server.ollama_protocol import NAMES, GenerateBody, OllamaBody, OllamaChatBody, ShowBody
+from llmc.server.respond import Deltas, GenerationResponse, Wire
+from llmc.server.sampling import cache_salt, sampling_params
+from llmc.server.structured import blaming
+from llmc.server.turn import Turn, naming, prepare_turn
+from llmc.text.chat import reasoning_format, tool_format
+from llmc.text.tools.arguments import decoded
+from llmc.text.tools.parse import Delta
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return dump_json(value) + b"\n"
+
+
+WIRE = Wire(
+    event=_line,
+    error=ollama_error,
+    media_type=b"application/x-ndjson",
+    keep_alive=b"",  # a line that is no JSON would break clients
+)
+
+
+async def chat(request: Request) -> GenerationResponse | Response:
+    body = await read_body(request, OllamaChatBody)
+    if not body.messages:
+        return _loaded(request, body, {"message": {"role": "assistant", "content": ""}})
+    with naming(NAMES):
+        turn = await prepare_turn(request, body.chat())
+    return turn.respond(request, OllamaCall(turn, body))
+
+
+async def generate(request: Request) -> GenerationResponse | Response:
+    body = await read_body(request, GenerateBody)
+    if not body.prompt:
+        return _loaded(request, body, {"response": ""})
+    with naming(NAMES):
+        turn = await (_raw_turn if body.raw else prepare_turn)(request, body.chat())
+    return turn.respond(request, OllamaCall(turn, body))
+
+
+async def tags(request: Request) -> Response:
+    return json_response({"models": [_card(request, name) for name in request.app.state.names]})
+
+
+async def show(request: Request) -> Response:
+    body = await read_body(request, ShowBody)
+    wanted = body.model or body.name
+    name = model_name(request, wanted and wanted.removesuffix(":latest"))
+    llm: AsyncLLM = request.app.state.llm
+    tokenizer = llm.tokenizer
+    capabilities = ["completion"]
+    if tokenizer is not None and tool_format(tokenizer) is not None:
+        capabilities.append("tools")
+    if tokenizer is not None and reasoning_format(tokenizer) is not None:
+        capabilities.append("thinking")
+    card = _card(request, name)
+    return json_response(
+        {
+            "modelfile": "",
+            "parameters": "",
+            "template": (tokenizer.chat_template if tokenizer is not None else None) or "",
+            "details": card["details"],
+            "model_info": {
+                "general.architecture": "llmc",
+                "llmc.context_length": llm.info.max_model_len,
+            },
+            "capabilities": capabilities,
+            "modified_at": card["modified_at"],
+        }
+    )
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": llmc.__version__})
+
+
+async def _raw_turn(request: Request, body: Any) -> Turn:
+    """The prompt as it is, without a chat template."""
+    llm: AsyncLLM = request.app.state.llm
+    model = model_name(request, body.model)
+    sampling = sampling_params(body, llm.inputs, max_tokens=body.max_tokens, logprobs=None)
+    with blaming(body):
+        source = await llm.prepare(body.messages[-1]["content"], sampling)
+    return Turn(llm=llm, model=model, source=source.salted(cache_salt(request, body)))
+
+
+def _loaded(request: Request, body: OllamaBody, said: dict[str, Any]) -> Response:
+    """The answer to a call without a prompt, by which clients load a model."""
+    name = model_name(request, body.model and body.model.removesuffix(":latest"))
+    head = {"model": name, "created_at": _now(), **said}
+    line = {**head, "done": True, "done_reason": "load"}
+    if not body.stream:
+        return json_response(line)
+    return Response(_line(line), media_type=WIRE.media_type.decode())
+
+
+def _card(request: Request, name: str) -> dict[str, Any]:
+    state = request.app.state
+    info = state.llm.info
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": datetime.fromtimestamp(state.created, UTC).isoformat(),
+        "size": info.weight_bytes,
+        "digest": "",
+        "details": {
+            "parent_model": "",
+            "format": "",
+            "family": "",
+            "families": [],
+            "parameter_size": "",
+            "quantization_level": info.dtype,
+        },
+    }
+
+
+class OllamaCall:
+    """Builds the answer of one call: a line for each piece, and a last one with the times."""
+
+    wire = WIRE
+
+    def __init__(self, turn: Turn, body: OllamaBody) -> None:
+        self.sources: Sequence[Input] = [turn.source]
+        self.stream = body.stream
+        self._turn = turn
+        self._reader = turn.reader()
+        self._calls: list[dict[str, Any]] = []  # of which the last may be incomplete
+        self._shows_reasoning = body.shows_reasoning
+        self._is_chat = isinstance(body, OllamaChatBody)
+
+    def chunks(self, stream: Stream, deltas: Deltas) -> Iterable[dict[str, Any]]:
+        for _, delta in deltas:
+            for found in self._reader.read(delta):
+                yield from self._lines(found)
+
+    def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
+        yield from self._told_calls()
+        yield {**self._said(), **self._end(stream)}
+
+    def body(self, stream: Stream) -> dict[str, Any]:
+        [one] = stream.requests[0].output().outputs
+        read = self._turn.read(one.text)
+        calls = [_call(call.name, call.arguments) for call in read.calls]
+        said = self._said(read.content, thinking=read.reasoning, tool_calls=calls)
+        return {**said, **self._end(stream)}
+
+    def _lines(self, found: Delta) -> Iterable[dict[str, Any]]:
+        if found.reasoning and self._shows_reasoning:
+            yield self._said(thinking=found.reasoning)
+        if found.content:
+            yield self._said(found.content)
+        for call in found.calls:  # told as a whole
+            if call.name is not None:
+                yield from self._told_calls()
+                self._calls.append({"name": call.name, "arguments": ""})
+            self._calls[-1]["arguments"] += call.arguments
+
+    def _told_calls(self) -> Iterable[dict[str, Any]]:
+        while self._calls:
+            call = self._calls.pop(0)
+            yield self._said(tool_calls=[_call(call["name"], call["arguments"])])
+
+    def _said(
+        self, content: str = "", *, thinking: str = "", tool_calls: Sequence[Any] = ()
+    ) -> dict[str, Any]:
+        extra = {"thinking": thinking} if thinking and self._shows_reasoning else {}
+        head = {"model": self._turn.model, "created_at": _now()}
+        if not self._is_chat:
+            return {**head, "response": content, **extra, "done": False}
+        message: dict[str, Any] = {"role": "assistant", "content": content, **extra}
+        if tool_calls:
+            message["tool_calls"] = list(tool_calls)
+        return {**head, "message": message, "done": False}
+
+    def _end(self, stream: Stream) -> dict[str, Any]:
+        [request] = stream.requests
+        [one] = request.output().outputs
+        usage = answer.usage(stream)
+        now = time.monotonic()
+        first = request.first_token or now
+        return {
+            "done": True,
+            "done_reason": "length" if one.finish_reason == "length" else "stop",
+            "total_duration": _ns(now - request.submitted),
+            "load_duration": 0,
+            "prompt_eval_count": usage["prompt_tokens"],
+            "prompt_eval_duration": _ns(first - request.submitted),
+            "eval_count": usage["completion_tokens"],
+            "eval_duration": _ns(now - first),
+        }
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    return {"function": {"name": name, "arguments": decoded(arguments) or {}}}
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

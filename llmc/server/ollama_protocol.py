@@ -1,0 +1,176 @@
+"""Bodies of Ollama's API, and the chat call that each one is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from llmc.errors import InvalidRequestError
+from llmc.server.errors import ApiError
+from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, Int64, ToolBody
+
+# Fields of a ChatBody -> ours, for errors.
+NAMES = {
+    "response_format": "format",
+    "max_tokens": "options.num_predict",
+    **{name: f"options.{name}" for name in ("stop", "temperature", "top_p", "top_k", "seed")},
+}
+# Options of Ollama's runner that have no effect here, or that ask for nothing.
+_FREE = frozenset(
+    (
+        *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa"),
+        *("use_mmap", "use_mlock", "low_vram", "f16_kv", "vocab_only", "logits_all"),
+        *("mirostat_tau", "mirostat_eta", "penalize_newline"),
+    )
+)
+_NEUTRAL: Mapping[str, float] = {
+    "mirostat": 0,
+    "tfs_z": 1,
+    "typical_p": 1,
+    "repeat_last_n": -1,  # penalties look at the whole context
+}
+
+
+class OllamaOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if name in _NEUTRAL and value != _NEUTRAL[name]:
+                raise ApiError(
+                    400,
+                    f"options.{name} is not supported by this server; leave it out",
+                    param=f"options.{name}",
+                    code="unsupported_parameter",
+                )
+            if value is not None and name not in _FREE and name not in _NEUTRAL:
+                kept[name] = value
+        return kept
+
+    def fields(self) -> dict[str, Any]:
+        """As a ChatBody has them."""
+        given = self.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True)
+        if self.repeat_penalty is not None:
+            given["repetition_penalty"] = self.repeat_penalty
+        if self.num_predict is not None and self.num_predict >= 0:  # below: until the end
+            given["max_tokens"] = self.num_predict
+        return given
+
+
+class OllamaBody(Body):
+    """What both calls share. Streams unless asked not to."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "suffix": (None, ""),
+        "template": (None, ""),
+        "context": (None, []),
+        "images": (None, []),
+        "logprobs": (None, False),
+        "top_logprobs": (None, 0),
+    }
+
+    stream: bool = True
+    format: Literal["json", ""] | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+
+    keep_alive: Any = None  # the model stays loaded
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.think is not False
+
+    def chat_of(self, messages: list[dict[str, Any]], **rest: Any) -> ChatBody:
+        """The chat call of these messages."""
+        fields: dict[str, Any] = {
+            **(self.options.fields() if self.options is not None else {}),
+            "model": self.model and self.model.removesuffix(":latest"),
+            "messages": messages,
+            "stream": self.stream,
+            **rest,
+        }
+        if self.format == "json":
+            fields["response_format"] = {"type": "json_object"}
+        elif isinstance(self.format, dict):
+            described = {"name": "answer", "schema": self.format}
+            fields["response_format"] = {"type": "json_schema", "json_schema": described}
+        if isinstance(self.think, str):
+            fields["reasoning_effort"] = self.think
+        if self.think is not None:
+            thinks = self.think is not False
+            # What templates call it.
+            fields["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+        return ChatBody.model_validate(fields, strict=True)
+
+
+class OllamaChatBody(OllamaBody):
+    """POST /api/chat."""
+
+    messages: list[dict[str, Any]] = Field(default_factory=list)
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
+
+    def chat(self) -> ChatBody:
+        messages = [_message(f"messages[{i}]", one) for i, one in enumerate(self.messages)]
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        return self.chat_of(messages, tools=tools)
+
+
+class GenerateBody(OllamaBody):
+    """POST /api/generate."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool = False
+
+    def chat(self) -> ChatBody:
+        messages = [{"role": "user", "content": self.prompt}]
+        if self.system:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return self.chat_of(messages)
+
+
+class ShowBody(Body):
+    """POST /api/show."""
+
+    name: str | None = None  # an older name of `model`
+    verbose: Any = None
+
+
+def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of a chat: calls have no ids in Ollama's, and results name the tool."""
+    if message.get("images"):
+        raise InvalidRequestError(
+            f"{where}.images is not supported: this server takes text alone",
+            param=f"{where}.images",
+        )
+    made = {key: value for key, value in message.items() if key not in ("images", "tool_name")}
+    if made.get("role") == "tool":
+        name = message.get("tool_name")
+        made.setdefault("tool_call_id", "")
+        if name is not None:
+            made["name"] = name
+    calls = made.get("tool_calls")
+    if isinstance(calls, list):
+        made["tool_calls"] = [
+            {"id": f"call_{i}", "type": "function", **call} if isinstance(call, dict) else call
+            for i, call in enumerate(calls)
+        ]
+    return made

@@ -1,0 +1,234 @@
+"""Bodies of OpenAI's Responses API, and the chat call that each one is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from llmc.errors import InvalidRequestError
+from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, Int64, StreamOptions
+from llmc.server.turn import text_part, text_parts
+
+TEXT = ("input_text", "output_text", "text")
+ROLES = ("user", "assistant", "system", "developer")
+# Fields of a ChatBody -> ours, for errors.
+NAMES = {
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+}
+INCLUDABLE = ("reasoning.encrypted_content",)  # there is no such content, so nothing to do
+
+
+class ResponsesTool(BaseModel):
+    """A function that the model may call; tools that OpenAI runs itself are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    format: TextFormat | None = None
+    verbosity: Any = None
+
+
+class ReasoningConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    effort: str | None = None
+    summary: Any = None  # reasoning is shown as it is
+    generate_summary: Any = None
+
+
+class ResponsesBody(Body):
+    """POST /v1/responses."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (None, False),
+        "conversation": (None,),
+        "prompt": (None,),
+        "max_tool_calls": (None,),
+        "truncation": (None, "disabled"),
+        "top_logprobs": (None, 0),
+        "context_management": (None,),
+        "moderation": (None,),
+        "image": (None,),
+    }
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Int64 | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningConfig | None = None
+    previous_response_id: Annotated[str, Field(max_length=128)] | None = None
+    store: bool = True
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    include: list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # These do not change what is generated, so they are accepted and ignored.
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    service_tier: Any = None
+
+    def chat(self, before: Sequence[Mapping[str, Any]]) -> ChatBody:
+        """The chat call that this is. `before`: the messages of the response it goes on from."""
+        for index, name in enumerate(self.include or ()):
+            if name not in INCLUDABLE:
+                raise InvalidRequestError(
+                    f"include[{index}] is {name!r:.80}; this server includes nothing more",
+                    param=f"include[{index}]",
+                )
+        said = [*before, *self.messages()]
+        if self.instructions is not None:
+            said.insert(0, {"role": "system", "content": self.instructions})
+        fields = {
+            "model": self.model,
+            "messages": said,
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "tools": self._tools(),
+            "tool_choice": self._choice(),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": self._format(),
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "stream": self.stream,
+        }
+        return ChatBody.model_validate(fields, strict=True)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The input as messages of a chat. What one answer had, reasoning, text and calls, is one
+        message there."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        made: list[dict[str, Any]] = []
+        for index, item in enumerate(self.input):
+            message = _message(f"input[{index}]", item)
+            last = made[-1] if made else {}
+            if message["role"] == last.get("role") == "assistant" and _continues(last, message):
+                made[-1] = _merged(last, message)
+            else:
+                made.append(message)
+        return made
+
+    def _tools(self) -> list[dict[str, Any]]:
+        return [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in self.tools or ()
+        ]
+
+    def _choice(self) -> str | dict[str, Any] | None:
+        choice = self.tool_choice
+        if isinstance(choice, dict) and set(choice) == {"type", "name"}:
+            return {"type": choice["type"], "function": {"name": choice["name"]}}
+        return choice
+
+    def _format(self) -> dict[str, Any] | None:
+        form = self.text.format if self.text is not None else None
+        if form is None:
+            return None
+        if form.type != "json_schema":
+            return {"type": form.type}
+        return {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_}}
+
+
+def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    match kind:
+        case "message":
+            return _plain(where, item)
+        case "function_call":
+            function = {name: _text(where, item, name) for name in ("name", "arguments")}
+            call = {"id": _text(where, item, "call_id"), "type": "function", "function": function}
+            return {"role": "assistant", "tool_calls": [call]}
+        case "function_call_output":
+            output = text_parts(f"{where}.output", item.get("output"), TEXT)
+            call_id = _text(where, item, "call_id")
+            return {"role": "tool", "tool_call_id": call_id, "content": output}
+        case "reasoning":
+            return {"role": "assistant", "reasoning_content": _reasoning(where, item)}
+    raise InvalidRequestError(
+        f"{where} has type {kind!r:.80}; this server takes message, function_call, "
+        "function_call_output and reasoning",
+        param=where,
+    )
+
+
+def _plain(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    role, content = item.get("role"), item.get("content")
+    if role not in ROLES:
+        raise InvalidRequestError(
+            f"{where}.role must be one of {', '.join(ROLES)}, got {role!r:.80}",
+            param=f"{where}.role",
+        )
+    here = f"{where}.content"
+    if isinstance(content, list):
+        parts = []
+        for index, part in enumerate(content):
+            if isinstance(part, dict) and part.get("type") == "refusal":
+                part = {"type": "text", "text": part.get("refusal")}
+            parts.append(text_part(f"{here}[{index}]", part, TEXT))
+        return {"role": role, "content": parts}
+    return {"role": role, "content": text_parts(here, content, TEXT)}
+
+
+def _reasoning(where: str, item: Mapping[str, Any]) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    made = text_parts(f"{where}.content", parts, ("reasoning_text", "summary_text"))
+    return made if isinstance(made, str) else "\n".join(part["text"] for part in made)
+
+
+def _continues(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    """Whether two messages in a row are parts of one answer: reasoning, then text, then calls."""
+    order = ("reasoning_content", "content", "tool_calls")
+    done = max(index for index, part in enumerate(order) if part in last)
+    begins = min(index for index, part in enumerate(order) if part in message)
+    return begins > done or (begins == done and order[begins] == "tool_calls")
+
+
+def _merged(last: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+    return {**last, **message, **({"tool_calls": calls} if calls else {})}
+
+
+def _text(where: str, item: Mapping[str, Any], name: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequestError(
+            f"{where}.{name} must be text, got {value!r:.80}", param=f"{where}.{name}"
+        )
+    return value

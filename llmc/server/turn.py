@@ -1,0 +1,279 @@
+"""The one chat call behind every protocol: a ChatBody, checked and rendered, and its answer split.
+
+protocol's body -> ChatBody -> prepare_turn -> Turn -> GenerationResponse
+answer's text -> Turn.reader() or Turn.read() -> reasoning, content, calls -> protocol's answer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from llmc.async_llm import AsyncLLM, Stream
+from llmc.errors import InvalidRequestError
+from llmc.frontend.completion import CompletionDelta
+from llmc.frontend.inputs import Input
+from llmc.sampling_params import SamplingParams
+from llmc.server.adapters import adapter_named
+from llmc.server.models import model_name
+from llmc.server.protocol import ChatBody, TokenizeBody
+from llmc.server.respond import Call, GenerationResponse
+from llmc.server.sampling import cache_salt, priority, sampling_params
+from llmc.server.structured import blaming
+from llmc.server.tools import ToolUse, blaming_tools, tool_use
+from llmc.text.reasoning import ReasoningParser
+from llmc.text.tools.parse import Delta, ToolParser
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAY_LACK_CONTENT = ("assistant",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionCall:
+    """A whole call of a function; `arguments` are JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def fields(self) -> dict[str, Any]:
+        """As a message of a chat has it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The parts of a whole answer."""
+
+    reasoning: str
+    content: str
+    calls: Sequence[FunctionCall]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One call that passed all checks: what is generated from, and how the answer is read."""
+
+    llm: AsyncLLM
+    model: str  # the name to answer with
+    source: Input
+    use: ToolUse | None = None  # of tools
+    priority: int = 0
+
+    @property
+    def splits(self) -> bool:
+        """Whether an answer may have more parts than its content."""
+        return self.use is not None or self.source.reasoning is not None
+
+    def reader(self, *, streams: bool = True) -> AnswerReader:
+        return AnswerReader(self, streams=streams)
+
+    def read(self, text: str) -> Answer:
+        reader = self.reader(streams=False)
+        deltas = (reader.push(text), reader.finish())
+        calls: dict[int, FunctionCall] = {}  # by their place
+        for call in (call for delta in deltas for call in delta.calls):
+            if call.name is not None:
+                assert call.id is not None, "it comes with the name"
+                calls[call.index] = FunctionCall(id=call.id, name=call.name, arguments="")
+            known = calls[call.index]
+            arguments = known.arguments + call.arguments
+            calls[call.index] = dataclasses.replace(known, arguments=arguments)
+        return Answer(
+            reasoning="".join(delta.reasoning for delta in deltas),
+            content="".join(delta.content for delta in deltas),
+            calls=list(calls.values()),
+        )
+
+    def num_reasoning_tokens(self, stream: Stream) -> int:
+        """Tokens of the reasoning so far, of all completions."""
+        reasoning = self.source.reasoning
+        if reasoning is None:
+            return 0
+        tokenizer = self.llm.inputs.need_tokenizer("messages")
+        return sum(
+            reasoning.num_tokens(one.token_ids, self.read(one.text).reasoning, tokenizer)
+            for one in stream.requests[0].output().outputs
+        )
+
+    def respond(self, request: Request, call: Call) -> GenerationResponse:
+        state = request.app.state
+        return GenerationResponse(
+            self.llm, call, state.settings, state.metrics, priority=self.priority
+        )
+
+
+class AnswerReader:
+    """Splits the text of one answer, which comes in pieces, into its parts."""
+
+    def __init__(self, turn: Turn, *, streams: bool) -> None:
+        reasoning, use = turn.source.reasoning, turn.use
+        self._reasoning = ReasoningParser(reasoning) if reasoning is not None else None
+        self._tools: ToolParser | None = use.parser(streams=streams) if use is not None else None
+
+    @property
+    def has_called(self) -> bool:
+        return self._tools is not None and self._tools.num_calls > 0
+
+    def read(self, delta: CompletionDelta) -> Iterator[Delta]:
+        """What a completion's new text brought, and at its end what was held back."""
+        yield self.push(delta.text)
+        if delta.finish_reason is not None:
+            yield self.finish()
+
+    def push(self, text: str) -> Delta:
+        said = ""
+        if self._reasoning is not None:
+            said, text = self._reasoning.push(text)
+        delta = Delta(content=text) if self._tools is None else self._tools.push(text)
+        delta.reasoning = said
+        return delta
+
+    def finish(self) -> Delta:
+        said, text = self._reasoning.finish() if self._reasoning is not None else ("", "")
+        if self._tools is None:
+            return Delta(content=text, reasoning=said)
+        first, last = self._tools.push(text), self._tools.finish()
+        calls = [*first.calls, *last.calls]
+        return Delta(content=first.content + last.content, reasoning=said, calls=calls)
+
+
+def text_parts(where: str, content: Any, kinds: Sequence[str]) -> str | list[dict[str, Any]]:
+    """The text or the parts of a message, as a chat takes them. `kinds`: the types of text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"{where} must be text or a list of parts, got {content!r:.80}", param=where
+        )
+    return [text_part(f"{where}[{index}]", part, kinds) for index, part in enumerate(content)]
+
+
+def text_part(where: str, part: Any, kinds: Sequence[str]) -> dict[str, Any]:
+    """One part of a message; images and all else is refused by name."""
+    kind = part.get("type") if isinstance(part, dict) else part
+    if kind not in kinds:
+        raise InvalidRequestError(
+            f"{where} has type {kind!r:.80}; this server takes text alone ({', '.join(kinds)})",
+            param=where,
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{where}.text must be text, got {text!r:.80}", param=where)
+    return {"type": "text", "text": text}
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about a field of a ChatBody name the field of the protocol that it came from."""
+    try:
+        yield
+    except InvalidRequestError as exc:
+        given = exc.param or ""
+        for ours, theirs in names.items():
+            if given == ours or given.startswith((f"{ours}.", f"{ours}[")):
+                text = str(exc).replace(ours, theirs, 1)
+                param = theirs + given.removeprefix(ours)
+                raise InvalidRequestError(text, param=param, code=exc.code) from exc
+        raise
+
+
+async def prepare_turn(request: Request, body: ChatBody) -> Turn:
+    """InvalidRequestError names the field of `body` that is wrong; ApiError 404 the model."""
+    llm: AsyncLLM = request.app.state.llm
+    model = model_name(request, body.model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+    sampling = sampling_params(
+        body,
+        llm.inputs,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    extra = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        extra["reasoning_effort"] = body.reasoning_effort
+    use = await tool_use(llm, body)
+    if use is not None and sampling.structured_outputs is not None:
+        raise InvalidRequestError(
+            "tools can't be combined with a grammar for the answer; leave one of them out, or "
+            "set tool_choice to none",
+            param="tools",
+        )
+    if use is not None:
+        sampling = dataclasses.replace(sampling, structured_outputs=use.grammar)
+    with blaming(body) if use is None else blaming_tools():
+        source = await prepare_messages(
+            llm,
+            body,
+            sampling,
+            extra,
+            use.tools if use is not None else (),
+            splits_reasoning=True,
+            max_reasoning_tokens=body.thinking_token_budget,
+        )
+    if use is not None:
+        source = use.applied(source, llm.inputs.need_tokenizer("tools"))
+    return Turn(
+        llm=llm,
+        model=model,
+        source=source.salted(cache_salt(request, body)).with_adapter(adapter_named(request, model)),
+        use=use,
+        priority=priority(llm, body),
+    )
+
+
+async def prepare_messages(
+    llm: AsyncLLM,
+    body: ChatBody | TokenizeBody,
+    sampling: SamplingParams,
+    extra: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    splits_reasoning: bool = False,
+    max_reasoning_tokens: int | None = None,
+) -> Input:
+    messages = body.messages or ()
+    for index, message in enumerate(messages):
+        _check_message(f"messages[{index}]", message)
+    return await llm.prepare_chat(
+        messages,
+        sampling,
+        tools=tools,
+        # Whatever was asked, a new turn can't begin inside the one that is continued.
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=extra,
+        splits_reasoning=splits_reasoning,
+        max_reasoning_tokens=max_reasoning_tokens,
+    )
+
+
+def _check_message(where: str, message: Mapping[str, Any]) -> None:
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequestError(
+            f"{where}.role must be one of {', '.join(ROLES)}, got {role!r:.80}",
+            param=f"{where}.role",
+        )
+    if message.get("content") is None and role not in MAY_LACK_CONTENT:
+        raise InvalidRequestError(
+            f"{where}.content is missing; a message of role {role} needs text",
+            param=f"{where}.content",
+        )
+    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        raise InvalidRequestError(
+            f"{where}.tool_call_id must be the id of the call that this answers, "
+            f"got {message.get('tool_call_id')!r:.80}",
+            param=f"{where}.tool_call_id",
+        )
+    if role != "assistant" and message.get("tool_calls"):
+        raise InvalidRequestError(
+            f"{where}.tool_calls is for messages of role assistant", param=f"{where}.tool_calls"
+        )

@@ -1,0 +1,169 @@
+"""Which stored tensors make up each parameter, by transformers' own conversion rules.
+
+They say how a checkpoint's names and layouts map to the parameters of the module (renamed prefixes,
+experts stored one by one and stacked in the module).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmc.errors import CheckpointError
+from llmc.weights.checkpoint import Readable
+from llmc.weights.parameters import describe_parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """A stored tensor that a converter takes, as the converter knows it."""
+
+    name: str
+    pattern: str
+    tensor: Readable
+
+
+class Assignment:
+    """`direct`: parameters that are stored as they are. `unexpected`: tensors without a place."""
+
+    def __init__(self, module: nn.Module, tensors: Mapping[str, Readable]) -> None:
+        self._module = module
+        self._converters: dict[str, Any] = {}  # first target name -> transformers converter
+        self._sources: dict[str, list[_Source]] = {}  # of those, in their order
+        self._target_of: dict[str, str] = {}  # every converted name -> first target name
+        self._joins: dict[Any, tuple[int, ...] | None] = {}  # layers are alike
+        parameters = describe_parameters(module)
+        self.shapes = parameters.shapes
+        self._aliases = parameters.aliases
+        self.direct: dict[str, Readable] = {}
+        self.unexpected: list[str] = []
+        self._assign(tensors)
+
+    def _assign(self, tensors: Mapping[str, Readable]) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            rename_source_key,
+        )
+
+        module: Any = self._module  # a PreTrainedModel, whose class would be imported here
+        rules = get_model_conversion_mapping(module)
+        renamings = [r for r in rules if isinstance(r, WeightRenaming)]
+        converters = [r for r in rules if isinstance(r, WeightConverter)]
+        by_pattern = {p: c for c in converters for p in c.source_patterns}
+        prefix = getattr(self._module, "base_model_prefix", "")
+        state = self._module.state_dict()
+        for name in sorted(tensors, key=_natural):
+            target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+            if target not in state and name in state:
+                target, pattern = name, None
+            if target not in state:
+                self.unexpected.append(name)
+            elif pattern is None:
+                self.direct[target] = tensors[name]
+            else:
+                converter = self._converters.setdefault(target, by_pattern[pattern])
+                source = _Source(name=name, pattern=pattern, tensor=tensors[name])
+                self._sources.setdefault(target, []).append(source)
+                self._target_of[target] = target
+                for other in converter.target_patterns[1:]:
+                    self._target_of[target.replace(converter.target_patterns[0], other)] = target
+
+    @property
+    def converted(self) -> Sequence[str]:
+        """Parameters that are made of several stored tensors, or of one in another layout."""
+        return tuple(self._target_of)
+
+    def find(self, name: str) -> Readable | None:
+        """The tensor that is the parameter."""
+        for alias in self._aliases.get(name, (name,)):
+            if alias in self.direct:
+                return self.direct[alias]
+        return None
+
+    def convertible(self, name: str) -> str | None:
+        """The name under which a converter makes the parameter."""
+        for alias in self._aliases.get(name, (name,)):
+            if alias in self._target_of:
+                return alias
+        return None
+
+    def convert(self, name: str) -> dict[str, Tensor]:
+        """The parameter of this name, and others that are made with it."""
+        first = self._target_of[name]
+        readers = [_reader(source.tensor) for source in self._sources[first]]
+        try:
+            return self._convert(first, readers)
+        except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as e:
+            raise CheckpointError(f"tensors for {first} can't be combined: {e}") from e
+
+    def _convert(self, first: str, readers: Sequence[Callable[[], Tensor]]) -> dict[str, Tensor]:
+        converter = copy.deepcopy(self._converters[first])
+        for source, read in zip(self._sources[first], readers, strict=True):
+            converter.add_tensor(first, source.name, source.pattern, read)
+        made = converter.convert(first, model=self._module, config=self._module.config)
+        return {name: v[0] if isinstance(v, list) else v for name, v in made.items()}
+
+    def joined(self, name: str) -> tuple[Readable, ...]:
+        """The tensors whose rows, one tensor after the other, are the rows of the parameter.
+
+        () where the parameter takes more than that: it is tried with rows that bear numbers.
+        """
+        alias = self.convertible(name)
+        if alias is None:
+            return ()
+        first = self._target_of[alias]
+        sources = self._sources[first]
+        layout = tuple((s.pattern, s.tensor.shape) for s in sources)
+        key = (layout, alias.rpartition(".")[2], self.shapes[alias])
+        if key not in self._joins:
+            self._joins[key] = self._join(first, alias)
+        order = self._joins[key]
+        return tuple(sources[i].tensor for i in order or ())
+
+    def _join(self, first: str, name: str) -> tuple[int, ...] | None:
+        shapes = [source.tensor.shape for source in self._sources[first]]
+        if not all(len(shape) == 2 and shape[1] == self.shapes[name][-1] for shape in shapes):
+            return None
+        starts: dict[int, int] = {}  # first row -> the tensor that it is of
+        numbered: list[Tensor] = []
+        total = 0
+        for i, (count, _) in enumerate(shapes):
+            starts[total] = i
+            numbered.append(torch.arange(2 * total, 2 * (total + count)).view(count, 2))
+            total += count
+        try:
+            made = self._convert(first, [t.clone for t in numbered])
+        except (RuntimeError, ValueError, KeyError, IndexError, TypeError):
+            return None
+        found = made.get(name)
+        if found is None or tuple(found.shape) != (*self.shapes[name][:-1], 2):
+            return None
+        rows_of = found.reshape(-1, 2)
+        order: list[int] = []
+        at = 0
+        while at < len(rows_of):
+            source = starts.get(int(rows_of[at, 0]) // 2, -1)
+            if source < 0:
+                return None
+            rows = numbered[source]
+            if not torch.equal(rows_of[at : at + len(rows)], rows):
+                return None
+            order.append(source)
+            at += len(rows)
+        return tuple(order)
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key under which layer 10 follows layer 9, as transformers' converters expect."""
+    return [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")]
+
+
+def _reader(stored: Readable) -> Callable[[], Tensor]:
+    return lambda: stored.read()

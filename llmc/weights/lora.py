@@ -1,0 +1,208 @@
+"""LoRA adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors -> A and B.
+
+    base_model.model.<module>.lora_A.weight [r, K], .lora_B.weight [N, r] of the parameter
+    <module>.weight [N, K]; the module's output gets scale * B A x
+
+Whatever an adapter asks for beyond that is refused: it would be served wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmc.errors import CheckpointError, InvalidRequestError, reason_of
+from llmc.lora_request import LoRARequest
+from llmc.weights.checkpoint import StoredTensor, open_file
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MOST_CONFIG_BYTES = 4 << 20
+_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight", re.ASCII)
+_REPEATED_GROUP = re.compile(r"\)[*+{]")  # such a pattern can take for ever
+_MOST = 1e6  # that a rank or an alpha can be
+# What changes nothing in the answer, or is in the tensors anyway.
+_HARMLESS = frozenset(
+    (
+        "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config",
+        "ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode",
+        "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
+        "lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version",
+        "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules",
+        "task_type", "use_rslora",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraPart:
+    """The part of an adapter on one parameter: where its A [r, K] and B [N, r] are stored."""
+
+    a: StoredTensor
+    b: StoredTensor
+    scale: float
+
+
+LoraWeights = dict[str, tuple[Tensor, Tensor]]  # A [r, K] and scale * B [N, r] by parameter
+
+
+def open_adapter(
+    adapter: LoRARequest, targets: Mapping[str, tuple[int, int]], max_rank: int
+) -> dict[str, LoraPart]:
+    """Its parts by parameter; no weight is read. `targets`: N and K of what adapters may be on.
+
+    Raises InvalidRequestError for an adapter that does not fit the model or can't be had.
+    """
+    path = Path(adapter.lora_path)
+    config = _read_config(adapter, path)
+    _check_features(adapter, config)
+    if not (path / _WEIGHTS).is_file():
+        pickled = (path / "adapter_model.bin").is_file()
+        why = " but a pickled adapter_model.bin, which is not opened" if pickled else ""
+        raise _refused(adapter, f"its directory has no {_WEIGHTS}{why}; save it as safetensors")
+    try:
+        tensors = open_file(path / _WEIGHTS)
+    except CheckpointError as error:
+        raise _refused(adapter, str(error)) from error
+    pairs: dict[str, dict[str, StoredTensor]] = {}
+    for key, tensor in tensors.items():
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise _refused(
+                adapter,
+                f"it has {key!r:.120}, which is no lora_A or lora_B of a linear; weights of the "
+                "model itself are left out with save_pretrained(..., save_embedding_layers=False)",
+            )
+        pairs.setdefault(match[1], {})[match[2]] = tensor
+    if not pairs:
+        raise _refused(adapter, f"{_WEIGHTS} is empty")
+    parts: dict[str, LoraPart] = {}
+    for module, pair in pairs.items():
+        parts[f"{module}.weight"] = _part(adapter, config, module, pair, targets, max_rank)
+    return parts
+
+
+def read_adapter(
+    adapter: LoRARequest, parts: Mapping[str, LoraPart], dtype: torch.dtype
+) -> LoraWeights:
+    """Raises InvalidRequestError where a weight is not finite, or its file has changed."""
+    weights: LoraWeights = {}
+    for name, part in parts.items():
+        try:
+            a, b = part.a.read().float(), part.b.read().float()
+        except (CheckpointError, OSError) as error:
+            raise _refused(adapter, reason_of(error)) from error
+        made = a.to(dtype), (part.scale * b).to(dtype)
+        if not all(bool(t.isfinite().all()) for t in made):
+            raise _refused(adapter, f"its weights on {name} are not finite (NaN or infinity)")
+        weights[name] = made
+    return weights
+
+
+def _refused(adapter: LoRARequest, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the LoRA adapter {adapter.lora_name!r} can't be used: {reason}", param="lora_request"
+    )
+
+
+def _read_config(adapter: LoRARequest, path: Path) -> dict[str, Any]:
+    file = path / _CONFIG
+    try:
+        if not file.is_file():
+            raise _refused(
+                adapter,
+                f"{adapter.lora_path!r:.200} is no directory with an {_CONFIG}; give a local "
+                "directory that PEFT's save_pretrained wrote",
+            )
+        if file.stat().st_size > _MOST_CONFIG_BYTES:
+            raise _refused(adapter, f"{_CONFIG} has {file.stat().st_size} bytes")
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, InvalidRequestError):
+            raise
+        raise _refused(adapter, f"{_CONFIG} can't be read: {reason_of(error)}") from error
+    if not isinstance(config, dict):
+        raise _refused(adapter, f"{_CONFIG} holds no object")
+    return config
+
+
+def _check_features(adapter: LoRARequest, config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise _refused(adapter, f"its peft_type is {config.get('peft_type')!r:.40}, not 'LORA'")
+    if config.get("bias", "none") != "none":
+        raise _refused(adapter, f"it trains biases (bias={config['bias']!r:.40})")
+    unknown = sorted(name for name, value in config.items() if value and name not in _HARMLESS)
+    if unknown:
+        raise _refused(
+            adapter,
+            f"it uses {', '.join(map(str, unknown))[:200]}; only plain LoRA on linears is served, "
+            "with use_rslora, rank_pattern and alpha_pattern",
+        )
+
+
+def _part(
+    adapter: LoRARequest,
+    config: Mapping[str, Any],
+    module: str,
+    pair: Mapping[str, StoredTensor],
+    targets: Mapping[str, tuple[int, int]],
+    max_rank: int,
+) -> LoraPart:
+    target = targets.get(f"{module}.weight")
+    if target is None:
+        raise _refused(
+            adapter,
+            f"it is on {module!r:.120}, which is no linear of this model (embeddings and experts "
+            "take no adapter)",
+        )
+    if pair.keys() != {"A", "B"}:
+        raise _refused(adapter, f"of {module!r:.120} it has lora_{next(iter(pair))} alone")
+    a, b = pair["A"], pair["B"]
+    rank = _number(adapter, config, "r", "rank_pattern", module)
+    alpha = _number(adapter, config, "lora_alpha", "alpha_pattern", module)
+    if rank > max_rank:
+        raise _refused(
+            adapter,
+            f"its rank is {rank:g} and the limit {max_rank}; raise max_lora_rank (--max-lora-rank)",
+        )
+    channels, depth = target
+    if a.shape != (rank, depth) or b.shape != (channels, rank):
+        raise _refused(
+            adapter,
+            f"on {module!r:.120} it has lora_A {list(a.shape)} and lora_B {list(b.shape)}, but "
+            f"rank {rank:g} and this model take [{rank:g}, {depth}] and [{channels}, {rank:g}]",
+        )
+    for tensor in (a, b):
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise _refused(adapter, f"its tensors are {tensor.dtype}; save it in bfloat16")
+    return LoraPart(a=a, b=b, scale=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _number(
+    adapter: LoRARequest, config: Mapping[str, Any], name: str, patterns: str, module: str
+) -> float:
+    """A number of the config, or another one for a module that the first fitting pattern names."""
+    value, given = config.get(name), config.get(patterns) or {}
+    if not isinstance(given, dict):
+        raise _refused(adapter, f"{patterns} in {_CONFIG} is no object")
+    for key, other in given.items():
+        if _REPEATED_GROUP.search(key):
+            raise _refused(adapter, f"{patterns} has {key!r:.80}, a pattern that repeats a group")
+        try:
+            if re.match(rf"(.*\.)?({key})$", module):
+                value = other
+                break
+        except re.error as error:
+            raise _refused(adapter, f"{patterns} has {key!r:.80}: {error}") from error
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        least = 1 if name == "r" else -_MOST
+        if least <= value <= _MOST:  # NaN is neither
+            return float(value)
+    raise _refused(adapter, f"{name} in {_CONFIG} is {value!r:.80}, which is no such number")

@@ -1,0 +1,313 @@
+"""`find_indexers`: sparse indexers, found by what they compute, become ops with a cache of keys.
+
+Only the product of its queries and keys is matched by shape, above the `topk` that attention's
+positions come from. What lies between (scale, activation, weights, mask) is not matched but run on
+random numbers, and has to come out as `choose_keys` scores, or the model is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from llmc.errors import CompileError
+from llmc.kernels.attention import attention
+from llmc.kernels.choose_keys import choose_keys
+from llmc.passes.base import Notes, graph_pass
+from llmc.passes.edit import (
+    arguments,
+    aten,
+    calls,
+    emit,
+    is_call,
+    set_arguments,
+    through,
+    val,
+)
+from llmc.passes.evaluate import Unknown, evaluate
+from llmc.passes.inputs import CacheInput, add_input, input_of, step_input, token_input
+
+_CASTS = (aten.to.dtype, aten._to_copy.default)
+_VIEWS = (
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.view.default,
+    aten.reshape.default,
+)
+_PRODUCTS = (aten.matmul.default, aten.bmm.default)
+_HIDDEN = -1e4  # a score below this hides a key
+_PROBE_TOKENS = (37, 23)
+_MANY_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Indexer:
+    """The nodes between which scores are computed. T is the number of tokens."""
+
+    scores: fx.Node  # [1, T, T], masked
+    query: fx.Node  # four dimensions of 1, T, H and D
+    key: fx.Node  # the second factor of the product: [..., D, T]
+    weights: fx.Node  # dimensions of T and H, in any order, and of 1
+    masks: tuple[fx.Node, ...]  # mask markers
+    heads: int
+
+
+@graph_pass(required=True)
+def find_indexers(gm: fx.GraphModule, *, max_positions: int, block_size: int) -> Notes:
+    """Choose keys over the whole context, from a paged cache of the indexer's keys.
+
+    Layers that share positions share the op. Up to as many tokens as an indexer chooses it chooses
+    all: where no context is longer (`max_positions`), its positions are left out.
+
+    Before:
+        s = aten.matmul(weights, aten.relu(aten.matmul(q, k^T) * scale)) + mask
+        i = aten.topk(s [1, T, T], 2048)[1]
+        o = llmc.attention(..., chosen=i)
+    After:
+        i = llmc.choose_keys(q [T, H, D], k [T, D], weights [T, H], key_cache, slot_mapping,
+                             query_start, context_len, block_table, 2048)
+        o = llmc.attention(..., chosen=i)
+    """
+    graph = gm.graph
+    notes = []
+    found: dict[fx.Node, fx.Node | None] = {}  # the model's positions -> ours, None for all
+    for marker in calls(graph, attention.overload):
+        chosen = arguments(marker).chosen
+        if chosen is None or is_call(chosen, choose_keys.overload):
+            continue
+        if chosen not in found:
+            topk = _topk(chosen)
+            budget = _budget(graph, topk)
+            if budget >= max_positions:
+                found[chosen] = None
+                notes.append(f"{topk.name} chooses all of {max_positions} tokens")
+            else:
+                found[chosen] = _replace(graph, topk, budget, block_size)
+        if found[chosen] is not None:
+            _check_plain(marker)
+        set_arguments(marker, chosen=found[chosen])
+    return notes
+
+
+def _topk(chosen: fx.Node) -> fx.Node:
+    """The call of topk over [1, T, T] scores whose indices these are."""
+    picked = through(chosen, *_CASTS)
+    if is_call(picked, operator.getitem) and arguments(picked).index == 1:
+        topk: fx.Node = arguments(picked).source
+        if is_call(topk, aten.topk.default) and _takes_best_keys(topk):
+            return topk
+    raise CompileError(
+        f"{chosen.name}, the positions that attention is restricted to, is no topk over the scores "
+        "of all tokens, which llmc does not know"
+    )
+
+
+def _takes_best_keys(topk: fx.Node) -> bool:
+    given = arguments(topk)
+    dims = val(given.self).dim()
+    is_last = given.dim in (-1, dims - 1)
+    return bool(given.largest and is_last and dims == 3 and _is_over_keys(given.self))
+
+
+def _is_over_keys(node: fx.Node) -> bool:
+    """Whether its last dimension, and one before it, are the tokens."""
+    shape = [str(s) for s in val(node).shape]
+    return shape[-1] == str(_num_tokens(node)) and shape[-1] in shape[:-1]
+
+
+def _token_dim(node: fx.Node) -> int:
+    return [str(s) for s in val(node).shape].index(str(_num_tokens(node)))
+
+
+def _num_tokens(node: fx.Node) -> Any:
+    return val(token_input(node.graph)).shape[0]
+
+
+def _budget(graph: fx.Graph, topk: fx.Node) -> int:
+    """How many keys it chooses of a long text; min(budget, T) in the graph."""
+    k = arguments(topk).k
+    if isinstance(k, int):
+        return k
+    tokens = _MANY_TOKENS
+    size = dict.fromkeys(calls(graph, aten.sym_size.int), tokens)
+
+    def value(node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        if node in size:
+            return size[node]
+        if node.op != "call_function" or isinstance(node.meta.get("val"), Tensor):
+            raise CompileError(f"{topk.name} chooses {k} keys, which is no number that llmc knows")
+        return node.target(*map(value, node.args))  # type: ignore[operator]
+
+    return int(value(k))
+
+
+def _check_plain(marker: fx.Node) -> None:
+    given = arguments(marker)
+    if given.window or given.chunk or given.slopes is not None:
+        raise CompileError(
+            f"{marker.name} attends to chosen positions within a window or with a position bias, "
+            "which llmc does not know"
+        )
+
+
+def _replace(graph: fx.Graph, topk: fx.Node, budget: int, block_size: int) -> fx.Node:
+    """`choose_keys` in the place of `topk`, over a new cache."""
+    try:
+        indexer = _find(arguments(topk).self)
+        _prove(graph, indexer)
+    except (Unknown, RuntimeError, IndexError) as e:
+        raise CompileError(
+            f"{topk.name} chooses the keys of attention, but not by weighted sums of products "
+            f"between queries and keys ({' '.join(str(e).split())[:200]}); up to {budget} tokens "
+            f"it chooses all of them: set max_model_len to {budget}"
+        ) from e
+    names = ("slot_mapping", "query_start", "context_len", "block_table")
+    step = {name: step_input(graph, name) for name in names}
+    with graph.inserting_before(topk):
+        tokens = emit(graph, aten.sym_size.int, token_input(graph), 0)
+        dim = val(indexer.query).shape[3]
+        query = emit(graph, aten.movedim.int, indexer.query, _token_dim(indexer.query), 0)
+        query = emit(graph, aten.reshape.default, query, [tokens, indexer.heads, dim])
+        key = emit(graph, aten.transpose.int, indexer.key, -1, -2)
+        key = emit(graph, aten.reshape.default, key, [tokens, dim])
+        # as narrow as before the casts to float32 that models score in
+        dtype = torch.promote_types(*(_source_dtype(n) for n in (query, key)))
+        query, key = (_cast(graph, n, dtype) for n in (query, key))
+        weights = emit(graph, aten.movedim.int, indexer.weights, _token_dim(indexer.weights), 0)
+        weights = emit(graph, aten.reshape.default, weights, [tokens, indexer.heads])
+        return emit(
+            graph,
+            choose_keys.overload,
+            query=query,
+            key=key,
+            weights=_cast(graph, weights, torch.float32),
+            key_cache=_cache(graph, key, block_size),
+            **step,
+            top_k=budget,
+        )
+
+
+def _source_dtype(node: fx.Node) -> torch.dtype:
+    return val(through(node, *_CASTS, *_VIEWS)).dtype
+
+
+def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return node if val(node).dtype == dtype else emit(graph, aten.to.dtype, node, dtype)
+
+
+def _cache(graph: fx.Graph, key: fx.Node, block_size: int) -> fx.Node:
+    """A placeholder for the cache of these keys: the next number."""
+    roles = [input_of(n) for n in graph.nodes if n.op == "placeholder"]
+    layer = 1 + max((role.layer for role in roles if isinstance(role, CacheInput)), default=-1)
+    empty = val(key).new_empty(2, 1, block_size, val(key).shape[1])
+    return add_input(graph, f"index_cache_{layer}", CacheInput(layer=layer, part="key"), empty)
+
+
+def _find(scores: fx.Node) -> _Indexer:
+    """What the scores are computed from; Unknown where they do not look like an indexer's."""
+    products, others = [], []
+    seen = set()
+    stack = [scores]
+    while stack:
+        node = stack.pop()
+        if node in seen or not isinstance(node.meta.get("val"), Tensor):
+            continue
+        seen.add(node)
+        if not _is_over_keys(node):
+            others.append(node)
+        elif (
+            is_call(node, *_PRODUCTS)
+            and not _is_over_keys(arguments(node).self)
+            and (not _is_over_keys(_right(node)))
+        ):
+            products.append(node)
+        else:
+            stack += node.all_input_nodes
+    if len(products) != 1:
+        raise Unknown(f"its scores come from {len(products)} products")
+    masks = {m for node in others for m in _markers(node)}
+    weights = [n for n in others if not _markers(n)]
+    if len(weights) != 1:
+        raise Unknown(f"its scores are computed from {len(weights)} other tensors")
+    [product] = products
+    query, key = arguments(product).self, _right(product)
+    tokens, shape = str(_num_tokens(scores)), [str(s) for s in val(query).shape]
+    if len(shape) != 4 or shape[0] != "1" or tokens not in shape[1:3]:
+        raise Unknown(f"its queries are {shape}")
+    heads = int(val(query).shape[1 if shape[2] == tokens else 2])
+    dim, sizes = shape[3], [str(s) for s in val(key).shape]
+    if sizes[-2:] != [dim, tokens] or set(sizes[:-2]) > {"1"}:
+        raise Unknown(f"its keys are {sizes}: not one for all heads")
+    sizes = [s for s in map(str, val(weights[0]).shape) if s != "1"]
+    if sorted(sizes) != sorted([tokens, *([str(heads)] if heads > 1 else [])]):
+        raise Unknown(f"its weights are {sizes}")
+    return _Indexer(
+        scores=scores,
+        query=query,
+        key=key,
+        weights=weights[0],
+        masks=tuple(masks),
+        heads=heads,
+    )
+
+
+def _right(product: fx.Node) -> Any:
+    given = arguments(product)
+    return given.mat2 if hasattr(given, "mat2") else given.other
+
+
+def _markers(node: fx.Node) -> list[fx.Node]:
+    """The mask markers (llmc/compiler/interface.py) that a value is made from."""
+    found, seen, stack = [], set(), [node]
+    while stack:
+        at = stack.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        if is_call(at, aten.empty.memory_format) and val(at).dim() == 4 and val(at).shape[0] == 0:
+            found.append(at)
+        stack += at.all_input_nodes
+    return found
+
+
+def _prove(graph: fx.Graph, indexer: _Indexer) -> None:
+    """The scores of random numbers must be those of `choose_keys` times a positive scale."""
+    if any(tuple(val(mask).shape) != (0, 1, 1, 1) for mask in indexer.masks):
+        raise Unknown("it sees a window")
+    for seed, tokens in enumerate(_PROBE_TOKENS):
+        gen = torch.Generator().manual_seed(seed)
+        dim = int(val(indexer.query).shape[3])
+        q = torch.randn(tokens, indexer.heads, dim, generator=gen)
+        k = torch.randn(tokens, dim, generator=gen)
+        w = torch.randn(tokens, indexer.heads, generator=gen)
+        causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        given: dict[fx.Node, Any] = {
+            indexer.query: _shaped(q, indexer.query, tokens),
+            indexer.key: _shaped(k, indexer.key, tokens),
+            indexer.weights: _shaped(w, indexer.weights, tokens),
+            **dict.fromkeys(indexer.masks, causal[None, None]),
+        }
+        got = evaluate(graph, indexer.scores, tokens, given).reshape(tokens, tokens).float()
+        products = torch.einsum("qhd,kd->qhk", q, k).relu()
+        want = (w[:, :, None] * products).sum(1)
+        if bool((got[~causal] > _HIDDEN).any()):
+            raise Unknown("it sees later tokens")
+        got, want = got[causal], want[causal]
+        scale = float((got * want).sum() / (want * want).sum())
+        if not scale > 0 or not torch.allclose(got, scale * want, rtol=1e-3, atol=1e-4 * scale):
+            raise Unknown("random numbers give other scores")
+
+
+def _shaped(x: Tensor, like: fx.Node, tokens: int) -> Tensor:
+    """x [T, ...] with its tokens, and dimensions of 1, where `like` has them."""
+    sizes = [s if isinstance(s, int) else tokens for s in val(like).shape]
+    place = _token_dim(like)
+    return x.reshape([tokens, *sizes[:place], *sizes[place + 1 :]]).movedim(0, place)

@@ -1,0 +1,154 @@
+"""LoRA adapters of many requests in one batch answer as PEFT does with each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_engine
+from tiny_adapters import peft_model, save_adapter
+from tiny_models import Continuation, continue_greedily, load_reference, prompts, save_checkpoint
+
+from llmc.engine.core import EngineCore
+from llmc.engine.messages import AddRequest
+from llmc.lora_request import LoRARequest
+from llmc.sampling_params import SamplingParams
+
+LENGTHS = (1, 5, 19, 33, 12, 30)
+NUM_TOKENS = 8
+LINEARS = {
+    "llama": {
+        "attention": ["q_proj", "v_proj"],
+        "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "head": ["lm_head", "down_proj"],
+    },
+    "gpt2": {
+        "attention": ["c_attn"],
+        "all": ["c_attn", "c_proj", "c_fc"],
+        "head": ["lm_head"],
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """An engine with two slots for three adapters, and what PEFT answers with each of them."""
+
+    running: tiny_engine.Running
+    adapters: tuple[LoRARequest | None, ...]
+    expected: tuple[tuple[Continuation, ...], ...]  # for each adapter, for each prompt
+
+    def engine(self, **options: Any) -> EngineCore:
+        return self.running.engine(
+            adapters=self.running.started.engine._features.adapters, **options
+        )
+
+    def check(self, engine: EngineCore, lengths: Sequence[int] = LENGTHS) -> None:
+        """Every prompt with every adapter, in turns; all at once."""
+        params = SamplingParams(temperature=0.0, logprobs=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        wanted = []
+        for i, length in enumerate(LENGTHS):
+            for j, adapter in enumerate(self.adapters):
+                if length in lengths:
+                    want = self.expected[j][i]
+                    wanted.append(want)
+                    engine.add(
+                        AddRequest(
+                            request_id=str(len(wanted) - 1),
+                            prompt_token_ids=want.prompt,
+                            sampling=params,
+                            adapter=adapter,
+                        )
+                    )
+        got = tiny_engine.finish(engine)
+        assert len(got) == len(wanted)
+        skipped, wrong = tiny_engine.differences(wanted, [got[str(i)] for i in range(len(wanted))])
+        assert not wrong
+        assert skipped <= NUM_TOKENS
+
+
+def make_subject(family: str, root: Path, **options: Any) -> Subject:
+    path = save_checkpoint(family, root / "model")
+    model = load_reference(path)
+    on = LINEARS[family]
+    is_conv = family == "gpt2"
+    adapters = (
+        save_adapter(
+            load_reference(path), root / "small", number=1, r=3, target_modules=on["attention"],
+            fan_in_fan_out=is_conv,
+        ),
+        None,
+        save_adapter(
+            load_reference(path), root / "wide", number=2, r=8, lora_alpha=4,
+            target_modules=on["all"], use_rslora=True, fan_in_fan_out=is_conv,
+        ),
+        save_adapter(
+            load_reference(path), root / "head", number=3, r=4, target_modules=on["head"],
+            rank_pattern={on["head"][0]: 6}, alpha_pattern={on["head"][0]: 3},
+        ),
+    )  # fmt: skip
+    expected = []
+    for adapter in adapters:
+        with peft_model(model, adapter) as answering:
+            expected.append(
+                tuple(continue_greedily(answering, p, NUM_TOKENS) for p in prompts(LENGTHS))
+            )
+    running = tiny_engine.start(
+        path, enable_lora=True, max_loras=2, max_cpu_loras=2, max_lora_rank=8, **options
+    )
+    return Subject(running=running, adapters=adapters, expected=tuple(expected))
+
+
+@pytest.fixture(scope="module", params=sorted(LINEARS))
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return make_subject(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_adapters_change_the_answers(subject: Subject) -> None:
+    answers = {tuple(c.tokens for c in of_one) for of_one in subject.expected}
+    assert len(answers) == len(subject.adapters)
+
+
+def test_many_adapters_in_one_batch(subject: Subject) -> None:
+    engine = subject.engine()
+    subject.check(engine)
+    assert engine.scheduler.adapters.num_loads > 3  # two slots for three adapters
+
+
+def test_chunked_prefill_and_preemption(subject: Subject) -> None:
+    engine = subject.engine(max_num_batched_tokens=16, num_blocks=19)
+    subject.check(engine, lengths=(33, 30))
+    assert engine.scheduler.num_preemptions > 0
+
+
+def test_prefixes_are_cached_by_adapter(subject: Subject) -> None:
+    engine = subject.engine()
+    subject.check(engine, lengths=(33,))
+    assert engine.stats().prefix_cache_hits == 0  # one prompt, by four different models
+    subject.check(engine, lengths=(33,))
+    assert engine.stats().prefix_cache_hits == len(subject.adapters) * 32
+
+
+@pytest.mark.parametrize("quantization", ["int8"])
+def test_over_quantized_weights(quantization: str, tmp_path: Path) -> None:
+    """What an adapter adds is what it adds to the weights in full, within their rounding."""
+    subject = make_subject("llama", tmp_path, quantization=quantization)
+    reports = subject.running.started.info.pass_reports
+    assert any("quantized_linear" in one for one in reports)
+    params = SamplingParams(temperature=0.0, logprobs=0, max_tokens=1, ignore_eos=True)
+    engine = subject.engine()
+    for j, adapter in enumerate(subject.adapters):
+        prompt = subject.expected[j][3].prompt
+        engine.add(
+            AddRequest(request_id=str(j), prompt_token_ids=prompt, sampling=params, adapter=adapter)
+        )
+    got = tiny_engine.finish(engine)
+    for j, of_adapter in enumerate(subject.expected):
+        want = of_adapter[3]
+        if want.margins[0] > 0.2:  # what rounding to 8 bits can move here
+            assert got[str(j)].tokens == list(want.tokens[:1])
+            assert abs(got[str(j)].logprobs[0] - want.logprobs[0]) < 0.1
+    assert sum(of_adapter[3].margins[0] > 0.2 for of_adapter in subject.expected) > 1

@@ -1,0 +1,118 @@
+"""Recorded steps: what is replayed is what would have run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import llmc.kernels.cpu  # noqa: F401
+from llmc.kernels.cpu.build import load
+from llmc.kernels.cpu.recording import NotRecordable, record
+from llmc.llm import LLM
+from llmc.sampling_params import SamplingParams
+from tests.support.tiny_models import save_checkpoint
+
+pytestmark = pytest.mark.skipif(not load(), reason="there are no C++ ops on this machine")
+
+
+def ours(name: str, *args: Any) -> Any:
+    return getattr(torch.ops.llmc_cpu, name)(*args)
+
+
+def fill(*inputs: Tensor) -> None:
+    for x in inputs:
+        x.copy_(torch.randn_like(x))
+
+
+@torch.inference_mode()
+def test_ours_torchs_views_and_writes_are_done_again() -> None:
+    x, weight, picked = torch.randn(3, 64), torch.randn(64, 64), torch.tensor([2, 0])
+    sum_of_all = torch.zeros(2, 64)
+
+    def run() -> tuple[Tensor, Tensor]:
+        y = ours("linear", x, weight, None)
+        y = ours("rms_norm", y.view(3, 2, 32).view(3, 64), None, 1e-5, 0.0)
+        y = y.index_select(0, picked) + 1  # two of torch's in a row
+        sum_of_all.add_(y)
+        return ours("rms_norm", y, None, 1e-5, 0.0), sum_of_all
+
+    recorded = record(run)
+    recorded.check()
+    assert recorded.num_torch_calls == 3
+    for _ in range(3):
+        fill(x)
+        before = sum_of_all.clone()
+        again = [t.clone() for t in recorded.replay()]
+        sum_of_all.copy_(before)
+        for left, right in zip(again, run(), strict=True):
+            assert torch.equal(left, right)
+
+
+@torch.inference_mode()
+def test_an_op_that_reads_values_before_its_kernels_is_called_by_torch() -> None:
+    x, weight = torch.randn(2, 32), torch.randn(4, 32, 32)
+    expert = torch.tensor([0, 3])
+
+    def run() -> Tensor:
+        y: Tensor = ours("expert_linear", x, weight, None, expert, False)
+        return ours("rms_norm", y, None, 1e-5, 0.0)
+
+    recorded = record(run)
+    assert recorded.num_torch_calls == 1
+    expert.copy_(torch.tensor([2, 1]))
+    fill(x)
+    assert torch.equal(recorded.replay().clone(), run())
+
+
+@torch.inference_mode()
+def test_rows_that_had_no_adapter_may_have_one_later() -> None:
+    x, base, adapter = torch.randn(2, 32), torch.randn(2, 16), torch.zeros(2, dtype=torch.int32)
+    a, b, bounds = torch.randn(1, 1, 4, 32), torch.randn(1, 4, 16), torch.tensor([0, 16]).int()
+
+    def run() -> Tensor:
+        out: Tensor = ours("rms_norm", base, None, 1e-5, 0.0)
+        ours("add_lora", out, x, a, b, bounds, adapter)
+        return out
+
+    recorded = record(run)
+    assert recorded.num_torch_calls == 0
+    without = recorded.replay().clone()
+    adapter.copy_(torch.tensor([0, 1]))
+    assert torch.equal(recorded.replay().clone(), run())
+    assert not torch.equal(run(), without)
+
+
+@torch.inference_mode()
+def test_what_depends_on_values_is_refused() -> None:
+    x = torch.randn(2, 64)
+    with pytest.raises(NotRecordable, match="on the host"):
+        record(lambda: ours("rms_norm", x, None, 1e-5, float(x.sum().item() * 0))).check()
+    with pytest.raises(NotRecordable, match="1 ops are torch's, and 0"):
+        record(lambda: x + 1).check()
+
+
+def test_answers_are_those_of_steps_that_are_not_recorded(tmp_path: Path) -> None:
+    """Rows that come and go, beside each other: shapes of one to four rows, greedy and sampled."""
+    path = save_checkpoint("llama", tmp_path / "model")
+    prompts = [[3 + i] * (4 + i) for i in range(4)]
+    params = [
+        SamplingParams(max_tokens=6 + 5 * i, ignore_eos=True, temperature=i % 2, seed=i, logprobs=2)
+        for i in range(4)
+    ]
+
+    def answers(llm: LLM) -> list[Any]:
+        outputs = llm.generate(prompts, params, progress=False)
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+    with LLM(str(path), max_model_len=64, max_num_seqs=4, kv_cache_memory=1 << 24) as llm:
+        runner: Any = llm._engine.runner  # type: ignore[union-attr]
+        recordings, runner._recordings = runner._recordings, None
+        expected = answers(llm)
+        runner._recordings = recordings
+        assert answers(llm) == expected
+        assert answers(llm) == expected
+        assert recordings.num_replays > 20

@@ -1,0 +1,128 @@
+"""Adapters as models of their own names, and loading them over HTTP where that is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_adapters import Loader
+from live_server import Live, live_server
+from scripted_engine import make_scripted
+
+from llmc.errors import ConfigError
+from llmc.server.settings import ServerSettings
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+def directory(path: Path) -> str:
+    path.mkdir(parents=True)
+    (path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Live]:
+    settings = ServerSettings(
+        lora_modules={"poems": directory(tmp_path / "fixed")},
+        runtime_lora_dir=str(tmp_path / "runtime"),
+    )
+    directory(tmp_path / "runtime" / "one")
+    with live_server(settings, adapters=Loader(2)) as made:
+        yield made
+        made.wait_idle()
+
+
+def names(live: Live) -> list[str]:
+    return [card["id"] for card in live.client.get("/v1/models").json()["data"]]
+
+
+def test_an_adapter_is_a_model(live: Live) -> None:
+    card = live.client.get("/v1/models/poems").json()
+    assert (card["id"], card["parent"]) == ("poems", "scripted")
+    assert card["root"].endswith("fixed")
+    assert live.client.get("/v1/models/scripted").json()["parent"] is None
+    adapters = live.scripted.engine.scheduler.adapters
+    for send in (live.complete, live.chat):
+        assert send(model="scripted").json()["model"] == "scripted"
+        assert adapters.num_loads == (send != live.complete)
+        assert send(model="poems").json()["model"] == "poems"
+        assert adapters.num_loads == 1
+    wrong = live.complete(model="prose")
+    assert wrong.status_code == 404
+    assert "there is scripted, poems" in wrong.json()["error"]["message"]
+
+
+def test_prefixes_are_not_shared_between_models(live: Live) -> None:
+    def hits(model: str) -> int:
+        stats = live.scripted.engine.stats
+        before = stats().prefix_cache_hits
+        body = {"prompt": "count " * 20, "max_tokens": 1, "model": model}
+        assert live.post("/v1/completions", body).status_code == 200
+        return stats().prefix_cache_hits - before
+
+    assert [hits("scripted"), hits("poems"), hits("scripted") > 0, hits("poems") > 0] == [
+        0, 0, True, True,
+    ]  # fmt: skip
+
+
+def test_load_use_unload(live: Live) -> None:
+    assert live.post(LOAD, {"lora_name": "new", "lora_path": "one"}).status_code == 200
+    assert names(live) == ["scripted", "poems", "new"]
+    assert live.complete(model="new").json()["model"] == "new"
+    for taken in ("new", "poems", "scripted"):
+        again = live.post(LOAD, {"lora_name": taken, "lora_path": "one"})
+        assert again.status_code == 400 and "already" in again.json()["error"]["message"]
+    assert live.post(UNLOAD, {"lora_name": "new", "lora_int_id": 7}).status_code == 200
+    assert live.complete(model="new").status_code == 404
+    assert live.post(UNLOAD, {"lora_name": "new"}).status_code == 404
+
+
+def test_an_adapter_that_the_engine_refuses_is_not_served(live: Live) -> None:
+    refused = live.post(LOAD, {"lora_name": "refused", "lora_path": "one"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "no such adapter"
+    assert names(live) == ["scripted", "poems"]
+
+
+def test_paths_stay_inside_and_names_are_names(live: Live, tmp_path: Path) -> None:
+    (tmp_path / "runtime" / "link").symlink_to(tmp_path / "fixed")
+    for path in ("..", "../fixed", str(tmp_path / "fixed"), ".", "link", "nowhere", "one\0", "/"):
+        answer = live.post(LOAD, {"lora_name": "new", "lora_path": path})
+        assert answer.status_code == 400, path
+        assert "--runtime-lora-dir" in answer.json()["error"]["message"]
+    for name in ("../x", "", "a b", "x" * 300):
+        answer = live.post(LOAD, {"lora_name": name, "lora_path": "one"})
+        assert answer.status_code == 400, name
+        assert answer.json()["error"]["param"] == "lora_name"
+    assert names(live) == ["scripted", "poems"]
+
+
+def test_off_unless_it_is_asked_for(shared: Live) -> None:
+    for path in (LOAD, UNLOAD):
+        answer = shared.post(path, {"lora_name": "a", "lora_path": "b"})
+        assert answer.status_code == 404
+        assert "--runtime-lora-dir" in answer.json()["error"]["message"]
+
+
+def test_settings_that_cannot_be(tmp_path: Path) -> None:
+    given = {"a": directory(tmp_path / "a")}
+    wrong = (
+        (make_scripted(), ServerSettings(lora_modules=given), "--enable-lora"),
+        (
+            make_scripted(adapters=Loader(1)),
+            ServerSettings(lora_modules={"a": str(tmp_path)}),
+            "no adapter_config.json",
+        ),
+        (
+            make_scripted(adapters=Loader(1)),
+            ServerSettings(lora_modules={"scripted": given["a"]}),
+            "already",
+        ),
+    )
+    for over, settings, reason in wrong:
+        with pytest.raises(ConfigError, match=reason), live_server(settings, over=over):
+            raise AssertionError("it started")
+    with pytest.raises(ConfigError, match="several API processes"):
+        ServerSettings(runtime_lora_dir="x", api_workers=2)
