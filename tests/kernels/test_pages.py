@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 
-import psutil
 import pytest
 import torch
 
 from llmc.kernels.cpu.pages import empty_in_huge_pages, touch_in_background
 
 _HUGE_PAGE = 2 << 20
+_MADV_POPULATE_WRITE = 23  # madvise(2)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="huge pages are asked of Linux")
@@ -42,12 +43,29 @@ def test_a_scalar_has_a_shape_too() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident pages are Linux's")
 def test_touching_makes_pages_present_and_changes_nothing() -> None:
     size = 16 << 20
-    tensors = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
+    maps = [mmap.mmap(-1, size) for _ in range(2)]  # fresh pages, whatever malloc would give again
+    tensors = [torch.frombuffer(pages, dtype=torch.uint8) for pages in maps]
     tensors[0][:100] = 7
-    before = psutil.Process().memory_info().rss
-    touch_in_background(tensors, limit_bytes=size).join(30)
-    grown = psutil.Process().memory_info().rss - before
-    if grown == 0:
+    if not _has_populate():
         pytest.skip("this kernel has no MADV_POPULATE_WRITE")
-    assert 0.8 * size < grown < 1.5 * size, "half of each was asked for"
+    touch_in_background(tensors, limit_bytes=size).join(60)
+    half = size // mmap.PAGESIZE // 2
+    assert [_resident_pages(tensor) for tensor in tensors] == [half, half]
     assert (tensors[0][:100] == 7).all()
+
+
+def _has_populate() -> bool:
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        try:
+            page.madvise(_MADV_POPULATE_WRITE)
+        except OSError:
+            return False
+    return True
+
+
+def _resident_pages(tensor: torch.Tensor) -> int:
+    """By mincore(2)."""
+    flags = (ctypes.c_ubyte * (tensor.nbytes // mmap.PAGESIZE))()
+    address, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+    assert ctypes.CDLL(None, use_errno=True).mincore(address, size, flags) == 0
+    return sum(flag & 1 for flag in flags)
