@@ -27,6 +27,7 @@ LEAVES = (
     "llmc.lora_request",
     "llmc.outputs",
     "llmc.model_info",
+    "llmc.background_thread",
     "llmc.cache_dir",
 )
 MAY_IMPORT = {
@@ -39,8 +40,9 @@ MAY_IMPORT = {
     "llmc.structured": ("llmc.errors", "llmc.structured_outputs", "llmc.text"),
     "llmc.outputs": LEAVES,
     "llmc.model_info": (),
+    "llmc.background_thread": (),
     "llmc.cache_dir": (),
-    "llmc.kernels": ("llmc.errors", "llmc.cache_dir"),
+    "llmc.kernels": ("llmc.errors", "llmc.background_thread", "llmc.cache_dir"),
     "llmc.passes": ("llmc.errors", "llmc.kernels"),
     "llmc.engine": LEAVES,
     "llmc.weights": (

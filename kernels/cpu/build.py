@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from llmc.background_thread import BackgroundThread
 from llmc.cache_dir import cache_dir
 from llmc.errors import LlmcError
 from llmc.kernels.cpu.compile import (
@@ -125,7 +126,7 @@ class Build:
         self._files = (0, 0)
         self._folder: Path | None = None
         self._error: BuildError | None = None
-        self._thread = threading.Thread(target=self._run, name="llmc-cpu-build", daemon=True)
+        self._thread = BackgroundThread(self._run, "llmc-cpu-build")
         self._thread.start()
 
     def _run(self) -> None:
@@ -192,7 +193,8 @@ class Build:
 
     def wait(self) -> Path:
         """The library's path, once it is there. Raises BuildError."""
-        self._thread.join()
+        while self._thread.is_alive():  # short waits, so that a BackgroundThread can be ended
+            self._thread.join(0.1)
         if self._error is not None:
             raise self._error
         assert self._folder is not None, "a build ends with a folder or an error"

@@ -12,11 +12,13 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from llmc.background_thread import BackgroundThread
 
 _MADV_HUGEPAGE = 14  # madvise(2)
 _MADV_POPULATE_WRITE = 23  # makes pages present without changing them; Linux 5.14
@@ -71,9 +73,7 @@ def touch_in_background(tensors: Sequence[Tensor], limit_bytes: int) -> threadin
     The first write to a page costs several times the second, and a request should not pay for it.
     A thread of the lowest priority does it; contents do not change, so others may write meanwhile.
     """
-    thread = threading.Thread(
-        target=_touch, args=(tuple(tensors), limit_bytes), name="llmc-touch", daemon=True
-    )
+    thread = BackgroundThread(partial(_touch, tuple(tensors), limit_bytes), "llmc-touch")
     thread.start()
     return thread
 

@@ -16,10 +16,11 @@ import logging
 import os
 import queue
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from llmc.background_thread import BackgroundThread
 from llmc.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -50,7 +51,9 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._report: Publish | None = None
         # A daemon, so that a process whose main thread has failed still exits.
-        self._thread = threading.Thread(target=self._run, name="llmc-engine", daemon=True)
+        self._thread = BackgroundThread(
+            self._run, "llmc-engine", stop=partial(self._inbox.put, Stop())
+        )
 
     def open(self, publish: Publish) -> None:
         self._loop, self._report = asyncio.get_running_loop(), publish

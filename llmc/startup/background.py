@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from llmc.background_thread import BackgroundThread
 from llmc.compiler.lower import StepFunction, lower
 from llmc.compiler.program import lowered
 from llmc.kernels.cpu.build import Build, load, start_build
@@ -105,7 +105,7 @@ class Upgrade:
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = tuple(stages)
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="llmc-compile", daemon=True)
+        self._thread = BackgroundThread(self._run, "llmc-compile")
 
     def start(self) -> None:
         self._thread.start()
