@@ -1,60 +1,95 @@
 """Which classes of transformers llmc serves, and whether it answers as transformers does.
 
-    python -m bench.coverage [--only TYPE ...] [--jobs 2] [--redo] [--time-limit 240]
+    python -m bench.coverage [--only TYPE ...] [--jobs 2] [--time-limit 240]
     python -m bench.coverage --table docs/coverage.md
 
-Every decoder-only class gets a tiny random checkpoint and a separate process, with a limit of
+Every decoder-only class gets a tiny random checkpoint and a process of its own, with a limit of
 time and memory. Mixed batches run whole, in chunks, and with preemption, in float32 at -O0; greedy
-tokens and their log-probabilities must be those of transformers' eager `generate`. Results are
-appended to bench/results/coverage.jsonl, one line a class, so that a run can be continued.
+tokens and their log-probabilities must be those of transformers' eager `generate`.
+
+A row says of which sources it is (`sources_digest`): without --only, the classes whose row is
+missing or of other sources are run. One row a class is kept in bench/results/coverage.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
 RESULTS = _ROOT / "bench" / "results" / "coverage.jsonl"
 TIME_LIMIT_S = 240
+_SOURCES = (
+    "bench/configs",
+    "kernels",
+    "llmc/compiler",
+    "llmc/engine",
+    "llmc/runner",
+    "llmc/startup",
+    "llmc/weights",
+    "passes",
+    "tests/support/tiny_configs.py",
+)
 
 
 def read_results(path: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """The last line of every class."""
+    """The row of every class."""
     if not path.is_file():
         return {}
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {row["type"]: row for row in rows}
 
 
+@cache
+def sources_digest() -> str:
+    """Of what decides a class's answers: our sources, the configurations, and versions."""
+    hasher = hashlib.sha256()
+    paths = [path for name in _SOURCES for path in (_ROOT / name, *(_ROOT / name).rglob("*"))]
+    for path in sorted(path for path in paths if path.suffix in (".py", ".cpp", ".h", ".json")):
+        hasher.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for name in ("torch", "transformers"):
+        hasher.update(version(name).split("+")[0].encode() + b"\0")
+    return hasher.hexdigest()[:8]
+
+
 def check(model_type: str, time_limit_s: int = TIME_LIMIT_S) -> dict[str, Any]:
     """The row of one class; a process that dies or hangs makes a row too."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "bench.coverage_case", model_type]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bench.coverage_case"])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run_case, args=(model_type, theirs))
+    process.start()
+    theirs.close()
     try:
-        done = subprocess.run(
-            command,
-            cwd=_ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=time_limit_s,
-        )
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        reason = f"the process ended with status {done.returncode}: {done.stderr.strip()[-200:]}"
-        row = json.loads(lines[-1]) if lines else _failed(model_type, reason)
-    except subprocess.TimeoutExpired:
-        row = _failed(model_type, f"took longer than {time_limit_s} s")
-    return row | {"total_seconds": round(time.perf_counter() - start, 1)}
+        if ours.poll(time_limit_s):
+            row = json.loads(ours.recv_bytes())
+        else:
+            row = _failed(model_type, f"took longer than {time_limit_s} s")
+    except EOFError:
+        process.join()
+        row = _failed(model_type, f"the process ended with status {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+    seconds = round(time.perf_counter() - start, 1)
+    return row | {"total_seconds": seconds, "sources": sources_digest()}
+
+
+def _run_case(model_type: str, answer: Any) -> None:
+    from bench.coverage_case import send_row
+
+    send_row(model_type, answer)
 
 
 def _failed(model_type: str, reason: str) -> dict[str, Any]:
@@ -64,15 +99,16 @@ def _failed(model_type: str, reason: str) -> dict[str, Any]:
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """The matrix as Markdown, one line a class."""
     lines = [
-        "| class | model type | transformers runs it | served | same answers | remark |",
-        "|---|---|---|---|---|---|",
+        "| class | model type | transformers runs it | served | same answers | sources | remark |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         stages = ("config", "transformers", "served")
         reached = stages.index(row["stage"])
         marks = ["yes" if ok else "no" for ok in (reached >= 1, reached >= 2, row["parity"])]
         reason = row["reason"].replace("|", "\\|")[:220]
-        lines.append(f"| {row.get('class', '')} | {row['type']} | {' | '.join(marks)} | {reason} |")
+        cells = [row.get("class", ""), row["type"], *marks, row["sources"], reason]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -91,31 +127,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", help="model types; default: all")
+    parser.add_argument("--only", nargs="+", help="model types; default: all that are stale")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--redo", action="store_true", help="also those that have a result")
     parser.add_argument(
         "--time-limit", type=int, default=TIME_LIMIT_S, metavar="SECONDS", help="of one class"
     )
     parser.add_argument("--table", type=Path, help="write the matrix into this file")
     args = parser.parse_args()
     if args.table is None:
-        run(args.only, args.jobs, args.redo, args.time_limit)
+        run(args.only or stale_types(), args.jobs, args.time_limit)
     else:
         write_table(args.table)
     print(summary(read_results().values()))
 
 
-def run(only: list[str] | None, jobs: int, redo: bool, time_limit_s: int) -> None:
-    sys.path.insert(0, str(_ROOT / "tests" / "support"))
-    import tiny_configs
+def stale_types() -> list[str]:
+    """The classes without a row of these sources."""
+    from bench.coverage_case import tiny_configs
 
-    done = read_results()
-    wanted = [t for t in only or tiny_configs.decoder_types() if redo or only or t not in done]
-    with ThreadPoolExecutor(jobs) as pool, RESULTS.open("a", encoding="utf-8") as out:
-        for row in pool.map(lambda name: check(name, time_limit_s), wanted):
-            out.write(json.dumps(row) + "\n")
-            out.flush()
+    rows = read_results()
+    types = tiny_configs.decoder_types()
+    return [name for name in types if rows.get(name, {}).get("sources") != sources_digest()]
+
+
+def run(types: Sequence[str], jobs: int, time_limit_s: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows = read_results()
+    with ThreadPoolExecutor(jobs) as pool:
+        for row in pool.map(lambda name: check(name, time_limit_s), types):
+            rows[row["type"]] = row
+            lines = [json.dumps(rows[name]) + "\n" for name in sorted(rows)]
+            RESULTS.write_text("".join(lines), encoding="utf-8")
             state = "same" if row["parity"] else row["stage"]
             print(f"{row['type']:28} {state:14} {row['total_seconds']:6} s  {row['reason'][:150]}")
 

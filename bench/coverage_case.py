@@ -1,6 +1,6 @@
-"""One class of the matrix, in a separate process: a tiny checkpoint, served and compared.
+"""One class of the matrix: a tiny checkpoint, served and compared, in a process of its own.
 
-`bench.coverage` starts it as `python -m bench.coverage_case MODEL_TYPE` and reads one JSON line.
+`bench.coverage` forks that process from one that has this module, so that a class costs no import.
 """
 
 from __future__ import annotations
@@ -13,10 +13,18 @@ import sys
 import tempfile
 import time
 import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_SUPPORT = Path(__file__).resolve().parent.parent / "tests" / "support"
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+import tiny_configs
+import tiny_engine
+from tiny_models import continue_greedily, load_reference, prompts
+
 MEMORY_BYTES = 2 * 2**30
 LENGTHS = (1, 5, 19, 33, 12)
 NUM_TOKENS = 10
@@ -30,9 +38,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 def run(model_type: str) -> dict[str, Any]:
     """The row of the matrix. Stages that were reached say so; `reason` tells why it ended."""
-    import tiny_configs
-    from tiny_models import continue_greedily, load_reference, prompts
-
     row: dict[str, Any] = {"type": model_type, "stage": "config", "parity": False, "reason": ""}
     try:
         config = tiny_configs.tiny_config(model_type)
@@ -52,9 +57,6 @@ def run(model_type: str) -> dict[str, Any]:
 
 
 def _serve(path: Path, expected: list[Any], row: dict[str, Any]) -> None:
-    import tiny_engine
-    from tiny_models import continue_greedily, load_reference
-
     start = time.perf_counter()
     running = tiny_engine.start(path)
     row["stage"] = "served"
@@ -83,8 +85,6 @@ def _serve(path: Path, expected: list[Any], row: dict[str, Any]) -> None:
 
 def _differences(expected: list[Any], answers: dict[str, Any]) -> tuple[int, list[str]]:
     """Positions skipped after ties, and what differs, by scenario."""
-    import tiny_engine
-
     skipped, wrong = 0, []
     for name, got in answers.items():
         ties, found = tiny_engine.differences(expected, got)
@@ -93,19 +93,12 @@ def _differences(expected: list[Any], answers: dict[str, Any]) -> tuple[int, lis
     return skipped, wrong
 
 
-def main() -> None:
+def send_row(model_type: str, answer: Connection) -> None:
+    """The whole of the process."""
     warnings.filterwarnings("ignore")
-    sys.path.insert(0, str(_SUPPORT))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    import torch
-    import transformers
-
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    print(json.dumps(run(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    main()
+    answer.send_bytes(json.dumps(run(model_type)).encode())
