@@ -30,17 +30,17 @@ class NotRecordable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _TorchCall:
-    """An op that torch calls again; `results` are None where it writes to its arguments."""
+    """An op that torch calls again. `results`: a None for each that lies in its arguments."""
 
     op: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: list[Tensor] | None
+    results: tuple[Tensor | None, ...]
 
     def replay(self) -> None:
         again = self.op(*self.args, **self.kwargs)
-        if self.results is not None:
-            for result, new in zip(self.results, _tensors(again), strict=True):
+        for result, new in zip(self.results, _tensors(again), strict=True):
+            if result is not None:
                 result.copy_(new)
 
 
@@ -122,10 +122,8 @@ class _Mode(TorchDispatchMode):
             self.num_ours += 1
             return result
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
-        made = _tensors(result)
-        if func._schema.is_mutable:
-            self._call_again(_TorchCall(func, args, kwargs, None))
-        elif any(t.untyped_storage()._cdata not in given for t in made):
+        made = tuple(None if t.untyped_storage()._cdata in given else t for t in _tensors(result))
+        if func._schema.is_mutable or any(t is not None for t in made):
             self._call_again(_TorchCall(func, args, kwargs, made))
         return result
 

@@ -69,6 +69,27 @@ def test_an_op_that_reads_values_before_its_kernels_is_called_by_torch() -> None
 
 
 @torch.inference_mode()
+def test_an_op_that_torch_calls_may_write_to_its_arguments_and_make_a_result() -> None:
+    channels, slots = 6, torch.tensor([1, 0])
+    wide, weight = torch.randn(channels, 2), torch.randn(channels, 4)
+    state, start = torch.randn(3, channels, 3), torch.tensor([0, 1, 2]).int()
+    length = torch.tensor([5, 9]).int()
+
+    def run() -> Tensor:
+        y: Tensor = ours("causal_conv", wide.T, weight, None, state, start, length, slots)
+        return ours("rms_norm", y, None, 1e-5, 0.0)
+
+    recorded = record(run)
+    assert recorded.num_torch_calls == 1, "rows that are not dense are copied"
+    for _ in range(2):
+        fill(wide)
+        before = state.clone()
+        got, state_then = recorded.replay().clone(), state.clone()
+        state.copy_(before)
+        assert torch.equal(got, run()) and torch.equal(state, state_then)
+
+
+@torch.inference_mode()
 def test_rows_that_had_no_adapter_may_have_one_later() -> None:
     x, base, adapter = torch.randn(2, 32), torch.randn(2, 16), torch.zeros(2, dtype=torch.int32)
     a, b, bounds = torch.randn(1, 1, 4, 32), torch.randn(1, 4, 16), torch.tensor([0, 16]).int()
