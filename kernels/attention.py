@@ -34,11 +34,14 @@ def first_visible(position: int, window: int, chunk: int) -> int:
     return max(first, position // chunk * chunk) if chunk > 0 else first
 
 
-def among(chosen: Tensor, num_keys: int) -> Tensor:
-    """Positions [Q, N], of which negative ones are none, as a mask [Q, num_keys]."""
-    mask = torch.zeros(chosen.shape[0], num_keys + 1, dtype=torch.bool, device=chosen.device)
-    rest = torch.where(chosen < 0, num_keys, chosen.long())
-    return mask.scatter(1, rest, True)[:, :num_keys]
+def among(chosen: Tensor, sparse_block_size: int, num_keys: int) -> Tensor:
+    """Sparse blocks [Q, G, N], of which negative ones are none, as a mask [G, Q, num_keys]."""
+    queries, groups, _ = chosen.shape
+    count = -(-num_keys // sparse_block_size)
+    mask = torch.zeros(queries, groups, count + 1, dtype=torch.bool, device=chosen.device)
+    rest = torch.where(chosen < 0, count, chosen.long())
+    mask = mask.scatter(2, rest, True)[..., :count].repeat_interleave(sparse_block_size, 2)
+    return mask[..., :num_keys].transpose(0, 1)
 
 
 def attend(
@@ -53,7 +56,7 @@ def attend(
     softcap: float,
     sinks: Tensor | None,  # [H]
     slopes: Tensor | None,  # [H]
-    allowed: Tensor | None = None,  # [Q, K] bool: the others are not seen
+    allowed: Tensor | None = None,  # [G, Q, K] bool, of heads in G groups: no others are seen
 ) -> Tensor:
     """Softmax attention of one sequence in float32, rounded once: [Q, H, Dv] in query's dtype."""
     groups = query.shape[1] // key.shape[1]
@@ -67,7 +70,9 @@ def attend(
         distance = (key_pos[None, :] - query_pos[:, None]).float()
         scores = scores + slopes.float()[:, None, None] * distance
     seen = visible(query_pos, key_pos, window, chunk)
-    scores = scores.masked_fill(~(seen if allowed is None else seen & allowed), float("-inf"))
+    if allowed is not None:
+        seen = seen & allowed.repeat_interleave(query.shape[1] // allowed.shape[0], 0)
+    scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:  # a logit that takes part in the softmax and carries no value
         sink = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
         weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
@@ -95,11 +100,13 @@ def attention(
     sinks: Tensor | None,
     slopes: Tensor | None,
     chosen: Tensor | None = None,
+    sparse_block_size: int = 1,
 ) -> Tensor:
     """query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] -> [1, T, H, Dv].
 
-    Causal attention over one sequence of T tokens; the caches are not read. chosen [T, N]: the
-    positions that each token attends to, where the model chooses them; negative ones are none.
+    Causal attention over one sequence of T tokens; the caches are not read. chosen [T, G, N], with
+    `sparse_block_size`: the keys that each token attends to, where the model chooses them, as in
+    `paged_attention`; until `find_indexers` has seen it, as the model has it.
     """
     pos = torch.arange(query.shape[2], device=query.device)
     out = attend(
@@ -114,6 +121,6 @@ def attention(
         softcap,
         sinks,
         slopes,
-        None if chosen is None else among(chosen, len(pos)),
+        None if chosen is None else among(chosen, sparse_block_size, len(pos)),
     )
     return out[None]

@@ -34,6 +34,7 @@ def paged_attention(
     v_scale: Tensor | None = None,
     prompts: Tensor | None = None,
     chosen: Tensor | None = None,
+    sparse_block_size: int = 1,
 ) -> Tensor:
     """query [T, H, D] of R requests laid end to end -> [T, H, Dv] in query's dtype.
 
@@ -46,8 +47,10 @@ def paged_attention(
     sinks [H]: a logit per head with no value. slopes [H]: ALiBi, slope * (key pos - query pos).
     Caches may be float8, with k_scale and v_scale as in `fp8.py`.
     prompts, on the host: which requests are prompts (`prompts.py`), a hint that changes no result.
-    chosen [T, N] int32: the positions that each query attends to, at least one and none twice;
-    negative ones are none. It goes with neither window, chunk nor slopes; nothing else is read.
+    chosen [T, G, N] int32: the sparse blocks that each query attends to, up to itself, none twice;
+    negative ones are none, and at least one key is there. Sparse block i is the positions from
+    i * sparse_block_size on, as many. G is 1, or Hkv: the heads of each KV head attend to blocks of
+    their own. It goes with neither window, chunk nor slopes; nothing else is read.
     Blocks before the first that a query of the request sees are never read, and may hold anything.
     A request with context_len 0, or with no queries, is padding: its outputs are zero, as are
     those of queries past query_start[R].
@@ -81,7 +84,7 @@ def paged_attention(
             softcap,
             sinks,
             slopes,
-            None if chosen is None else among(chosen[first:last], length),
+            None if chosen is None else among(chosen[first:last], sparse_block_size, length),
         )
     return out
 
@@ -102,7 +105,9 @@ def make_case(
     sinks: bool = False,
     alibi: bool = False,
     cache: torch.dtype | None = None,  # None: dtype
-    chosen: int = 0,  # most positions that a query attends to; 0: all
+    chosen: int = 0,  # most sparse blocks that a query attends to; 0: all
+    groups: int = 1,
+    sparse_block_size: int = 1,
     seed: int = 0,
 ) -> Case:
     """Random inputs with shuffled blocks; blocks that are not owned, or not seen, hold NaN.
@@ -132,6 +137,11 @@ def make_case(
     key_cache, value_cache = filled(dim, k_scale), filled(v_dim, v_scale)
     starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).int()
     query = torch.randn(int(starts[-1]), heads, dim, generator=gen)
+    logits = torch.randn(heads, generator=gen) if sinks else None
+    choices: Case = ()
+    if chosen:
+        blocks = _choose(lengths, groups, chosen, sparse_block_size, gen)
+        choices = (None, blocks.to(device), sparse_block_size)
     return (
         query.to(device, dtype),
         key_cache,
@@ -143,21 +153,27 @@ def make_case(
         window,
         chunk,
         softcap,
-        torch.randn(heads, generator=gen).to(device, dtype) if sinks else None,
+        None if logits is None else logits.to(device, dtype),
         (2.0 ** -torch.arange(1, heads + 1).float()).to(device) if alibi else None,
         *(s.to(device) if cached in FP8 else None for s in (k_scale, v_scale)),
-        *((None, _choose(lengths, chosen, gen).to(device)) if chosen else ()),
+        *choices,
     )
 
 
-def _choose(lengths: list[tuple[int, int]], most: int, gen: torch.Generator) -> Tensor:
-    """[T, most] int32: positions up to each query's own, in any order, then -1."""
+def _choose(
+    lengths: list[tuple[int, int]],
+    groups: int,
+    most: int,
+    sparse_block_size: int,
+    gen: torch.Generator,
+) -> Tensor:
+    """[T, groups, most] int32: sparse blocks up to each query's own, in any order, then -1."""
     rows = []
     for new, context in lengths:
-        for position in range(context - new, context):
-            some = torch.randperm(position + 1, generator=gen)[:most]
+        for position in [p for p in range(context - new, context) for _ in range(groups)]:
+            some = torch.randperm(position // sparse_block_size + 1, generator=gen)[:most]
             rows.append(torch.nn.functional.pad(some, (0, most - len(some)), value=-1))
-    return torch.stack(rows).int() if rows else torch.empty(0, most, dtype=torch.int32)
+    return torch.stack(rows).int().view(-1, groups, most)
 
 
 @paged_attention.cases
@@ -178,3 +194,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_case(mixed, 4, 4, 48, 32, 8, device, dtype, chosen=9)
     yield make_case(mixed, 6, 2, 40, 36, 16, device, dtype, chosen=20, sinks=True, softcap=5.0)
     yield make_case([(1, 170), (3, 90)], 4, 1, 64, 64, 16, device, dtype, chosen=80, cache=FP8[0])
+    yield make_case(mixed, 8, 2, 32, 32, 8, device, dtype, chosen=3, groups=2, sparse_block_size=4)
+    yield make_case(
+        [(1, 200), (9, 60)], 4, 2, 48, 32, 16, device, dtype, chosen=5, sparse_block_size=12
+    )

@@ -1,8 +1,9 @@
 """`find_indexers`: sparse indexers, found by what they compute, become ops with a cache of keys.
 
 Only the product of its queries and keys is matched by shape, above the `topk` that attention's
-positions come from. What lies between (scale, activation, weights, mask) is not matched but run on
-random numbers, and has to come out as `choose_keys` scores, or the model is refused.
+positions, or blocks of positions, come from. What lies between (scale, activation, weights, mask)
+is not matched but run on random numbers, and has to come out as `choose_keys` scores, or as
+`choose_blocks` chooses, or the model is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, fx
 
 from llmc.errors import CompileError
 from llmc.kernels.attention import attention
+from llmc.kernels.choose_blocks import choose_blocks
 from llmc.kernels.choose_keys import choose_keys
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
@@ -41,9 +43,11 @@ _VIEWS = (
     aten.reshape.default,
 )
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
+_OURS = (choose_keys.overload, choose_blocks.overload)
 _HIDDEN = -1e4  # a score below this hides a key
 _PROBE_TOKENS = (37, 23)
 _MANY_TOKENS = 1 << 20
+_SAME_ROWS = 0.999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,39 +76,67 @@ def find_indexers(gm: fx.GraphModule, *, max_positions: int, block_size: int) ->
     After:
         i = llmc.choose_keys(q [T, H, D], k [T, D], weights [T, H], key_cache, slot_mapping,
                              query_start, context_len, block_table, 2048)
-        o = llmc.attention(..., chosen=i)
+        o = llmc.attention(..., chosen=aten.unsqueeze(i, 1))
+
+    Blocks become `llmc.choose_blocks` in the same way.
     """
     graph = gm.graph
     notes = []
     found: dict[fx.Node, fx.Node | None] = {}  # the model's positions -> ours, None for all
     for marker in calls(graph, attention.overload):
-        chosen = arguments(marker).chosen
-        if chosen is None or is_call(chosen, choose_keys.overload):
+        chosen, size = arguments(marker).chosen, arguments(marker).sparse_block_size
+        if chosen is None or is_call(through(chosen, *_VIEWS), *_OURS):
             continue
         if chosen not in found:
-            topk = _topk(chosen)
-            budget = _budget(graph, topk)
+            topk = _topk(chosen) if size == 1 else _topk_of_blocks(chosen)
+            budget = size * _budget(graph, topk)
             if budget >= max_positions:
                 found[chosen] = None
                 notes.append(f"{topk.name} chooses all of {max_positions} tokens")
-            else:
+            elif size == 1:
                 found[chosen] = _replace(graph, topk, budget, block_size)
-        if found[chosen] is not None:
-            _check_plain(marker)
-        set_arguments(marker, chosen=found[chosen])
+            else:
+                found[chosen] = _replace_blocks(graph, chosen, budget // size, size, block_size)
+        ours = found[chosen]
+        if ours is not None:
+            _check_plain(marker, ours)
+        set_arguments(marker, chosen=ours, sparse_block_size=1 if ours is None else size)
     return notes
 
 
 def _topk(chosen: fx.Node) -> fx.Node:
     """The call of topk over [1, T, T] scores whose indices these are."""
-    picked = through(chosen, *_CASTS)
-    if is_call(picked, operator.getitem) and arguments(picked).index == 1:
-        topk: fx.Node = arguments(picked).source
-        if is_call(topk, aten.topk.default) and _takes_best_keys(topk):
-            return topk
+    topk = _source_of_indices(through(chosen, *_CASTS))
+    if topk is not None and _takes_best_keys(topk):
+        return topk
     raise CompileError(
         f"{chosen.name}, the positions that attention is restricted to, is no topk over the scores "
         "of all tokens, which llmc does not know"
+    )
+
+
+def _source_of_indices(node: fx.Node) -> fx.Node | None:
+    """The call of topk whose indices a node is."""
+    if is_call(node, operator.getitem) and arguments(node).index == 1:
+        topk: fx.Node = arguments(node).source
+        return topk if is_call(topk, aten.topk.default) else None
+    return None
+
+
+def _topk_of_blocks(chosen: fx.Node) -> fx.Node:
+    """The one call of topk that these numbers of blocks come from, whatever hides some of them."""
+    stack, seen = [chosen], set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        topk = _source_of_indices(node)
+        if topk is not None:
+            return topk
+        if node not in seen and isinstance(node.meta.get("val"), Tensor):
+            seen.add(node)
+            stack += node.all_input_nodes
+    raise CompileError(
+        f"{chosen.name}, the blocks that attention is restricted to, come from no topk, which llmc "
+        "does not know"
     )
 
 
@@ -149,8 +181,14 @@ def _budget(graph: fx.Graph, topk: fx.Node) -> int:
     return int(value(k))
 
 
-def _check_plain(marker: fx.Node) -> None:
+def _check_plain(marker: fx.Node, chosen: fx.Node) -> None:
     given = arguments(marker)
+    groups, kv_heads = val(chosen).shape[1], val(given.key).shape[1]
+    if groups not in (1, kv_heads):
+        raise CompileError(
+            f"{marker.name} has {kv_heads} KV heads and {groups} choices of keys for each token; "
+            "llmc knows one for all heads, or one for each KV head"
+        )
     if given.window or given.chunk or given.slopes is not None:
         raise CompileError(
             f"{marker.name} attends to chosen positions within a window or with a position bias, "
@@ -169,30 +207,117 @@ def _replace(graph: fx.Graph, topk: fx.Node, budget: int, block_size: int) -> fx
             f"between queries and keys ({' '.join(str(e).split())[:200]}); up to {budget} tokens "
             f"it chooses all of them: set max_model_len to {budget}"
         ) from e
-    names = ("slot_mapping", "query_start", "context_len", "block_table")
-    step = {name: step_input(graph, name) for name in names}
     with graph.inserting_before(topk):
+        shared = _op_inputs(graph, indexer.query, indexer.key, indexer.heads, block_size)
         tokens = emit(graph, aten.sym_size.int, token_input(graph), 0)
-        dim = val(indexer.query).shape[3]
-        query = emit(graph, aten.movedim.int, indexer.query, _token_dim(indexer.query), 0)
-        query = emit(graph, aten.reshape.default, query, [tokens, indexer.heads, dim])
-        key = emit(graph, aten.transpose.int, indexer.key, -1, -2)
-        key = emit(graph, aten.reshape.default, key, [tokens, dim])
-        # as narrow as before the casts to float32 that models score in
-        dtype = torch.promote_types(*(_source_dtype(n) for n in (query, key)))
-        query, key = (_cast(graph, n, dtype) for n in (query, key))
         weights = emit(graph, aten.movedim.int, indexer.weights, _token_dim(indexer.weights), 0)
         weights = emit(graph, aten.reshape.default, weights, [tokens, indexer.heads])
-        return emit(
+        chosen = emit(
             graph,
             choose_keys.overload,
-            query=query,
-            key=key,
+            **shared,
             weights=_cast(graph, weights, torch.float32),
-            key_cache=_cache(graph, key, block_size),
-            **step,
             top_k=budget,
         )
+        return emit(graph, aten.unsqueeze.default, chosen, 1)
+
+
+def _op_inputs(
+    graph: fx.Graph, query: fx.Node, key: fx.Node, heads: int, block_size: int
+) -> dict[str, fx.Node]:
+    """What both ops take: query [T, H, D] and key [T, D] of the product's factors, and a cache."""
+    names = ("slot_mapping", "query_start", "context_len", "block_table")
+    tokens = emit(graph, aten.sym_size.int, token_input(graph), 0)
+    dim = val(query).shape[3]
+    query = emit(graph, aten.movedim.int, query, _token_dim(query), 0)
+    query = emit(graph, aten.reshape.default, query, [tokens, heads, dim])
+    key = emit(graph, aten.transpose.int, key, -1, -2)
+    key = emit(graph, aten.reshape.default, key, [tokens, dim])
+    # as narrow as before the casts to float32 that models score in
+    dtype = torch.promote_types(*(_source_dtype(n) for n in (query, key)))
+    query, key = (_cast(graph, n, dtype) for n in (query, key))
+    caches = {"key_cache": _cache(graph, key, block_size)}
+    return {"query": query, "key": key, **caches, **{n: step_input(graph, n) for n in names}}
+
+
+def _replace_blocks(
+    graph: fx.Graph, chosen: fx.Node, top_k: int, size: int, block_size: int
+) -> fx.Node:
+    """`choose_blocks` in the place of `chosen`, over a new cache."""
+    try:
+        query, key = _factors(_product(chosen))
+        recent = _recent_blocks(graph, chosen, query, key, top_k, size)
+    except (Unknown, RuntimeError, IndexError) as e:
+        raise CompileError(
+            f"{chosen.name} are the blocks of keys of attention, but not those whose keys have the "
+            f"greatest products with its query ({' '.join(str(e).split())[:200]}); up to "
+            f"{top_k * size} tokens all are chosen: set max_model_len to {top_k * size}"
+        ) from e
+    with graph.inserting_before(chosen):
+        shared = _op_inputs(graph, query, key, _heads(query), block_size)
+        sizes = {"top_k": top_k, "sparse_block_size": size, "recent": recent}
+        return emit(graph, choose_blocks.overload, **shared, **sizes)
+
+
+def _product(chosen: fx.Node) -> fx.Node:
+    """The one product [..., T, T] that blocks are chosen by."""
+    products, seen, stack = set[fx.Node](), set[fx.Node](), [chosen]
+    tokens = str(_num_tokens(chosen))
+    while stack:
+        node = stack.pop()
+        if is_call(node, *_PRODUCTS) and [str(s) for s in val(node).shape[-2:]] == [tokens] * 2:
+            products.add(node)
+        elif node not in seen:
+            seen.add(node)
+            stack += node.all_input_nodes
+    if len(products) != 1:
+        raise Unknown(f"they come from {len(products)} products")
+    return products.pop()
+
+
+def _recent_blocks(
+    graph: fx.Graph, chosen: fx.Node, query: fx.Node, key: fx.Node, top_k: int, size: int
+) -> int:
+    """How many blocks that end with a token's own it always chooses; Unknown where random numbers
+    are not chosen as by `choose_blocks`."""
+    recent = None
+    for seed, tokens in enumerate(((top_k + 4) * size + size // 2, (top_k + 2) * size)):
+        gen = torch.Generator().manual_seed(seed)
+        heads, dim = _heads(query), int(val(query).shape[3])
+        q = torch.randn(tokens, heads, dim, generator=gen)
+        k = torch.randn(tokens, dim, generator=gen)
+        given = {query: _shaped(q, query, tokens), key: _shaped(k, key, tokens)}
+        got = evaluate(graph, chosen, tokens, given)
+        if got.shape[:3] != (1, heads, tokens):
+            raise Unknown(f"they are {list(got.shape)}")
+        got = got[0].transpose(0, 1).sort(dim=2).values
+        candidates = range(top_k + 1) if recent is None else (recent,)
+        fits = (r for r in candidates if _is_as_chosen(got, q, k, top_k, size, r))
+        recent = next(fits, None)
+        if recent is None:
+            raise Unknown("random numbers give other blocks")
+    assert recent is not None, "there are probes"
+    return recent
+
+
+def _is_as_chosen(got: Tensor, q: Tensor, k: Tensor, top_k: int, size: int, recent: int) -> bool:
+    """But for a few rows, where scores are as near to each other as rounding errors."""
+    tokens = q.shape[0]
+    want = choose_blocks.reference(
+        q,
+        k,
+        k.new_empty(1, 1, tokens, k.shape[1]),
+        torch.arange(tokens),
+        torch.tensor([0, tokens]),
+        torch.tensor([tokens]),
+        torch.zeros(1, 1, dtype=torch.int32),
+        top_k,
+        size,
+        recent,
+    )
+    want = want.sort(dim=2).values
+    is_same = got.shape == want.shape and (got == want).all(dim=2).float().mean()
+    return bool(is_same > _SAME_ROWS)
 
 
 def _source_dtype(node: fx.Node) -> torch.dtype:
@@ -238,14 +363,8 @@ def _find(scores: fx.Node) -> _Indexer:
     if len(weights) != 1:
         raise Unknown(f"its scores are computed from {len(weights)} other tensors")
     [product] = products
-    query, key = arguments(product).self, _right(product)
-    tokens, shape = str(_num_tokens(scores)), [str(s) for s in val(query).shape]
-    if len(shape) != 4 or shape[0] != "1" or tokens not in shape[1:3]:
-        raise Unknown(f"its queries are {shape}")
-    heads = int(val(query).shape[1 if shape[2] == tokens else 2])
-    dim, sizes = shape[3], [str(s) for s in val(key).shape]
-    if sizes[-2:] != [dim, tokens] or set(sizes[:-2]) > {"1"}:
-        raise Unknown(f"its keys are {sizes}: not one for all heads")
+    query, key = _factors(product)
+    tokens, heads = str(_num_tokens(scores)), _heads(query)
     sizes = [s for s in map(str, val(weights[0]).shape) if s != "1"]
     if sorted(sizes) != sorted([tokens, *([str(heads)] if heads > 1 else [])]):
         raise Unknown(f"its weights are {sizes}")
@@ -257,6 +376,22 @@ def _find(scores: fx.Node) -> _Indexer:
         masks=tuple(masks),
         heads=heads,
     )
+
+
+def _factors(product: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Queries, four dimensions of 1, T, H and D, and keys [..., D, T], one for all heads."""
+    query, key = arguments(product).self, _right(product)
+    tokens, shape = str(_num_tokens(product)), [str(s) for s in val(query).shape]
+    if len(shape) != 4 or shape[0] != "1" or tokens not in shape[1:3]:
+        raise Unknown(f"its queries are {shape}")
+    dim, sizes = shape[3], [str(s) for s in val(key).shape]
+    if sizes[-2:] != [dim, tokens] or set(sizes[:-2]) > {"1"}:
+        raise Unknown(f"its keys are {sizes}: not one for all heads")
+    return query, key
+
+
+def _heads(query: fx.Node) -> int:
+    return int(val(query).shape[1 if _token_dim(query) == 2 else 2])
 
 
 def _right(product: fx.Node) -> Any:

@@ -105,7 +105,7 @@ def _page(graph: fx.Graph, marker: fx.Node, *, write: bool) -> None:
     bounds = {name: step_input(graph, name) for name in names}
     slots = step_input(graph, "slot_mapping")
     caches = {"key_cache": given.key_cache, "value_cache": given.value_cache}
-    kind = ("scale", "window", "chunk", "softcap", "sinks", "slopes", "chosen")
+    kind = ("scale", "window", "chunk", "softcap", "sinks", "slopes", "chosen", "sparse_block_size")
     with graph.inserting_before(marker):
         if write:
             emit(

@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kAhead = 8;  // rows: their addresses follow no pattern that hardware would see
 
 struct Row {  // a query of a request, and the KV head of some of its heads
-  int64_t token, request, kv_head;
+  int64_t token, position, request, kv_head;
 };
 
 // One row of a cache in T: where it lies, or widened to `to` where the cache has 8 bits.
@@ -66,24 +66,31 @@ template <class T>
 void attend(const AttentionArgs& a, const Row& row) {
   static thread_local Arena arena;
   const int64_t group = a.heads / a.kv_heads, dim = a.head_dim, v_dim = a.v_dim;
-  arena.reset((group * (dim + v_dim + a.num_chosen + 48) + 2 * (dim + v_dim)) * sizeof(float) +
-              2 * (a.num_chosen + 16) * sizeof(int64_t));
-  int64_t* key_at = arena.take<int64_t>(a.num_chosen);
-  int64_t* value_at = arena.take<int64_t>(a.num_chosen);
+  const int64_t most = a.num_chosen * a.sparse_block_size;
+  arena.reset((group * (dim + v_dim + most + 48) + 2 * (dim + v_dim)) * sizeof(float) +
+              2 * (most + 16) * sizeof(int64_t));
+  int64_t* key_at = arena.take<int64_t>(most);
+  int64_t* value_at = arena.take<int64_t>(most);
   float* query = arena.take<float>(group * dim);
   float* acc = arena.take<float>(group * v_dim);
-  float* scores = arena.take<float>(group * a.num_chosen);
+  float* scores = arena.take<float>(group * most);
   T* wide = arena.take<T>(std::max(dim, v_dim));
 
   const int32_t* table = a.block_table + row.request * a.table_stride;
-  const int32_t* chosen = a.chosen + row.token * a.chosen_stride;
+  const int32_t* chosen =
+      a.chosen + row.token * a.chosen_stride[0] + row.kv_head * a.chosen_stride[1];
   int64_t n = 0;
   for (int64_t i = 0; i < a.num_chosen; ++i) {
     if (chosen[i] < 0) continue;
-    const int64_t block = table[chosen[i] / a.block_size], inside = chosen[i] % a.block_size;
-    key_at[n] = block * a.key_stride[0] + row.kv_head * a.key_stride[1] + inside * a.key_stride[2];
-    value_at[n++] =
-        block * a.value_stride[0] + row.kv_head * a.value_stride[1] + inside * a.value_stride[2];
+    const int64_t first = chosen[i] * a.sparse_block_size;
+    const int64_t past = std::min(first + a.sparse_block_size, row.position + 1);
+    for (int64_t at = first; at < past; ++at) {
+      const int64_t block = table[at / a.block_size], inside = at % a.block_size;
+      key_at[n] =
+          block * a.key_stride[0] + row.kv_head * a.key_stride[1] + inside * a.key_stride[2];
+      value_at[n++] =
+          block * a.value_stride[0] + row.kv_head * a.value_stride[1] + inside * a.value_stride[2];
+    }
   }
   const T* from = static_cast<const T*>(a.query) + row.token * a.query_stride[0] +
                   row.kv_head * group * a.query_stride[1];
@@ -97,17 +104,17 @@ void attend(const AttentionArgs& a, const Row& row) {
     for (int64_t g = 0; g < group; ++g) {
       float score = dot(query + g * dim, key, dim) * scale;
       if (a.softcap > 0) score = a.softcap * std::tanh(score / a.softcap);
-      scores[g * a.num_chosen + i] = score * kLog2e;
+      scores[g * most + i] = score * kLog2e;
     }
   }
   std::fill(acc, acc + group * v_dim, 0.0f);
   std::vector<float> top(group), sum(group);
-  for (int64_t g = 0; g < group; ++g) softmax(scores + g * a.num_chosen, n, &top[g], &sum[g]);
+  for (int64_t g = 0; g < group; ++g) softmax(scores + g * most, n, &top[g], &sum[g]);
   for (int64_t i = 0; i < n; ++i) {
     if (i + kAhead < n) prefetch_at<T>(a.value_cache, a.cache, value_at[i + kAhead], v_dim);
     const T* value = row_at(a.value_cache, a.cache, value_at[i], v_dim, wide);
     for (int64_t g = 0; g < group; ++g)
-      add_scaled(acc + g * v_dim, scores[g * a.num_chosen + i], value, v_dim);
+      add_scaled(acc + g * v_dim, scores[g * most + i], value, v_dim);
   }
   for (int64_t g = 0; g < group; ++g)
     write_output<T>(a, row.token, row.kv_head * group + g, top[g], sum[g], acc + g * v_dim);
@@ -119,11 +126,13 @@ void run_chosen(const AttentionArgs& a) {
   std::vector<Row> rows;
   for (int64_t r = 0; r < a.requests; ++r) {
     if (a.context_len[r] <= 0) continue;
-    for (int64_t t = a.query_start[r]; t < a.query_start[r + 1]; ++t)
-      for (int64_t h = 0; h < a.kv_heads; ++h) rows.push_back({t, r, h});
+    const int64_t last = a.query_start[r + 1];
+    for (int64_t t = a.query_start[r]; t < last; ++t)
+      for (int64_t h = 0; h < a.kv_heads; ++h)
+        rows.push_back({t, a.context_len[r] - (last - t), r, h});
   }
   const int64_t group = a.heads / a.kv_heads;
-  const int64_t cost = a.num_chosen * (8 + group) * (a.head_dim + a.v_dim) / 16;
+  const int64_t cost = a.num_chosen * a.sparse_block_size * (8 + group) * (a.head_dim + a.v_dim) / 16;
   const Row* work = rows.data();
   with_type(a.dtype, [&](auto t) {
     using T = decltype(t);

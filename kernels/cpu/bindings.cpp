@@ -240,7 +240,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
                        double softcap, const optional<Tensor>& sinks,
                        const optional<Tensor>& slopes, const optional<Tensor>& k_scale,
                        const optional<Tensor>& v_scale, const optional<Tensor>& /* prompts */,
-                       const optional<Tensor>& chosen) {
+                       const optional<Tensor>& chosen, int64_t sparse_block_size) {
   check(query, "query", query.scalar_type(), 3);
   check(key_cache, "key_cache", key_cache.scalar_type(), 4);
   check(value_cache, "value_cache", key_cache.scalar_type(), 4);
@@ -285,13 +285,17 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   a.sinks = sink;
   a.slopes = slope;
   if (chosen.has_value() && chosen->defined()) {
-    check(*chosen, "chosen", at::kInt, 2);
-    TORCH_CHECK(chosen->size(0) == query.size(0) && window == 0 && chunk == 0 && !slope,
+    check(*chosen, "chosen", at::kInt, 3);
+    const int64_t groups = chosen->size(1);
+    TORCH_CHECK(chosen->size(0) == query.size(0) && (groups == 1 || groups == kv_heads) &&
+                    sparse_block_size > 0 && window == 0 && chunk == 0 && !slope,
                 "chosen ", chosen->sizes(), " does not fit query ", query.sizes(),
                 ", or comes with a window, a chunk or slopes");
     a.chosen = chosen->data_ptr<int32_t>();
-    a.num_chosen = chosen->size(1);
-    a.chosen_stride = chosen->stride(0);
+    a.num_chosen = chosen->size(2);
+    a.chosen_stride[0] = chosen->stride(0);
+    a.chosen_stride[1] = groups > 1 ? chosen->stride(1) : 0;
+    a.sparse_block_size = sparse_block_size;
   }
   a.window = window;
   a.chunk = chunk;
@@ -302,39 +306,35 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   return out;
 }
 
-Tensor choose_keys(const Tensor& query, const Tensor& key, const Tensor& weights,
-                   const Tensor& key_cache, const Tensor& slot_mapping, const Tensor& query_start,
-                   const Tensor& context_len, const Tensor& block_table, int64_t top_k) {
+// What indexers of keys and of blocks have in common; the rest is up to them.
+ChooseArgs choose_args(const Tensor& query, const Tensor& key, const Tensor& key_cache,
+                       const Tensor& slot_mapping, const Tensor& query_start,
+                       const Tensor& context_len, const Tensor& block_table, int64_t top_k) {
   check(query, "query", query.scalar_type(), 3);
   check(key, "key", query.scalar_type(), 2);
-  check(weights, "weights", at::kFloat, 2);
   check(key_cache, "key_cache", query.scalar_type(), 4);
   check(slot_mapping, "slot_mapping", at::kLong, 1);
   check(query_start, "query_start", at::kInt, 1);
   check(context_len, "context_len", at::kInt, 1);
   check(block_table, "block_table", at::kInt, 2);
   const int64_t tokens = query.size(0), heads = query.size(1), dim = query.size(2);
-  TORCH_CHECK(key.size(0) == tokens && key.size(1) == dim && weights.size(0) == tokens &&
-                  weights.size(1) == heads && slot_mapping.size(0) == tokens &&
+  TORCH_CHECK(key.size(0) == tokens && key.size(1) == dim && slot_mapping.size(0) == tokens &&
                   key_cache.size(1) == 1 && key_cache.size(3) == dim && top_k > 0,
-              "query ", query.sizes(), ", key ", key.sizes(), ", weights ", weights.sizes(),
-              ", key_cache ", key_cache.sizes(), " and top_k ", top_k, " do not fit together");
+              "query ", query.sizes(), ", key ", key.sizes(), ", key_cache ", key_cache.sizes(),
+              " and top_k ", top_k, " do not fit together");
   TORCH_CHECK(query_start.size(0) == context_len.size(0) + 1 &&
                   block_table.size(0) >= context_len.size(0),
               "query_start ", query_start.sizes(), " and block_table ", block_table.sizes(),
               " do not fit context_len ", context_len.sizes());
-  Tensor out = at::empty({tokens, top_k}, at::kInt);
   ChooseArgs a{};
   a.dtype = dtype_of(query);
   a.query = query.data_ptr();
   a.key = key.data_ptr();
-  a.weights = weights.data_ptr<float>();
   a.key_cache = key_cache.data_ptr();
   a.slots = slot_mapping.data_ptr<int64_t>();
   a.query_start = query_start.data_ptr<int32_t>();
   a.context_len = context_len.data_ptr<int32_t>();
   a.block_table = block_table.data_ptr<int32_t>();
-  a.out = out.data_ptr<int32_t>();
   a.tokens = tokens;
   a.requests = context_len.size(0);
   a.heads = heads;
@@ -343,11 +343,42 @@ Tensor choose_keys(const Tensor& query, const Tensor& key, const Tensor& weights
   a.top_k = top_k;
   copy_strides(query, a.query_stride, 2);
   a.key_stride = key.stride(0);
-  a.weight_stride = weights.stride(0);
   a.table_stride = block_table.stride(0);
   a.cache_stride[0] = key_cache.stride(0);
   a.cache_stride[1] = key_cache.stride(2);
   a.threads = at::num_threads();
+  return a;
+}
+
+Tensor choose_keys(const Tensor& query, const Tensor& key, const Tensor& weights,
+                   const Tensor& key_cache, const Tensor& slot_mapping, const Tensor& query_start,
+                   const Tensor& context_len, const Tensor& block_table, int64_t top_k) {
+  ChooseArgs a = choose_args(query, key, key_cache, slot_mapping, query_start, context_len,
+                             block_table, top_k);
+  check(weights, "weights", at::kFloat, 2);
+  TORCH_CHECK(weights.size(0) == a.tokens && weights.size(1) == a.heads,
+              "weights ", weights.sizes(), " do not fit query ", query.sizes());
+  a.weights = weights.data_ptr<float>();
+  a.weight_stride = weights.stride(0);
+  Tensor out = at::empty({a.tokens, top_k}, at::kInt);
+  a.out = out.data_ptr<int32_t>();
+  kernels->choose_keys(a);
+  return out;
+}
+
+Tensor choose_blocks(const Tensor& query, const Tensor& key, const Tensor& key_cache,
+                     const Tensor& slot_mapping, const Tensor& query_start,
+                     const Tensor& context_len, const Tensor& block_table, int64_t top_k,
+                     int64_t sparse_block_size, int64_t recent) {
+  ChooseArgs a = choose_args(query, key, key_cache, slot_mapping, query_start, context_len,
+                             block_table, top_k);
+  TORCH_CHECK(sparse_block_size > 0 && recent >= 0 && recent <= top_k,
+              "sparse_block_size ", sparse_block_size, " and recent ", recent,
+              " do not fit top_k ", top_k);
+  a.sparse_block_size = sparse_block_size;
+  a.recent = recent;
+  Tensor out = at::empty({a.tokens, a.heads, top_k}, at::kInt);
+  a.out = out.data_ptr<int32_t>();
   kernels->choose_keys(a);
   return out;
 }
@@ -531,6 +562,7 @@ const at::Ops kOps = {
     {"rope_write", &at::boxed<&rope_write>},
     {"paged_attention", &at::boxed<&paged_attention>},
     {"choose_keys", &at::boxed<&choose_keys>},
+    {"choose_blocks", &at::boxed<&choose_blocks>},
     {"sample", &at::boxed<&sample>},
     {"token_logprobs", &at::boxed<&token_logprobs>},
     {"linear", &at::boxed<&linear>},

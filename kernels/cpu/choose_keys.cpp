@@ -1,4 +1,5 @@
-// choose_keys: a sparse indexer's scores over the context of each token, and the best of them.
+// choose_keys and choose_blocks: a sparse indexer's scores over the context of each token, and the
+// best of them.
 //
 // Keys stand in lanes: sixteen of them are turned once for all heads, so that a score is a chain of
 // products with one number of the query, and is the same whatever else is in the step.
@@ -19,7 +20,7 @@ constexpr int64_t kRoundScores = 1 << 22;  // floats that scores of a round may 
 
 struct Query {
   int64_t token, request, keys;
-  int64_t scores;  // where its own begin among those of the round
+  int64_t scores;  // where its own begin among those of the round: [keys], of blocks [heads, keys]
 };
 
 struct Stretch {
@@ -37,18 +38,26 @@ void write_keys(const ChooseArgs& a) {
   }
 }
 
-// sums[i] of sixteen keys, over kHeads heads from `query` on: weight * relu(query . key).
-template <int kHeads>
-LLMC_INLINE v16f add_heads(v16f sum, const float* query, const float* weights, const float* keys,
-                           int64_t dim, int64_t padded) {
-  v16f acc[kHeads] = {};
-  for (int64_t d = 0; d < dim; ++d) {
-    const v16f key = load(keys + d * kLanes);
+// Calls use(h, the products of its query with sixteen keys) for each head.
+template <class Use>
+LLMC_INLINE void each_head(const float* query, const float* keys, int64_t heads, int64_t dim,
+                           int64_t padded, const Use& use) {
+  constexpr int kHeads = 4;
+  int64_t h = 0;
+  for (; h + kHeads <= heads; h += kHeads) {
+    v16f acc[kHeads] = {};
+    for (int64_t d = 0; d < dim; ++d) {
+      const v16f key = load(keys + d * kLanes);
 #pragma GCC unroll 4
-    for (int h = 0; h < kHeads; ++h) acc[h] += key * splat(query[h * padded + d]);
+      for (int i = 0; i < kHeads; ++i) acc[i] += key * splat(query[(h + i) * padded + d]);
+    }
+    for (int i = 0; i < kHeads; ++i) use(h + i, acc[i]);
   }
-  for (int h = 0; h < kHeads; ++h) sum += vmax(acc[h], v16f{}) * splat(weights[h]);
-  return sum;
+  for (; h < heads; ++h) {
+    v16f acc{};
+    for (int64_t d = 0; d < dim; ++d) acc += load(keys + d * kLanes) * splat(query[h * padded + d]);
+    use(h, acc);
+  }
 }
 
 template <class T>
@@ -70,7 +79,7 @@ void score(const ChooseArgs& a, const Query& q, int64_t first, float* scores) {
   const T* from = static_cast<const T*>(a.query) + q.token * a.query_stride[0];
   for (int64_t h = 0; h < a.heads; ++h)
     widen(from + h * a.query_stride[1], a.head_dim, query + h * padded);
-  const float* weights = a.weights + q.token * a.weight_stride;
+  const float* weights = a.weights ? a.weights + q.token * a.weight_stride : nullptr;
   const int32_t* table = a.block_table + q.request * a.table_stride;
   const int64_t last = std::min(first + kStretch, q.keys);
   for (int64_t k = first; k < last; k += kLanes) {
@@ -82,12 +91,15 @@ void score(const ChooseArgs& a, const Query& q, int64_t first, float* scores) {
             a.head_dim, rows + i * padded);
     }
     for (int64_t d = 0; d < padded; d += kLanes) transpose(rows + d, padded, keys + d * kLanes, kLanes);
+    if (a.weights == nullptr) {
+      each_head(query, keys, a.heads, a.head_dim, padded,
+                [&](int64_t h, v16f products) { store_n(scores + h * q.keys + k, products, n); });
+      continue;
+    }
     v16f sum{};
-    int64_t h = 0;
-    for (; h + 4 <= a.heads; h += 4)
-      sum = add_heads<4>(sum, query + h * padded, weights + h, keys, a.head_dim, padded);
-    for (; h < a.heads; ++h)
-      sum = add_heads<1>(sum, query + h * padded, weights + h, keys, a.head_dim, padded);
+    each_head(query, keys, a.heads, a.head_dim, padded, [&](int64_t h, v16f products) {
+      sum += vmax(products, v16f{}) * splat(weights[h]);
+    });
     store_n(scores + k, sum, n);
   }
 }
@@ -101,28 +113,50 @@ uint64_t rank_of(float score, int64_t position) {
   return uint64_t(bits) << 32 | (0xffffffffu - uint32_t(position));
 }
 
-void pick(const ChooseArgs& a, const Query& q, const float* scores, int32_t* out) {
+// The numbers of the top_k highest of `count` scores, which are more.
+void pick(const float* scores, int64_t count, int64_t top_k, int32_t* out) {
   static thread_local std::vector<uint64_t> ranks;
-  ranks.resize(q.keys);
-  for (int64_t i = 0; i < q.keys; ++i) ranks[i] = rank_of(scores[i], i);
-  const auto worst = ranks.begin() + a.top_k - 1;
+  ranks.resize(count);
+  for (int64_t i = 0; i < count; ++i) ranks[i] = rank_of(scores[i], i);
+  const auto worst = ranks.begin() + top_k - 1;
   std::nth_element(ranks.begin(), worst, ranks.end(), std::greater<uint64_t>());
   const uint64_t least = *worst;
-  for (int64_t i = 0; i < q.keys; ++i)
+  for (int64_t i = 0; i < count; ++i)
     if (rank_of(scores[i], i) >= least) *out++ = int32_t(i);
+}
+
+// Scores of blocks in place of those of their keys [keys]; -> how many there are.
+int64_t score_blocks(const ChooseArgs& a, float* scores, int64_t keys) {
+  const int64_t size = a.sparse_block_size, count = (keys + size - 1) / size;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t past = std::min((i + 1) * size, keys);
+    const float most = *std::max_element(scores + i * size, scores + past);
+    scores[i] = i + a.recent >= count ? kInf : most;
+  }
+  return count;
+}
+
+void pick_all(const ChooseArgs& a, const Query& q, float* scores) {
+  if (a.weights != nullptr) return pick(scores, q.keys, a.top_k, a.out + q.token * a.top_k);
+  for (int64_t h = 0; h < a.heads; ++h) {
+    float* own = scores + h * q.keys;
+    const int64_t count = score_blocks(a, own, q.keys);
+    pick(own, count, a.top_k, a.out + (q.token * a.heads + h) * a.top_k);
+  }
 }
 
 // Scores and choices of some queries, all of which see more keys than they choose.
 template <class T>
 void choose(const ChooseArgs& a, const std::vector<Query>& queries, std::vector<float>& scores) {
   std::vector<Stretch> stretches;
-  int64_t keys = 0;
+  int64_t keys = 0, all_scores = 0;
   for (int64_t i = 0; i < int64_t(queries.size()); ++i) {
     keys += queries[i].keys;
+    all_scores = queries[i].scores + queries[i].keys * (a.weights ? 1 : a.heads);
     for (int64_t first = 0; first < queries[i].keys; first += kStretch)
       stretches.push_back({i, first});
   }
-  if (int64_t(scores.size()) < keys) scores.resize(keys);
+  if (int64_t(scores.size()) < all_scores) scores.resize(all_scores);
   float* all = scores.data();
   const int64_t cost = a.heads * a.head_dim / 8;  // of a key
   const int64_t count = int64_t(stretches.size());
@@ -135,7 +169,7 @@ void choose(const ChooseArgs& a, const std::vector<Query>& queries, std::vector<
   const int64_t num = int64_t(queries.size());
   parallel_rows(num, keys * 8 / num, a.threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
-      pick(a, queries[i], all + queries[i].scores, a.out + queries[i].token * a.top_k);
+      pick_all(a, queries[i], all + queries[i].scores);
   });
 }
 
@@ -143,7 +177,9 @@ void choose(const ChooseArgs& a, const std::vector<Query>& queries, std::vector<
 
 void choose_keys(const ChooseArgs& a) {
   with_type(a.dtype, [&](auto t) { write_keys<decltype(t)>(a); });
-  std::fill(a.out, a.out + a.tokens * a.top_k, -1);
+  // choices of a token are rows of `out`, each among so many keys or blocks
+  const int64_t rows = a.weights ? 1 : a.heads, size = a.weights ? 1 : a.sparse_block_size;
+  std::fill(a.out, a.out + a.tokens * rows * a.top_k, -1);
   std::vector<Query> queries;
   std::vector<float> scores;
   int64_t keys = 0;
@@ -157,13 +193,15 @@ void choose_keys(const ChooseArgs& a) {
     const int64_t first = a.query_start[r], last = a.query_start[r + 1], length = a.context_len[r];
     for (int64_t t = first; t < last && length > 0; ++t) {
       const int64_t sees = length - (last - t) + 1;
-      if (sees <= a.top_k) {
-        for (int64_t i = 0; i < sees; ++i) a.out[t * a.top_k + i] = int32_t(i);
+      const int64_t among = (sees + size - 1) / size;
+      if (among <= a.top_k) {
+        for (int64_t row = t * rows; row < (t + 1) * rows; ++row)
+          for (int64_t i = 0; i < among; ++i) a.out[row * a.top_k + i] = int32_t(i);
         continue;
       }
-      if (keys + sees > kRoundScores) flush();
+      if (keys + sees * rows > kRoundScores) flush();
       queries.push_back({t, r, sees, keys});
-      keys += sees;
+      keys += sees * rows;
     }
   }
   flush();

@@ -12,6 +12,7 @@ from llmc.kernels.act_mul import act_mul
 from llmc.kernels.add_lora import add_lora
 from llmc.kernels.ban_words import ban_words
 from llmc.kernels.causal_conv import causal_conv
+from llmc.kernels.choose_blocks import choose_blocks
 from llmc.kernels.choose_keys import choose_keys
 from llmc.kernels.cpu.build import is_loaded
 from llmc.kernels.decayed_softmax import decayed_softmax
@@ -108,6 +109,10 @@ def _choose_keys(
     return _takes(query, key, key_cache) and _takes(weights) and weights.dtype == torch.float32
 
 
+def _choose_blocks(*, query: Tensor, key: Tensor, key_cache: Tensor, **others: object) -> bool:
+    return _takes(query, key, key_cache)
+
+
 def _quantized_linear(*, x: Tensor, weight: Tensor, bias: Tensor | None, **others: object) -> bool:
     return _takes(x, bias) and weight.device.type == "cpu" and weight.is_contiguous()
 
@@ -164,6 +169,7 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (rope_write, _rope_write),
     (paged_attention, _paged_attention),
     (choose_keys, _choose_keys),
+    (choose_blocks, _choose_blocks),
     (sample, _all_of("logits")),
     (process_logits, _all_of("logits")),
     (token_logprobs, _all_of("logits")),

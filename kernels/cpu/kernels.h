@@ -85,8 +85,8 @@ struct AttentionArgs {
   int64_t tokens, requests, heads, kv_heads, head_dim, v_dim, block_size;
   int64_t query_stride[2], key_stride[3], value_stride[3], table_stride;
   const float *sinks, *slopes;  // [H] or null
-  const int32_t* chosen;        // [T, num_chosen] or null; negative: none
-  int64_t num_chosen, chosen_stride;
+  const int32_t* chosen;        // [T, 1 or kv_heads, num_chosen] or null; negative: none
+  int64_t num_chosen, chosen_stride[2], sparse_block_size;
   int64_t window, chunk;
   float scale, softcap;
   int threads;
@@ -95,12 +95,12 @@ struct AttentionArgs {
 struct ChooseArgs {
   Dtype dtype;  // of query, key and cache
   const void *query, *key;
-  const float* weights;
+  const float* weights;  // null: heads choose sparse blocks for themselves
   void* key_cache;
   const int64_t* slots;
   const int32_t *query_start, *context_len, *block_table;
-  int32_t* out;  // [T, top_k] dense
-  int64_t tokens, requests, heads, head_dim, block_size, top_k;
+  int32_t* out;  // [T, top_k], or [T, heads, top_k], dense
+  int64_t tokens, requests, heads, head_dim, block_size, top_k, sparse_block_size, recent;
   int64_t query_stride[2], key_stride, weight_stride, table_stride;
   int64_t cache_stride[2];  // block, slot
   int threads;

@@ -7,6 +7,8 @@ to the host: the op can stand inside a CUDA graph.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,15 @@ _BLOCK_N = 64
 _RANK_BYTES = 32 << 20  # of the scores that are held at a time
 _LATER = -(1 << 63)  # the rank of what a token does not see: below every score
 _PLACE = 0xFFFFFFFF
+
+
+@triton.jit
+def rank_of(score, place):
+    """int64 that orders as (float32 score, lower place first)."""
+    score = tl.where(score == 0, 0.0, score)  # -0 ranks as 0
+    bits = score.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0xFFFFFFFF - place.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["first_token", "num_rows", "num_keys", "table_row"])
@@ -65,11 +76,7 @@ def rank_kernel(
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         weight = tl.load(weights + token.to(tl.int64) * weight_token + h, mask=h < HEADS, other=0.0)
         score = tl.sum(tl.maximum(product, 0.0) * weight[:, None], axis=0)
-        score = tl.where(score == 0, 0.0, score)  # -0 ranks as 0
-        bits = score.to(tl.int32, bitcast=True)
-        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        place = 0xFFFFFFFF - n.to(tl.int64)
-        rank = tl.where(live, (ordered.to(tl.int64) << 32) | place, rank)
+        rank = tl.where(live, rank_of(score, n), rank)
     tl.store(ranks + tl.program_id(0).to(tl.int64) * num_keys + n, rank, mask=n < num_keys)
 
 
@@ -110,6 +117,26 @@ def plan_ranks(
     return Plan(out=ranks, launches=(launch,))
 
 
+def best_places(ranks: Tensor, k: int) -> Tensor:
+    """ranks [N, M] -> the places of the k highest of each row [N, k], ascending, then -1."""
+    num = ranks.shape[1]
+    best = ranks.topk(k, dim=1).values
+    places = torch.where(best == _LATER, num, _PLACE - (best & _PLACE))
+    places = places.sort(dim=1).values
+    return torch.where(places == num, -1, places)
+
+
+def rows_at_once(num: int) -> int:
+    """Rows of `num` ranks that are held at a time."""
+    return max(1, _RANK_BYTES // (8 * max(num, 1)))
+
+
+def write_keys(key: Tensor, key_cache: Tensor, slot_mapping: Tensor) -> None:
+    one_head = key[:, None]
+    # there are no values: the keys are written twice
+    write_kv.plan(one_head, one_head, key_cache, key_cache, slot_mapping).run()
+
+
 def _run(
     query: Tensor,
     key: Tensor,
@@ -121,30 +148,28 @@ def _run(
     block_table: Tensor,
     top_k: int,
 ) -> Tensor:
-    one_head = key[:, None]
-    # there are no values: the keys are written twice
-    write_kv.plan(one_head, one_head, key_cache, key_cache, slot_mapping).run()
+    write_keys(key, key_cache, slot_mapping)
     tokens, num_keys = query.shape[0], block_table.shape[1] * key_cache.shape[2]
     out = torch.full((tokens, top_k), -1, dtype=torch.int32, device=query.device)
-    count = max(1, _RANK_BYTES // (8 * max(num_keys, 1)))
+    count = rows_at_once(num_keys)
     k = min(top_k, num_keys)
     for first in range(0, tokens, count):
         some = min(count, tokens - first)
         ranks = plan_ranks(
             query, weights, key_cache, query_start, context_len, block_table, first, some
         ).run()
-        best = ranks.topk(k, dim=1).values
-        places = torch.where(best == _LATER, num_keys, _PLACE - (best & _PLACE))
-        places = places.sort(dim=1).values
-        out[first : first + some, :k] = torch.where(places == num_keys, -1, places)
+        out[first : first + some, :k] = best_places(ranks, k)
     return out
 
 
-def _supports(
+def _supports(*, weights: Tensor, **others: Any) -> bool:
+    return takes(weights) and weights.dtype == torch.float32 and takes_indexer(**others)
+
+
+def takes_indexer(
     *,
     query: Tensor,
     key: Tensor,
-    weights: Tensor,
     key_cache: Tensor,
     slot_mapping: Tensor,
     context_len: Tensor,
@@ -154,8 +179,6 @@ def _supports(
     return (
         takes(query, key, key_cache)
         and same_dtype(query, key, key_cache)
-        and takes(weights)
-        and weights.dtype == torch.float32
         and slot_mapping.is_contiguous()
         and query.shape[1] <= _MAX_HEADS
         and query.shape[2] <= _MAX_HEAD_DIM

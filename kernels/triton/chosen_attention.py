@@ -27,11 +27,11 @@ _GROUP_TILE = 16  # heads of a program: the least that a dot takes
 def chosen_kernel(
     query, key_cache, value_cache, query_start, context_len, block_table, chosen, sinks,
     k_scale, v_scale, out,
-    query_token, query_head, out_token, out_head, chosen_row,
+    query_token, query_head, out_token, out_head, chosen_token, chosen_group,
     kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, table_row,
     scale, softcap, num_rows,
     GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_TILES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, SPARSE_BLOCK: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
@@ -60,13 +60,14 @@ def chosen_kernel(
         m = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
         norm += 1.0
     table = block_table + row.to(tl.int64) * table_row
-    positions = chosen + token.to(tl.int64) * chosen_row
+    numbers = chosen + token.to(tl.int64) * chosen_token + kv_head * chosen_group
     keys_of_head = key_cache + kv_head.to(tl.int64) * kc_head
     values_of_head = value_cache + kv_head.to(tl.int64) * vc_head
-    for start in tl.range(0, tl.where(position < 0, 0, NUM_CHOSEN), BLOCK_N):
+    for start in tl.range(0, tl.where(position < 0, 0, NUM_CHOSEN * SPARSE_BLOCK), BLOCK_N):
         i = start + tl.arange(0, BLOCK_N)
-        n = tl.load(positions + i, mask=i < NUM_CHOSEN, other=-1)
-        live = n >= 0
+        number = tl.load(numbers + i // SPARSE_BLOCK, mask=i < NUM_CHOSEN * SPARSE_BLOCK, other=-1)
+        n = number * SPARSE_BLOCK + i % SPARSE_BLOCK
+        live = (number >= 0) & (n <= position)
         blocks = tl.load(table + n // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
         inside = n % BLOCK_SIZE
         k = load_tile(keys_of_head, blocks, inside, kc_block, kc_slot, live, q.dtype,
@@ -103,6 +104,7 @@ def plan(
     context_len: Tensor,
     block_table: Tensor,
     chosen: Tensor,
+    sparse_block_size: int,
     scale: float,
     softcap: float,
     sinks: Tensor | None,
@@ -121,7 +123,7 @@ def plan(
     out = query.new_empty(tokens, heads, v_dim)
     constants: dict[str, Any] = {
         "GROUP": group, "GROUP_TILE": _GROUP_TILE, "GROUP_TILES": group_tiles,
-        "BLOCK_SIZE": block_size, "NUM_CHOSEN": chosen.shape[1],
+        "BLOCK_SIZE": block_size, "NUM_CHOSEN": chosen.shape[2], "SPARSE_BLOCK": sparse_block_size,
         "DIM": dim, "DIM_PAD": dim_pad, "V_DIM": v_dim, "V_DIM_PAD": v_dim_pad,
         "BLOCK_N": config.block_n, "ROWS": rows_capacity(rows),
         "SOFTCAP": softcap > 0, "SINKS": sinks is not None,
@@ -138,7 +140,9 @@ def plan(
             "chosen": chosen, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "out": out,
             "query_token": query.stride(0), "query_head": query.stride(1),
             "out_token": out.stride(0), "out_head": out.stride(1),
-            "chosen_row": chosen.stride(0), **cache_strides(key_cache, value_cache),
+            "chosen_token": chosen.stride(0),
+            "chosen_group": chosen.stride(1) if chosen.shape[1] > 1 else 0,
+            **cache_strides(key_cache, value_cache),
             "table_row": block_table.stride(0), "scale": scale, "softcap": softcap,
             "num_rows": rows,
         },

@@ -121,11 +121,12 @@ def _attend(**arguments: Any) -> Tensor:
 
 def _run(*args: Any) -> Tensor:
     arguments = paged_attention.bind(args)
-    hint, chosen = arguments.pop("prompts"), arguments.pop("chosen")
-    if chosen is not None:
-        unused = ("window", "chunk", "slopes")
+    if arguments["chosen"] is not None:
+        unused = ("window", "chunk", "slopes", "prompts")
         taken = {name: value for name, value in arguments.items() if name not in unused}
-        return chosen_attention.plan(**taken, chosen=chosen).run()
+        return chosen_attention.plan(**taken).run()
+    del arguments["chosen"], arguments["sparse_block_size"]
+    hint = arguments.pop("prompts")
     query: Tensor = arguments["query"]
     if hint is not None and prompt_attention.has_flash(query.device) and fits_flash(**arguments):
         prompts = Prompts.read(hint)

@@ -49,14 +49,15 @@ def _is_broken(expr: Any, size: int) -> bool:
 def text_of(graph: fx.Graph, tokens: int) -> Sequence[str]:
     """What two graphs must have in common to compute the same for so many tokens.
 
-    Sizes are written as numbers, and slices that take everything are left out: torch itself may
-    fix the number of tokens (where a slice has one element), which changes no result.
+    Sizes are written as numbers, and slices that take everything, or padding by nothing, are left
+    out: torch itself may fix the number of tokens (where a slice has one element), and models pad
+    only where there is something to pad, neither of which changes a result.
     """
     sizes = {n: _at(n.meta["val"], tokens) for n in graph.nodes if _is_size(n.meta.get("val"))}
     names = {n: str(v) for n, v in sizes.items()}
     kept: list[fx.Node] = []
     for node in graph.nodes:
-        if _takes_all(node, tokens):
+        if _changes_nothing(node, tokens):
             names[node] = names[node.args[0]]
         elif node not in sizes:
             names[node] = f"%{len(kept)}"
@@ -71,9 +72,16 @@ def text_of(graph: fx.Graph, tokens: int) -> Sequence[str]:
     return lines
 
 
-def _takes_all(node: fx.Node, tokens: int) -> bool:
+def _changes_nothing(node: fx.Node, tokens: int) -> bool:
+    """Of ops that do nothing where they keep the shape."""
     aten = torch.ops.aten
-    if node.op != "call_function" or node.target not in (aten.slice.Tensor, aten.alias.default):
+    targets = (
+        aten.slice.Tensor,
+        aten.alias.default,
+        aten.pad.default,
+        aten.constant_pad_nd.default,
+    )
+    if node.op != "call_function" or node.target not in targets:
         return False
     before, after = (
         [_at(n, tokens) for n in x.meta["val"].shape]

@@ -29,11 +29,13 @@ VALUE_CACHE = "llmc_value_cache"
 # all, and what its module calls that.
 INDEXER_BUDGET = "indexer_budget"
 _INDEXER_LIMIT = "token_budget"
-# The keyword argument of attention with the positions that a sparse indexer chose.
-_CHOSEN = "indices"
+# The keyword arguments of attention with what a sparse indexer chose: positions [1, T, N], or for
+# each KV head blocks [1, Hkv, T, N], whose size its module says.
+_CHOSEN_KEYS = "indices"
+_CHOSEN_BLOCKS = "block_indices"
 
 # Tensors among the keyword arguments that say what the packed step already carries. Any other
-# tensor (a position bias, chosen blocks) would change the result, so it is refused.
+# tensor (a position bias) would change the result, so it is refused.
 _IGNORED = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 
 
@@ -105,9 +107,8 @@ def attention_function(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, T, D] ... -> ([1, T, H, Dv], None)."""
-    unknown = [
-        k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in _IGNORED and k != _CHOSEN
-    ]
+    known = {*_IGNORED, _CHOSEN_KEYS, _CHOSEN_BLOCKS}
+    unknown = [k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in known]
     if unknown:
         raise CompileError(
             f"{type(module).__name__} passes {unknown} to its attention, which llmc does not know"
@@ -130,9 +131,23 @@ def attention_function(
         float(softcap or 0.0),
         s_aux,
         None,
-        kwargs.get(_CHOSEN),
+        *_chosen(module, kwargs),
     )
     return out, None
+
+
+def _chosen(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor | None, int]:
+    """What attention is restricted to, as the model states it, and the size of its blocks."""
+    blocks = kwargs.get(_CHOSEN_BLOCKS)
+    if blocks is None:
+        return kwargs.get(_CHOSEN_KEYS), 1
+    size = getattr(getattr(module, "indexer", None), "block_size", None)
+    if not isinstance(size, int):
+        raise CompileError(
+            f"{type(module).__name__} attends to chosen blocks, of which it does not say how many "
+            "tokens they have (indexer.block_size)"
+        )
+    return blocks, size
 
 
 def experts_function(

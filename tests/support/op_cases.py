@@ -15,6 +15,7 @@ from llmc.kernels import (  # noqa: F401
     attention,
     ban_words,
     causal_conv,
+    choose_blocks,
     choose_keys,
     decayed_softmax,
     delta_rule,

@@ -17,6 +17,7 @@ from llmc.kernels.triton import (
     act_mul,
     add_lora,
     causal_conv,
+    choose_blocks,
     choose_keys,
     chosen_attention,
     decayed_softmax,
@@ -95,12 +96,15 @@ def attention(
     )
 
 
-def chosen(group: int, *, cache: torch.dtype = BF16, sinks: Tensor | None = None) -> Plan[Tensor]:
+def chosen(
+    group: int, *, cache: torch.dtype = BF16, sinks: Tensor | None = None, sparse_block: int = 1
+) -> Plan[Tensor]:
     """Latent attention's sizes: 192 channels of a key, 128 of a value."""
+    groups = 1 if sparse_block == 1 else 64 // group
     return chosen_attention.plan(
         meta(64, 64, 192), meta(64, 64 // group, 16, 192, dtype=cache),
         meta(64, 64 // group, 16, 128, dtype=cache), ints(65), ints(64), ints(64, 2048),
-        ints(64, 2048), 192**-0.5, 0.0, sinks,
+        ints(64, groups, 2048 // sparse_block), sparse_block, 192**-0.5, 0.0, sinks,
     )  # fmt: skip
 
 
@@ -287,6 +291,18 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     ),
     "attention chosen": lambda: chosen(4),
     "attention chosen fp8_e4m3 sinks": lambda: chosen(64, cache=FP8[0], sinks=meta(64)),
+    "attention chosen blocks": lambda: chosen(16, sparse_block=128),
+    "choose_blocks": lambda: choose_blocks.plan_ranks(
+        meta(64, 4, 128),
+        meta(64, 1, 16, 128),
+        ints(65),
+        ints(64),
+        ints(64, 2048),
+        128,
+        1,
+        0,
+        64,
+    ),
     "choose_keys": lambda: choose_keys.plan_ranks(
         meta(64, 64, 128),
         floats(64, 64),
