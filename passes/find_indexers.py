@@ -153,6 +153,10 @@ def _is_over_keys(node: fx.Node) -> bool:
     return shape[-1] == str(_num_tokens(node)) and shape[-1] in shape[:-1]
 
 
+def _counts_tokens(node: fx.Node) -> bool:
+    return str(node.meta.get("val")) == str(_num_tokens(node))
+
+
 def _token_dim(node: fx.Node) -> int:
     return [str(s) for s in val(node).shape].index(str(_num_tokens(node)))
 
@@ -286,7 +290,12 @@ def _recent_blocks(
         heads, dim = _heads(query), int(val(query).shape[3])
         q = torch.randn(tokens, heads, dim, generator=gen)
         k = torch.randn(tokens, dim, generator=gen)
-        given = {query: _shaped(q, query, tokens), key: _shaped(k, key, tokens)}
+        sizes = [n for n in calls(graph, aten.sym_size.int) if _counts_tokens(n)]
+        given: dict[fx.Node, Any] = {
+            query: _shaped(q, query, tokens),
+            key: _shaped(k, key, tokens),
+            **dict.fromkeys(sizes, tokens),
+        }
         got = evaluate(graph, chosen, tokens, given)
         if got.shape[:3] != (1, heads, tokens):
             raise Unknown(f"they are {list(got.shape)}")

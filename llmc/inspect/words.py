@@ -27,6 +27,7 @@ _WORDS: dict[str, Words] = {
     "attention": ("attention", "attend to all earlier tokens of one text (a marker)"),
     "paged_attention": ("attention", "attend to the cached tokens of each request"),
     "choose_keys": ("attention", "choose the cached tokens to attend to (sparse indexer)"),
+    "choose_blocks": ("attention", "choose blocks of cached tokens to attend to (sparse indexer)"),
     "write_kv": ("cache", "write keys and values to the cache"),
     "rope_write": ("cache", "rotate queries and keys by position, and write the cache"),
     "causal_conv": ("recurrent", "mix each token with the few before it (short convolution)"),

@@ -23,6 +23,7 @@ CONTEXT = 160
 KINDS = {
     "deepseek_v32": "every layer has an indexer",
     "glm_moe_dsa": "a layer attends to what an earlier one chose",
+    "minimax_m3_vl_text": "blocks, chosen for each KV head",
 }
 
 
@@ -35,7 +36,8 @@ class Subject:
 @pytest.fixture(scope="module", params=KINDS)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     config = tiny_config(request.param)
-    assert config.index_topk == TOP_K
+    blocks = getattr(config, "index_topk_blocks", 0) * getattr(config, "index_block_size", 0)
+    assert (blocks or config.index_topk) == TOP_K
     path = save_random(config, tmp_path_factory.mktemp("indexer"))
     model: Any = load_reference(path)
     expected = [continue_greedily(model, p, NUM_TOKENS) for p in prompts(LENGTHS)]

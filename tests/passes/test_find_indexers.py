@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from llmc.passes.find_indexers import find_indexers
 from llmc.passes.inputs import CacheInput
 from llmc.passes.page_attention import page_attention
 
+SPARSE_BLOCK, TOP_BLOCKS = 3, 2
 TOKENS, HEADS, DIM, INDEX_HEADS, INDEX_DIM, TOP_K, BLOCK_SIZE = 13, 2, 8, 3, 4, 5, 4
 FIND = find_indexers(max_positions=64, block_size=BLOCK_SIZE)
 WIDTHS = [HEADS * DIM] * 3 + [INDEX_HEADS * INDEX_DIM, INDEX_DIM, INDEX_HEADS]
@@ -82,7 +84,25 @@ def lowest(iq: Tensor, ik: Tensor, iw: Tensor) -> Tensor:
     return weighted(iq, ik, iw, marker()).topk(TOP_K, largest=False).indices
 
 
-def model(choose: Choose, layers: int = 1, window: int = 0) -> Any:
+def blocks(
+    iq: Tensor, ik: Tensor, iw: Tensor, *, heads: int = HEADS, recent: int = 1, past: int = 0
+) -> Tensor:
+    """[1, heads, T, TOP_BLOCKS]; with `past` the last tokens before each speak for no block."""
+    tokens = ik.shape[1]
+    place, count = torch.arange(tokens), -(-tokens // SPARSE_BLOCK)
+    products = torch.matmul(iq[:, :, :heads].transpose(1, 2), ik[:, None].transpose(-1, -2))
+    products = products.masked_fill(place > place[:, None] - past, float("-inf"))
+    pad = count * SPARSE_BLOCK - tokens
+    products = torch.nn.functional.pad(products, (0, pad), value=float("-inf"))
+    scores = products.view(1, heads, tokens, count, SPARSE_BLOCK).amax(-1)
+    own = (place // SPARSE_BLOCK)[:, None].expand(1, heads, tokens, 1)
+    for i in range(recent):
+        scores = scores.scatter(-1, (own - i).clamp(min=0), float("inf"))
+    best, numbers = scores.topk(torch.sym_min(TOP_BLOCKS, count), dim=-1)
+    return numbers.masked_fill(best == float("-inf"), -1)
+
+
+def model(choose: Choose, layers: int = 1, window: int = 0, *, sparse_block_size: int = 1) -> Any:
     """Attention to chosen positions; every layer attends to those of the first."""
 
     def forward(token_ids: Tensor, x: Tensor, key_cache: Tensor, value_cache: Tensor) -> Tensor:
@@ -91,7 +111,7 @@ def model(choose: Choose, layers: int = 1, window: int = 0) -> Any:
         for _ in range(layers):
             caches = (key_cache, value_cache)
             out = attention.overload(
-                q, k, v, *caches, 0.3, window, 0, 0.0, None, None, chosen
+                q, k, v, *caches, 0.3, window, 0, 0.0, None, None, chosen, sparse_block_size
             ).transpose(1, 2)
             q = q + out
         return out
@@ -129,11 +149,44 @@ def test_rewrites_and_gives_the_same_numbers(score: Callable[..., Tensor]) -> No
     causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()[None, None]
     scores = score(*indexer, causal)[0]
     place = torch.arange(TOKENS)
-    allowed = among(scores.topk(TOP_K).indices, TOKENS)
+    allowed = among(scores.topk(TOP_K).indices[:, None], 1, TOKENS)
     q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
     want = attend(q, k, v, place, place, 0.3, 0, 0, 0.0, None, None, allowed)
     got = run(found, paged_values())[0].transpose(0, 1)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recent", [0, 1])
+def test_blocks_of_each_head_give_the_same_numbers(recent: int) -> None:
+    choose = partial(blocks, recent=recent)
+    passes = FIND, page_attention(block_size=BLOCK_SIZE)
+    found, _ = apply(model(choose, sparse_block_size=SPARSE_BLOCK), *passes)
+    assert ops(found)["llmc.choose_blocks.default"] == 1
+    assert not {"aten.topk.default", "aten.matmul.default"} & ops(found).keys()
+    q, k, v, *indexer = projected(INPUTS["token_ids"].tensor, INPUTS["x"].tensor)
+    allowed = among(choose(*indexer)[0].transpose(0, 1), SPARSE_BLOCK, TOKENS)
+    assert not torch.equal(allowed[0], allowed[1]), "heads choose for themselves"
+    place = torch.arange(TOKENS)
+    q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+    want = attend(q, k, v, place, place, 0.3, 0, 0, 0.0, None, None, allowed)
+    got = run(found, paged_values())[0].transpose(0, 1)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("choose", "reason"),
+    [
+        (
+            partial(blocks, past=1, recent=0),
+            r"random numbers give other blocks.* set max_model_len to 6",
+        ),
+        (lambda *indexer: blocks(*indexer) * 1 + 1, "random numbers give other blocks"),
+        (partial(blocks, heads=3), "2 KV heads and 3 choices of keys"),
+    ],
+)
+def test_refuses_what_chooses_other_blocks(choose: Choose, reason: str) -> None:
+    with pytest.raises(CompileError, match=reason):
+        apply(model(choose, sparse_block_size=SPARSE_BLOCK), FIND)
 
 
 def test_layers_that_share_positions_share_the_op_and_its_cache() -> None:
