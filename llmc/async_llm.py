@@ -38,9 +38,11 @@ from llmc.frontend.engine_options import EngineOptions, load_tokenizer, make_con
 from llmc.frontend.engine_thread import EngineThread
 from llmc.frontend.inputs import Input, InputProcessor, Prompt
 from llmc.frontend.outputs import OutputProcessor
+from llmc.frontend.pooling import Scoring
 from llmc.frontend.stream import Stream as Stream
 from llmc.lora_request import LoRARequest
 from llmc.outputs import FinishReason, RequestOutput
+from llmc.pooling import PoolingParams
 from llmc.processes.grammar_trial import make_trial
 from llmc.processes.watchdog import Watchdog
 from llmc.sampling_params import SamplingParams
@@ -173,11 +175,35 @@ class AsyncLLM:
         """`prepare` of each; an error names its prompt by its place."""
 
         def process() -> list[Input]:
-            return [self._process_at(i, prompt, sampling) for i, prompt in enumerate(prompts)]
+            return [
+                self._at(i, len(prompts), functools.partial(self.inputs.process, p, sampling))
+                for i, p in enumerate(prompts)
+            ]
 
         sources = await self._work(sum(map(_size, prompts)), process)
         await self._try_grammar(sampling)
         return sources
+
+    async def prepare_pooled(
+        self, prompts: Sequence[Prompt], *, truncate: int | None = None
+    ) -> list[Input]:
+        """Check and tokenize prompts whose vectors are wanted; an error names its prompt."""
+        pooled = functools.partial(self.inputs.pooled, truncate=truncate)
+
+        def process() -> list[Input]:
+            return [
+                self._at(i, len(prompts), functools.partial(pooled, p))
+                for i, p in enumerate(prompts)
+            ]
+
+        return await self._work(sum(map(_size, prompts)), process)
+
+    async def prepare_scoring(
+        self, left: Sequence[str], right: Sequence[str], params: PoolingParams
+    ) -> Scoring:
+        """Check and tokenize texts that are to be scored."""
+        size = sum(map(len, left)) + sum(map(len, right))
+        return await self._work(size, Scoring, self.inputs, left, right, params)
 
     async def _try_grammar(self, sampling: SamplingParams) -> None:
         """One at a time, in a separate thread: trying a grammar may take long."""
@@ -186,11 +212,13 @@ class AsyncLLM:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._trial_worker, self._trial.check, spec)
 
-    def _process_at(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Input:
+    @staticmethod
+    def _at(index: int, count: int, process: Callable[[], Input]) -> Input:
+        """An error of one of several prompts names it by its place."""
         try:
-            return self.inputs.process(prompt, sampling)
+            return process()
         except InvalidRequestError as exc:
-            if exc.param == "prompt":
+            if exc.param == "prompt" and count > 1:
                 exc.param = f"prompt[{index}]"
             raise
 
@@ -211,6 +239,7 @@ class AsyncLLM:
         With `splits_reasoning` the input says how the answer marks its reasoning, if it may have
         any, and a grammar is for what comes after it; `max_reasoning_tokens` then limits it.
         """
+        self.inputs.need_generation()
         tokenizer = self.inputs.need_tokenizer("messages")
 
         def render() -> Input:

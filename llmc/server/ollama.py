@@ -1,4 +1,4 @@
-"""/api/chat, /api/generate, /api/tags, /api/show, /api/version: Ollama's API.
+"""/api/chat, /api/generate, /api/embed, /api/tags, /api/show, /api/version: Ollama's API.
 
 Streams are lines of JSON, and times are nanoseconds.
 """
@@ -6,7 +6,7 @@ Streams are lines of JSON, and times are nanoseconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,11 +16,22 @@ from starlette.responses import Response
 import llmc
 from llmc.async_llm import AsyncLLM, Stream
 from llmc.frontend.inputs import Input
+from llmc.frontend.pooling import check_params
+from llmc.pooling import PoolingParams, embedding, values_of
 from llmc.server import answer
 from llmc.server.body import read_body
 from llmc.server.errors import dump_json, json_response, ollama_error
 from llmc.server.models import model_name
-from llmc.server.ollama_protocol import NAMES, GenerateBody, OllamaBody, OllamaChatBody, ShowBody
+from llmc.server.ollama_protocol import (
+    NAMES,
+    EmbedBody,
+    GenerateBody,
+    OldEmbedBody,
+    OllamaBody,
+    OllamaChatBody,
+    ShowBody,
+)
+from llmc.server.pooling import PooledCall
 from llmc.server.respond import Deltas, GenerationResponse, Wire
 from llmc.server.sampling import cache_salt, sampling_params
 from llmc.server.structured import blaming
@@ -60,6 +71,58 @@ async def generate(request: Request) -> GenerationResponse | Response:
     return turn.respond(request, OllamaCall(turn, body))
 
 
+async def embed(request: Request) -> GenerationResponse | Response:
+    body = await read_body(request, EmbedBody)
+    head = {"model": model_name(request, body.model and body.model.removesuffix(":latest"))}
+    began = time.monotonic_ns()
+
+    def made(vectors: list[list[float]], num_tokens: int) -> dict[str, Any]:
+        times = {"total_duration": time.monotonic_ns() - began, "load_duration": 0}
+        return {**head, "embeddings": vectors, **times, "prompt_eval_count": num_tokens}
+
+    params = PoolingParams(
+        dimensions=body.dimensions, truncate_prompt_tokens=-1 if body.truncate else None
+    )
+    return await _embedded(request, body.texts, params, made)
+
+
+async def embeddings(request: Request) -> GenerationResponse | Response:
+    """Ollama's older call, for one text."""
+    body = await read_body(request, OldEmbedBody)
+    model_name(request, body.model and body.model.removesuffix(":latest"))
+
+    def made(vectors: list[list[float]], num_tokens: int) -> dict[str, Any]:
+        return {"embedding": vectors[0] if vectors else []}
+
+    params = PoolingParams(truncate_prompt_tokens=-1)
+    return await _embedded(request, [body.prompt] * bool(body.prompt), params, made)
+
+
+async def _embedded(
+    request: Request,
+    texts: list[str],
+    params: PoolingParams,
+    made: Callable[[list[list[float]], int], dict[str, Any]],
+) -> GenerationResponse | Response:
+    """Without a text there is nothing to compute: clients load a model that way."""
+    state = request.app.state
+    llm: AsyncLLM = state.llm
+    info = llm.inputs.need_pooling("embed")
+    check_params(params, info)
+    if not texts:
+        return json_response(made([], 0))
+    with naming({"prompt": "input"}):
+        sources = await llm.prepare_pooled(texts, truncate=params.truncate_prompt_tokens)
+
+    def body(stream: Stream) -> dict[str, Any]:
+        vectors = [list(embedding(values_of(one.vector), info, params)) for one in stream.requests]
+        return made(vectors, answer.usage(stream)["prompt_tokens"])
+
+    owner = cache_salt(request, None)
+    call = PooledCall([source.salted(owner) for source in sources], body)
+    return GenerationResponse(llm, call, state.settings, state.metrics)
+
+
 async def tags(request: Request) -> Response:
     return json_response({"models": [_card(request, name) for name in request.app.state.names]})
 
@@ -70,11 +133,19 @@ async def show(request: Request) -> Response:
     name = model_name(request, wanted and wanted.removesuffix(":latest"))
     llm: AsyncLLM = request.app.state.llm
     tokenizer = llm.tokenizer
+    if llm.info.pooling is not None:
+        return _shown(request, name, ["embedding"])
     capabilities = ["completion"]
     if tokenizer is not None and tool_format(tokenizer) is not None:
         capabilities.append("tools")
     if tokenizer is not None and reasoning_format(tokenizer) is not None:
         capabilities.append("thinking")
+    return _shown(request, name, capabilities)
+
+
+def _shown(request: Request, name: str, capabilities: list[str]) -> Response:
+    llm: AsyncLLM = request.app.state.llm
+    tokenizer = llm.tokenizer
     card = _card(request, name)
     return json_response(
         {

@@ -12,7 +12,14 @@ from starlette.responses import Response
 import llmc
 from llmc.server.anthropic_protocol import CountTokensBody, MessagesBody
 from llmc.server.errors import json_response
-from llmc.server.ollama_protocol import GenerateBody, OllamaChatBody, ShowBody
+from llmc.server.ollama_protocol import (
+    EmbedBody,
+    GenerateBody,
+    OldEmbedBody,
+    OllamaChatBody,
+    ShowBody,
+)
+from llmc.server.pooling_protocol import EmbeddingBody, InputBody, RerankBody, ScoreBody
 from llmc.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -29,6 +36,16 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses": ResponsesBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/pooling": EmbeddingBody,
+    "/classify": InputBody,
+    "/score": ScoreBody,
+    "/v1/score": ScoreBody,
+    "/rerank": RerankBody,
+    "/v1/rerank": RerankBody,
+    "/v2/rerank": RerankBody,
+    "/api/embed": EmbedBody,
+    "/api/embeddings": OldEmbedBody,
     "/api/chat": OllamaChatBody,
     "/api/generate": GenerateBody,
     "/api/show": ShowBody,

@@ -124,7 +124,7 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
     from transformers import AutoConfig
 
     wanted = config.model or files.name  # errors repeat what the user wrote
-    _parse_json(files.path / "config.json")
+    parse_json(files.path / "config.json")
     try:
         loaded = AutoConfig.from_pretrained(files.path, trust_remote_code=config.trust_remote_code)
     except Exception as e:  # transformers raises nearly every type here, from KeyError to OSError
@@ -150,10 +150,11 @@ def load_quantization(files: ModelFiles) -> StoredQuantization | None:
     """How the checkpoint's weights are stored, where that is quantized."""
     if is_gguf(files.path):
         return GGUF
-    return read_quantization(_parse_json(files.path / "config.json"))
+    return read_quantization(parse_json(files.path / "config.json"))
 
 
-def _parse_json(path: Path) -> dict[str, Any]:
+def parse_json(path: Path) -> dict[str, Any]:
+    """Raises CheckpointError unless it holds an object."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
@@ -165,13 +166,13 @@ def _parse_json(path: Path) -> dict[str, Any]:
 
 def generation_defaults(files: ModelFiles) -> dict[str, Any]:
     """generation_config.json as a plain mapping; empty when it is missing or unusable."""
-    return _json_or_nothing(files.path / "generation_config.json")
+    return json_or_nothing(files.path / "generation_config.json")
 
 
 def tokenizer_end(folder: Path) -> int | None:
     """Id of the end token that the tokenizer's files name, without loading the tokenizer."""
-    settings = _json_or_nothing(folder / "tokenizer_config.json")
-    end = settings.get("eos_token") or _json_or_nothing(folder / "special_tokens_map.json").get(
+    settings = json_or_nothing(folder / "tokenizer_config.json")
+    end = settings.get("eos_token") or json_or_nothing(folder / "special_tokens_map.json").get(
         "eos_token"
     )
     if isinstance(end, dict):
@@ -196,8 +197,9 @@ def _added_tokens(path: Path) -> list[dict[str, Any]]:
     return [t for t in tokens if isinstance(t, dict)] if isinstance(tokens, list) else []
 
 
-def _json_or_nothing(path: Path) -> dict[str, Any]:
+def json_or_nothing(path: Path) -> dict[str, Any]:
+    """Empty where it is missing or unusable."""
     try:
-        return _parse_json(path)
+        return parse_json(path)
     except CheckpointError:
         return {}

@@ -186,6 +186,10 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
 
 def _speculation_config(config: EngineConfig, model: LoadedModel) -> SpeculativeConfig | None:
     """None, and a line in the log, for a model whose state can't go back."""
+    if model.source.pooling is not None:
+        if model.state_bytes and config.enable_prefix_caching:
+            log.info("prefix caching is off: the vector is made of every token of a prompt")
+        return None
     if model.state_bytes and config.enable_prefix_caching:
         log.info(
             "prefix caching is off: this model's recurrent layers keep one state per request, "
@@ -281,5 +285,6 @@ def _describe(model: LoadedModel, profile: ModelProfile, pool: PoolSize, level: 
         opt_level=level,
         pass_reports=tuple(str(r) for r in program.reports),
         generation_defaults=source.sampling_defaults,
+        pooling=None if source.pooling is None else source.pooling.describe(program.vector_size),
         extra_args=tuple(name for p in program.processors for name in p.arguments),
     )
