@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -21,9 +22,11 @@ from llmc.async_llm import AsyncLLM
 from llmc.server import (
     adapters,
     anthropic,
+    batches,
     chat,
     completions,
     engine_events,
+    files,
     models,
     ollama,
     openapi,
@@ -33,6 +36,8 @@ from llmc.server import (
     status,
     tokens,
 )
+from llmc.server.batch_runner import BatchRunner
+from llmc.server.batch_store import BatchStore
 from llmc.server.errors import unknown_route
 from llmc.server.guard import Guard
 from llmc.server.metrics import Metrics
@@ -57,6 +62,15 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/rerank", pooling.rerank),
     ("POST", "/v1/rerank", pooling.rerank),
     ("POST", "/v2/rerank", pooling.rerank),
+    ("POST", "/v1/files", files.create_file),
+    ("GET", "/v1/files", files.list_files),
+    ("GET", "/v1/files/{name}", files.get_file),
+    ("DELETE", "/v1/files/{name}", files.delete_file),
+    ("GET", "/v1/files/{name}/content", files.file_content),
+    ("POST", "/v1/batches", batches.create_batch),
+    ("GET", "/v1/batches", batches.list_batches),
+    ("GET", "/v1/batches/{name}", batches.get_batch),
+    ("POST", "/v1/batches/{name}/cancel", batches.cancel_batch),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{name:path}", models.get_model),
     ("POST", "/api/chat", ollama.chat),
@@ -109,6 +123,10 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
     state.created = int(time.time())
     state.metrics = Metrics(llm, state.names[0])
     state.engine_feed = engine_events.EngineFeed(llm)
+    state.batch_store = state.batch_runner = None
+    if settings.batch_dir is not None:
+        state.batch_store = store = BatchStore(Path(settings.batch_dir).expanduser())
+        state.batch_runner = BatchRunner(app, store, salt_by_api_key=settings.salt_by_api_key)
     return app
 
 

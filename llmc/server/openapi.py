@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 import llmc
 from llmc.server.anthropic_protocol import CountTokensBody, MessagesBody
+from llmc.server.batches import BatchBody
 from llmc.server.errors import json_response
 from llmc.server.ollama_protocol import (
     EmbedBody,
@@ -51,6 +52,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/api/show": ShowBody,
     "/v1/load_lora_adapter": LoadAdapterBody,
     "/v1/unload_lora_adapter": UnloadAdapterBody,
+    "/v1/batches": BatchBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -137,7 +139,7 @@ def _operation(route: Any, path: str) -> dict[str, Any]:
             "default": {"description": "an error", "content": failure},
         },
     }
-    if path in BODIES:
+    if path in BODIES and "POST" in route.methods:
         schema = {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}
         operation["requestBody"] = {
             "required": True,

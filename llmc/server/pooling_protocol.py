@@ -1,4 +1,4 @@
-"""Bodies of the routes that return vectors, as OpenAI, Jina, Cohere and vLLM name them."""
+"""Bodies of the routes that return vectors and scores, with the names that clients know."""
 
 from __future__ import annotations
 
