@@ -47,6 +47,7 @@ from llmc.processes.grammar_trial import make_trial
 from llmc.processes.watchdog import Watchdog
 from llmc.sampling_params import SamplingParams
 from llmc.text.chat import Message, Tool, check_tools, reasoning_format, render_chat
+from llmc.text.infill import infill_prompt, need_marks
 from llmc.text.reasoning import find_reasoning
 from llmc.text.tokenizer import Tokenizer
 from llmc.text.tools.tool_format import ToolFormat
@@ -162,6 +163,22 @@ class AsyncLLM:
         tokenizer = self.inputs.need_tokenizer("prompt")
         encode = functools.partial(tokenizer.encode, add_special_tokens=add_special_tokens)
         return await self._work(len(text), encode, text)
+
+    async def infill(
+        self, before: Sequence[str], after: str, *, add_special_tokens: bool = True
+    ) -> tuple[list[Prompt], frozenset[int]]:
+        """Prompts for what comes between each of the texts and `after`, and the tokens that end an
+        answer. InvalidRequestError where the model has no marks for that."""
+        tokenizer = self.inputs.need_tokenizer("suffix")
+        marks = need_marks(tokenizer, self.info.name)
+        make_one = functools.partial(
+            infill_prompt, tokenizer, marks, add_special_tokens=add_special_tokens
+        )
+
+        def make() -> list[Prompt]:
+            return [{"prompt": text, "prompt_token_ids": make_one(text, after)} for text in before]
+
+        return await self._work(sum(map(len, before)) + len(after), make), marks.ends
 
     async def prepare(self, prompt: Prompt, sampling: SamplingParams) -> Input:
         """Check and tokenize; long texts in a worker thread, so that others go on."""

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 import llmc
 from llmc.async_llm import AsyncLLM, Stream
-from llmc.frontend.inputs import Input
+from llmc.frontend.inputs import Input, Prompt
 from llmc.frontend.pooling import check_params
 from llmc.pooling import PoolingParams, embedding, values_of
 from llmc.server import answer
@@ -32,6 +32,7 @@ from llmc.server.ollama_protocol import (
     ShowBody,
 )
 from llmc.server.pooling import PooledCall
+from llmc.server.protocol import ChatBody
 from llmc.server.respond import Deltas, GenerationResponse, Wire
 from llmc.server.sampling import cache_salt, sampling_params
 from llmc.server.structured import blaming
@@ -67,7 +68,10 @@ async def generate(request: Request) -> GenerationResponse | Response:
     if not body.prompt:
         return _loaded(request, body, {"response": ""})
     with naming(NAMES):
-        turn = await (_raw_turn if body.raw else prepare_turn)(request, body.chat())
+        if body.suffix:
+            turn = await _infill_turn(request, body.chat(), body.suffix)
+        else:
+            turn = await (_raw_turn if body.raw else prepare_turn)(request, body.chat())
     return turn.respond(request, OllamaCall(turn, body))
 
 
@@ -167,14 +171,27 @@ async def version(request: Request) -> Response:
     return json_response({"version": llmc.__version__})
 
 
-async def _raw_turn(request: Request, body: Any) -> Turn:
+async def _raw_turn(request: Request, body: ChatBody) -> Turn:
     """The prompt as it is, without a chat template."""
+    return await _plain_turn(request, body, body.messages[-1]["content"])
+
+
+async def _plain_turn(request: Request, body: ChatBody, prompt: Prompt) -> Turn:
     llm: AsyncLLM = request.app.state.llm
     model = model_name(request, body.model)
     sampling = sampling_params(body, llm.inputs, max_tokens=body.max_tokens, logprobs=None)
     with blaming(body):
-        source = await llm.prepare(body.messages[-1]["content"], sampling)
+        source = await llm.prepare(prompt, sampling)
     return Turn(llm=llm, model=model, source=source.salted(cache_salt(request, body)))
+
+
+async def _infill_turn(request: Request, body: ChatBody, suffix: str) -> Turn:
+    """What comes between the prompt and the suffix, by the model's marks."""
+    llm: AsyncLLM = request.app.state.llm
+    llm.inputs.need_generation()
+    (prompt,), ends = await llm.infill([body.messages[-1]["content"]], suffix)
+    body.stop_token_ids = sorted(ends)
+    return await _plain_turn(request, body, prompt)
 
 
 def _loaded(request: Request, body: OllamaBody, said: dict[str, Any]) -> Response:

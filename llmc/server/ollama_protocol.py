@@ -80,7 +80,6 @@ class OllamaBody(Body):
     """What both calls share. Streams unless asked not to."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "suffix": (None, ""),
         "template": (None, ""),
         "context": (None, []),
         "images": (None, []),
@@ -138,6 +137,7 @@ class GenerateBody(OllamaBody):
     """POST /api/generate."""
 
     prompt: str = ""
+    suffix: str | None = None
     system: str | None = None
     raw: bool = False
 
