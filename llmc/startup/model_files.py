@@ -105,7 +105,7 @@ def _download(config: EngineConfig) -> Path:
     if config.trust_remote_code:
         patterns.append("*.py")
     try:
-        return Path(
+        path = Path(
             snapshot_download(
                 config.model,
                 revision=config.revision,
@@ -113,10 +113,21 @@ def _download(config: EngineConfig) -> Path:
                 ignore_patterns=_NOT_DOWNLOADED,
             )
         )
+        if dense := _dense_weights(path):
+            snapshot_download(config.model, revision=config.revision, allow_patterns=dense)
+        return path
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
         raise CheckpointError(
             f"{config.model!r} is no local directory and could not be downloaded: {reason_of(e)}"
         ) from e
+
+
+def _dense_weights(path: Path) -> list[str]:
+    """Weights of sentence-transformers' Dense modules, which lie in folders of their own."""
+    if not (path / "modules.json").is_file():
+        return []
+    found = (folder.relative_to(path) for kind, folder in sentence_modules(path) if kind == "Dense")
+    return [f"{folder}/model.safetensors" for folder in found]
 
 
 def load_config(files: ModelFiles, config: EngineConfig) -> Any:
@@ -162,6 +173,22 @@ def parse_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path.name} holds a {type(data).__name__} instead of an object")
     return data
+
+
+def sentence_modules(path: Path) -> list[tuple[str, Path]]:
+    """Class and folder of each module of sentence-transformers' modules.json, in order.
+
+    CheckpointError where it can't be read.
+    """
+    try:
+        listed = json.loads((path / "modules.json").read_text(encoding="utf-8"))
+        found = [(str(m["type"]).rpartition(".")[2], str(m["path"])) for m in listed]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(f"modules.json can't be read: {str(e)[:200]}") from e
+    for _, folder in found:
+        if Path(folder).is_absolute() or ".." in Path(folder).parts:
+            raise CheckpointError(f"modules.json names {folder!r}, outside of the model's folder")
+    return [(kind, path / folder) for kind, folder in found]
 
 
 def generation_defaults(files: ModelFiles) -> dict[str, Any]:

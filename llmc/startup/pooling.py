@@ -13,7 +13,12 @@ from typing import Any, Literal
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, ConfigError
 from llmc.pooling import DENSE, LM, METHODS, Activation, Dense, Head, Method, PoolingInfo
-from llmc.startup.model_files import ModelFiles, json_or_nothing, parse_json
+from llmc.startup.model_files import (
+    ModelFiles,
+    json_or_nothing,
+    parse_json,
+    sentence_modules,
+)
 
 _CLASSIFIER = "ForSequenceClassification"
 _IDENTITY = ("torch.nn.modules.linear.Identity", "torch.nn.Identity")
@@ -143,7 +148,7 @@ def _embedder(config: EngineConfig, path: Path) -> Pooling:
     max_tokens = None
     if (path / "modules.json").is_file():
         normalize = False
-        for kind, folder in _modules(path):
+        for kind, folder in sentence_modules(path):
             if kind == "Transformer":
                 limit = json_or_nothing(folder / "sentence_bert_config.json").get("max_seq_length")
                 max_tokens = limit if isinstance(limit, int) and limit > 0 else None
@@ -166,21 +171,6 @@ def _embedder(config: EngineConfig, path: Path) -> Pooling:
         dense_folders=tuple(folders),
         max_tokens=max_tokens,
     )
-
-
-def _modules(path: Path) -> list[tuple[str, Path]]:
-    """The class and the folder of each module of modules.json, in order."""
-    import json
-
-    try:
-        listed = json.loads((path / "modules.json").read_text(encoding="utf-8"))
-        found = [(str(m["type"]).rpartition(".")[2], str(m["path"])) for m in listed]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(f"modules.json can't be read: {str(e)[:200]}") from e
-    for _, folder in found:
-        if Path(folder).is_absolute() or ".." in Path(folder).parts:
-            raise CheckpointError(f"modules.json names {folder!r}, outside of the model's folder")
-    return [(kind, path / folder) for kind, folder in found]
 
 
 def _stated_method(folder: Path) -> Method:
