@@ -27,6 +27,7 @@ from llmc.server.errors import ApiError, error_body
 log = logging.getLogger(__name__)
 
 MAX_ERRORS = 20  # lines that a failed batch names
+_DISK_RETRY_S = 5.0
 SAVE_S = 2.0  # between two saves of a batch's counts
 _KINDS: tuple[Literal["output", "errors"], ...] = ("output", "errors")
 
@@ -80,12 +81,18 @@ class BatchRunner:
     async def _run(self) -> None:
         while True:
             self._wake.clear()
-            todo = [batch for batch in self._store.batches() if not batch.is_over]
-            for batch in reversed(todo):  # the oldest first
-                if not await self._end(batch):
-                    return
+            known = await asyncio.to_thread(self._store.batches)
+            todo = [batch for batch in known if not batch.is_over]
             if not todo:
                 await self._wake.wait()
+                continue
+            try:
+                oldest = self._store.batch(todo[-1].id, todo[-1].caller)  # may be cancelled by now
+                if not await self._end(oldest):
+                    return
+            except (OSError, ApiError) as error:
+                log.error("batches can't go on now, and are tried again: %s", error)
+                await asyncio.sleep(_DISK_RETRY_S)
 
     async def _end(self, batch: Batch) -> bool:
         """Run a batch to its end; False where the server ends before."""
@@ -217,8 +224,8 @@ class BatchRunner:
                 batch.failed += 1
             else:
                 batch.completed += 1
-            if loop.time() - saved > SAVE_S:
-                self._store.save(batch)
+            if loop.time() - saved > SAVE_S:  # counts, which are made anew after a crash
+                self._store.save(batch, is_durable=False)
                 saved = loop.time()
 
         return append

@@ -48,7 +48,7 @@ class StoredFile:
     name: str
     purpose: str
     num_bytes: int
-    created_at: int
+    created_ns: int
     caller: str = ""  # the digest of the key it was made with
 
 
@@ -60,7 +60,7 @@ class Batch:
     input_file_id: str
     endpoint: str
     completion_window: str
-    created_at: int
+    created_ns: int
     caller: str = ""
     status: Status = "validating"
     metadata: dict[str, str] | None = None
@@ -130,7 +130,7 @@ class BatchStore:
             name=name,
             purpose=purpose,
             num_bytes=aside.stat().st_size,
-            created_at=int(time.time()),
+            created_ns=time.time_ns(),
             caller=caller,
         )
         os.replace(aside, self.data(stored))
@@ -179,8 +179,9 @@ class BatchStore:
             )
         (self._batches / f"{over[-1].id}.json").unlink(missing_ok=True)
 
-    def save(self, batch: Batch) -> None:
-        _write(self._batches / f"{batch.id}.json", asdict(batch))
+    def save(self, batch: Batch, *, is_durable: bool = True) -> None:
+        """`is_durable`: it is on disk when this returns, which may take a while."""
+        _write(self._batches / f"{batch.id}.json", asdict(batch), is_durable=is_durable)
 
     def batch(self, batch_id: str, caller: str) -> Batch:
         """ApiError 404 where there is none, or it is another caller's."""
@@ -223,7 +224,7 @@ class BatchStore:
     def _all(self, folder: Path, kind: type[T], caller: str | None = None) -> list[T]:
         found = [self._load(folder, path.stem, kind) for path in folder.glob("*.json")]
         owned = [one for one in found if one is not None and caller in (None, one.caller)]
-        return sorted(owned, key=lambda one: (one.created_at, one.id), reverse=True)
+        return sorted(owned, key=lambda one: (one.created_ns, one.id), reverse=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -243,7 +244,7 @@ def new_batch(
         input_file_id=input_file_id,
         endpoint=endpoint,
         completion_window="24h",
-        created_at=int(time.time()),
+        created_ns=time.time_ns(),
         metadata=metadata,
         caller=caller,
     )
@@ -266,12 +267,13 @@ def _owned(found: T | None, name: str, caller: str, param: str | None = None) ->
     return found
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
+def _write(path: Path, value: dict[str, Any], *, is_durable: bool = True) -> None:
     """Aside, then renamed: whoever reads it, or a server after a crash, finds a whole one."""
     with tempfile.NamedTemporaryFile(
         "w", dir=path.parent, prefix=".new-", delete=False, encoding="utf-8"
     ) as aside:
         json.dump(value, aside)
         aside.flush()
-        os.fsync(aside.fileno())
+        if is_durable:
+            os.fsync(aside.fileno())
     os.replace(aside.name, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -48,15 +49,16 @@ async def create_batch(request: Request) -> Response:
     made = new_batch(
         input_file_id=stored.id, endpoint=body.endpoint, metadata=body.metadata, caller=owner
     )
-    batches.add(made)
+    await asyncio.to_thread(batches.add, made)
     _runner(request).wake()
     return json_response(described(made))
 
 
 async def list_batches(request: Request) -> Response:
     runner = _runner(request)
-    found = [runner.current(one) for one in store(request).batches(caller(request))]
-    return json_response(page(request, [described(one) for one in found], MAX_PAGE))
+    found = await asyncio.to_thread(store(request).batches, caller(request))
+    shown = [described(runner.current(one)) for one in found]
+    return json_response(page(request, shown, MAX_PAGE))
 
 
 async def get_batch(request: Request) -> Response:
@@ -90,7 +92,7 @@ def described(batch: Batch) -> dict[str, Any]:
         "status": batch.status,
         "output_file_id": batch.output_file_id,
         "error_file_id": batch.error_file_id,
-        "created_at": batch.created_at,
+        "created_at": batch.created_ns // 10**9,
         "expires_at": None,
         **{f"{name}_at": batch.times.get(name) for name in _TIMES},
         "request_counts": {

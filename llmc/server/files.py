@@ -79,8 +79,9 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
 
 async def list_files(request: Request) -> Response:
     purpose = request.query_params.get("purpose")
-    found = [one for one in store(request).files(caller(request)) if purpose in (None, one.purpose)]
-    return json_response(page(request, [described(one) for one in found], MAX_PAGE))
+    found = await asyncio.to_thread(store(request).files, caller(request))
+    shown = [described(one) for one in found if purpose in (None, one.purpose)]
+    return json_response(page(request, shown, MAX_PAGE))
 
 
 async def get_file(request: Request) -> Response:
@@ -95,7 +96,7 @@ async def file_content(request: Request) -> Response:
 async def delete_file(request: Request) -> Response:
     found = _file(request)
     batches = store(request)
-    for batch in batches.batches(found.caller):
+    for batch in await asyncio.to_thread(batches.batches, found.caller):
         if batch.input_file_id == found.id and not batch.is_over:
             raise ApiError(400, f"{batch.id} reads this file; cancel it first", param="file_id")
     batches.delete(found)
@@ -153,7 +154,7 @@ def described(stored: StoredFile) -> dict[str, Any]:
         "id": stored.id,
         "object": "file",
         "bytes": stored.num_bytes,
-        "created_at": stored.created_at,
+        "created_at": stored.created_ns // 10**9,
         "filename": stored.name,
         "purpose": stored.purpose,
         "status": "processed",

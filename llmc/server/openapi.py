@@ -56,6 +56,15 @@ BODIES: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
+FILE_FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"const": "batch"},
+    },
+    "additionalProperties": False,
+}
 ERROR = {
     "type": "object",
     "required": ["error"],
@@ -144,6 +153,11 @@ def _operation(route: Any, path: str) -> dict[str, Any]:
         operation["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": schema}},
+        }
+    if path == "/v1/files" and "POST" in route.methods:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"multipart/form-data": {"schema": FILE_FORM}},
         }
     if "{name}" in path:
         operation["parameters"] = [

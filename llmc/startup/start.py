@@ -186,9 +186,10 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
 
 def _speculation_config(config: EngineConfig, model: LoadedModel) -> SpeculativeConfig | None:
     """None, and a line in the log, for a model whose state can't go back."""
-    if model.source.pooling is not None:
-        if model.state_bytes and config.enable_prefix_caching:
-            log.info("prefix caching is off: the vector is made of every token of a prompt")
+    pooling = model.source.pooling
+    if pooling is not None and pooling.method != "last":
+        if config.enable_prefix_caching:
+            log.info("prefix caching is off: %s pooling reads every token", pooling.method)
         return None
     if model.state_bytes and config.enable_prefix_caching:
         log.info(

@@ -228,13 +228,7 @@ def test_a_batch_goes_on_after_a_restart_and_can_be_cancelled(tmp_path: Path) ->
     settings = ServerSettings(batch_dir=str(tmp_path), shutdown_timeout_s=1)
     lines = [line(f"r{i}", prompt="count", max_tokens=60) for i in range(30)]
     slow = make_scripted()
-    execute = slow.runner.submit
-
-    def submit(plan: Any) -> Any:
-        time.sleep(0.002)
-        return execute(plan)
-
-    slow.runner.submit = submit  # type: ignore[method-assign]
+    slow.runner.delay_s = 0.002
     with live_server(settings, over=slow) as live:
         name = begin(live, lines)
         later = begin(live, lines)
@@ -258,6 +252,25 @@ def test_a_batch_goes_on_after_a_restart_and_can_be_cancelled(tmp_path: Path) ->
         assert wait(live, later)["status"] == "cancelled"
         again = live.post(f"/v1/batches/{later}/cancel", {})
         assert again.status_code == 400 and "is cancelled" in again.text
+
+
+def test_a_batch_that_waits_can_be_cancelled(tmp_path: Path) -> None:
+    slow = make_scripted()
+    slow.runner.delay_s = 0.002
+    with live_server(ServerSettings(batch_dir=str(tmp_path)), over=slow) as live:
+        lines = [line(f"r{i}", prompt="count", max_tokens=40) for i in range(6)]
+        first, second, third = (begin(live, lines) for _ in range(3))
+        assert live.post(f"/v1/batches/{second}/cancel", {}).json()["status"] == "cancelling"
+        wait(live, third, "in_progress")
+        assert wait(live, first)["request_counts"]["completed"] == 6
+        cancelled = wait(live, second)
+        assert cancelled["status"] == "cancelled" and cancelled["output_file_id"] is None
+        live.post(f"/v1/batches/{third}/cancel", {})
+        ended = wait(live, third)
+        done = ended["request_counts"]["completed"]
+        assert ended["status"] == "cancelled" and done < 6
+        assert len(rows(live, ended["output_file_id"])) == done
+        live.wait_idle()
 
 
 def test_the_sdk_of_openai(live: Live) -> None:
