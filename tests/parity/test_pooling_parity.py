@@ -21,7 +21,7 @@ from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
 from llmc.errors import CheckpointError, CompileError, ConfigError, InvalidRequestError
 from llmc.frontend.inputs import InputProcessor
-from llmc.pooling import METHODS, values_of
+from llmc.pooling import values_of
 from llmc.startup.start import start_engine
 
 LENGTHS = (5, 1, 37, 20, 64)
@@ -62,18 +62,16 @@ def pooled(states: torch.Tensor, method: str) -> torch.Tensor:
     weight = torch.arange(1, len(states) + 1)[:, None].float()
     return {
         "last": states[-1],
-        "cls": states[0],
         "mean": states.mean(0),
         "weightedmean": (states * weight).sum(0) / weight.sum(),
-        "mean_sqrt_len": states.sum(0) / len(states) ** 0.5,
     }[method]
 
 
-# every method, and attention with and without windows, learned positions, experts
+# attention with and without windows, experts; tests/passes/test_pool.py has every method
 CASES = [
-    *(("qwen3", method) for method in METHODS),
-    ("gemma3", "mean"),
-    ("gpt2", "last"),
+    ("qwen3", "last"),
+    ("qwen3", "mean"),
+    ("gemma3", "weightedmean"),
     ("gpt_oss", "last"),
 ]
 
