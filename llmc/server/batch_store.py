@@ -78,7 +78,7 @@ class Batch:
 
     def reach(self, status: Status) -> None:
         self.status = status
-        self.times.setdefault(status, int(time.time()))
+        self.times.setdefault(status, int(time.time()))  # a date for clients, as created_at
 
 
 class BatchStore:

@@ -175,6 +175,12 @@ def parse_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def _module_class(kind: str) -> str:
+    """The name alone of a class of sentence-transformers; others keep their modules' names."""
+    package, _, name = kind.rpartition(".")
+    return name if package.partition(".")[0] == "sentence_transformers" else kind
+
+
 def sentence_modules(path: Path) -> list[tuple[str, Path]]:
     """Class and folder of each module of sentence-transformers' modules.json, in order.
 
@@ -182,7 +188,7 @@ def sentence_modules(path: Path) -> list[tuple[str, Path]]:
     """
     try:
         listed = json.loads((path / "modules.json").read_text(encoding="utf-8"))
-        found = [(str(m["type"]).rpartition(".")[2], str(m["path"])) for m in listed]
+        found = [(_module_class(str(m["type"])), str(m["path"])) for m in listed]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"modules.json can't be read: {str(e)[:200]}") from e
     for _, folder in found:

@@ -150,7 +150,12 @@ def _embedder(config: EngineConfig, path: Path) -> Pooling:
         normalize = False
         for kind, folder in sentence_modules(path):
             if kind == "Transformer":
-                limit = json_or_nothing(folder / "sentence_bert_config.json").get("max_seq_length")
+                stated = json_or_nothing(folder / "sentence_bert_config.json")
+                if stated.get("do_lower_case"):
+                    raise CheckpointError(
+                        "sentence_bert_config.json asks for do_lower_case, which is not served"
+                    )
+                limit = stated.get("max_seq_length")
                 max_tokens = limit if isinstance(limit, int) and limit > 0 else None
             elif kind == "Pooling":
                 method = chosen or _stated_method(folder)
@@ -160,7 +165,7 @@ def _embedder(config: EngineConfig, path: Path) -> Pooling:
             elif kind == "Normalize":
                 normalize = True
             else:
-                raise CheckpointError(f"modules.json has a {kind} module, which is not served")
+                raise CheckpointError(f"modules.json has a module {kind}, which is not served")
     if method != "last" and any(one.activation != "identity" for one in dense):
         raise CheckpointError(f"a Dense module with tanh behind {method} pooling is not served")
     return Pooling(

@@ -237,6 +237,8 @@ def test_what_can_not_be_served_is_refused_by_name(tmp_path: Path) -> None:
     refused(ConfigError, "enable_lora is for models that gen", task="embed", enable_lora=True)
     as_sentence_transformer(path, "pooling_mode_max_tokens", dense=False)
     refused(CheckpointError, "asks for max pooling")
+    (path / "modules.json").write_text('[{"type": "own.Transformer", "path": ""}]')
+    refused(CheckpointError, "has a module own.Transformer")
     (path / "modules.json").write_text('[{"type": "x.Transformer", "path": "../x"}]')
     refused(CheckpointError, "outside of the model's folder")
     (path / "modules.json").unlink()

@@ -222,7 +222,10 @@ def test_weights_of_dense_modules_are_downloaded_too(
         chosen.extend(huggingface_hub.utils.filter_repo_objects(files, **patterns))
         write_config(tmp_path)
         kinds = {"0": "Transformer", "2_Dense": "Dense"}
-        listed = [{"path": path, "type": f"models.{kind}"} for path, kind in kinds.items()]
+        listed = [
+            {"path": path, "type": f"sentence_transformers.models.{kind}"}
+            for path, kind in kinds.items()
+        ]
         (tmp_path / "modules.json").write_text(json.dumps(listed))
         return str(tmp_path)
 
