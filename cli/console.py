@@ -17,6 +17,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from llmc.model_info import ModelInfo, Phase
+    from llmc.pooling import PoolingInfo
 
 NAME_WIDTH = 20
 
@@ -124,10 +125,19 @@ def about_model(info: ModelInfo) -> str:
     return f"{line}. Small: often wrong about facts" if info.is_default else line
 
 
+def _task(pooling: PoolingInfo) -> str:
+    if pooling.task == "classify":
+        return f"classify, {pooling.size} label{'s' if pooling.size > 1 else ''}"
+    how = "normalized" if pooling.normalize else "not normalized"
+    return f"embed, {pooling.size} values, {pooling.method} pooling, {how}"
+
+
 def model_rows(info: ModelInfo) -> list[tuple[str, str]]:
     """What a user wants to know of a loaded model."""
     concurrency = info.num_blocks / info.blocks_per_request
+    pooling = info.pooling
     return [
+        *([] if pooling is None else [("task", _task(pooling))]),
         ("model", f"{info.name} ({info.weight_bytes / 2**20:,.0f} MiB, {info.dtype})"),
         ("device", info.device),
         ("context", f"{info.max_model_len:,} tokens"),

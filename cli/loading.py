@@ -9,6 +9,7 @@ from rich.console import Console
 
 from llmc.cli.console import phases
 from llmc.config import EngineConfig
+from llmc.errors import ConfigError
 
 if TYPE_CHECKING:
     from llmc.async_llm import AsyncLLM
@@ -30,8 +31,14 @@ def load_async_llm(config: EngineConfig, console: Console, *, quiet: bool = Fals
 
 
 def load_engine(config: EngineConfig, console: Console) -> Started:
-    """An engine without the text side, for benchmarks."""
+    """An engine without the text side, for benchmarks of generation."""
     with phases(console) as on_phase:
         from llmc.startup.start import start_engine
 
-        return start_engine(config, on_phase)
+        started = start_engine(config, on_phase)
+    if started.info.pooling is not None:
+        raise ConfigError(
+            f"{started.info.name} is served for its vectors, and this measures the generation of "
+            "text; ask for that with --task generate"
+        )
+    return started

@@ -1,4 +1,4 @@
-"""The `llmc` command: `serve`, `chat`, `bench`, `inspect`, `check` ... Parses, then hands over.
+"""The `llmc` command: `serve`, `run-batch`, `chat`, `bench` ... Parses, then hands over.
 
 Nothing here or in the modules imported here loads torch, transformers or the web framework
 before a command runs, so `--help` and every usage error are instant.
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from llmc import __version__
-from llmc.cli import bench, chat, check, collect_env, errors, inspect, serve
+from llmc.cli import bench, chat, check, collect_env, errors, inspect, run_batch, serve
 from llmc.cli.config_file import expand
 from llmc.cli.help import EPILOG, HelpCommand
 from llmc.cli.ported_flags import port
@@ -27,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("serve", cls=HelpCommand, epilog=EPILOG)(serve.command)
+app.command("run-batch", cls=HelpCommand, epilog=EPILOG)(run_batch.command)
 app.command("chat", cls=HelpCommand, epilog=EPILOG)(chat.command)
 app.add_typer(bench.app, name="bench")
 app.command("inspect", cls=HelpCommand, epilog=EPILOG)(inspect.command)

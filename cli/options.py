@@ -27,6 +27,7 @@ from llmc.config import (
     EngineConfig,
 )
 from llmc.errors import ConfigError
+from llmc.pooling import POOLINGS, TASKS
 from llmc.speculative_config import SpeculativeConfig
 
 MODEL_PANEL = "Model"
@@ -169,6 +170,25 @@ ENGINE_OPTIONS = (
         panel=MODEL_PANEL,
         flags=("--trust-remote-code/--no-trust-remote-code",),
         help="Run Python code that comes with the model.",
+    ),
+    EngineOption(
+        field="task",
+        panel=MODEL_PANEL,
+        metavar=_choices(TASKS),
+        help="What the model is served for: text, embeddings of its hidden states, or a "
+        "classifier's scores. auto: what its files say.",
+    ),
+    EngineOption(
+        field="pooling",
+        panel=MODEL_PANEL,
+        metavar=_choices(POOLINGS),
+        help="Tokens that an embedding is made of. auto: as the model's files say, else the last.",
+    ),
+    EngineOption(
+        field="normalize",
+        panel=MODEL_PANEL,
+        flags=("--normalize/--no-normalize",),
+        help="Give embeddings the length 1. When absent: as the model's files say.",
     ),
     EngineOption(
         field="max_model_len",

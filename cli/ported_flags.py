@@ -18,10 +18,12 @@ from llmc.frontend.ported_options import (
     NOT_NEEDED_WITH_VALUE,
     REFUSED,
     RENAMED,
+    RUNNERS,
     STORED,
     VALUES,
     WRITTEN,
     listed,
+    task_of,
 )
 
 
@@ -60,12 +62,25 @@ def _allowed_origins(value: str, left_out: dict[str, str]) -> list[str]:
     return [word for origin in origins for word in ("--allowed-origin", origin)]
 
 
+def _task(flag: str) -> Callable[[str, dict[str, str]], list[str]]:
+    def words(value: str, left_out: dict[str, str]) -> list[str]:
+        task = task_of(flag, value)
+        if task is None:
+            left_out[flag] = "the checkpoint's files say it"
+            return []
+        return ["--task", task]
+
+    return words
+
+
 _TRANSLATED: Mapping[str, Callable[[str, dict[str, str]], list[str]]] = {
     "--quantization": _quantization,
     "-q": _quantization,
     "--kv-cache-dtype": _kv_cache_dtype,
     "--swap-space": _swap_space,
     "--allowed-origins": _allowed_origins,
+    "--runner": _task("--runner"),
+    "--convert": _task("--convert"),
 }
 _WITH_VALUE = frozenset((*RENAMED, *_TRANSLATED, *NOT_NEEDED_WITH_VALUE, *VALUES))
 _KNOWN = _WITH_VALUE.union(WRITTEN, NOT_NEEDED, REFUSED)
@@ -141,6 +156,8 @@ def hint(name: str) -> str | None:
         return f"the option is called {RENAMED[name]}"
     if name in WRITTEN:
         return f"write {' '.join(WRITTEN[name])}"
+    if name in RUNNERS:
+        return "the option is called --task"
     if name in VALUES:
         return VALUES[name][1]
     for table in (NOT_NEEDED, NOT_NEEDED_WITH_VALUE):

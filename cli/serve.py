@@ -108,6 +108,16 @@ def command(
             panel=SERVER_PANEL,
         ),
     ] = None,
+    batch_dir: Annotated[
+        str | None,
+        option(
+            "--batch-dir",
+            help="Folder for the files and batches of clients (/v1/files, /v1/batches). When "
+            "absent there are none.",
+            metavar="DIR",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         option(
@@ -262,6 +272,7 @@ def command(
         served_model_names=tuple(served_model_name or ()),
         lora_modules=_lora_modules(lora_modules or ()),
         runtime_lora_dir=runtime_lora_dir,
+        batch_dir=batch_dir,
         api_keys=tuple(api_key or ()),
         salt_by_api_key=salt_by_api_key,
         allowed_hosts=tuple(allowed_host or ()),

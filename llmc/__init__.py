@@ -18,11 +18,17 @@ if TYPE_CHECKING:
     from llmc.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
+        ClassificationOutput,
         CompletionOutput,
+        EmbeddingOutput,
         Logprob,
+        PoolingOutput,
+        PoolingRequestOutput,
         RequestOutput,
+        ScoringOutput,
     )
     from llmc.passes.logits_processors import LogitsBatch, LogitsProcessor, RowTable
+    from llmc.pooling import PoolingParams
     from llmc.sampling_params import BeamSearchParams, SamplingParams
     from llmc.structured_outputs import StructuredOutputs
 
@@ -48,6 +54,12 @@ _PUBLIC = {
     "CompletionOutput": "llmc.outputs",
     "BeamSearchOutput": "llmc.outputs",
     "BeamSearchSequence": "llmc.outputs",
+    "ClassificationOutput": "llmc.outputs",
+    "EmbeddingOutput": "llmc.outputs",
+    "PoolingOutput": "llmc.outputs",
+    "PoolingParams": "llmc.pooling",
+    "PoolingRequestOutput": "llmc.outputs",
+    "ScoringOutput": "llmc.outputs",
     "Logprob": "llmc.outputs",
     "LlmcError": "llmc.errors",
     "LogitsBatch": "llmc.passes.logits_processors",
@@ -60,16 +72,22 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EngineConfig",
     "LlmcError",
     "LoRARequest",
     "LogitsBatch",
     "LogitsProcessor",
     "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "RowTable",
     "SamplingParams",
+    "ScoringOutput",
     "StructuredOutputs",
     "__version__",
 ]

@@ -38,13 +38,16 @@ from llmc.frontend.engine_options import EngineOptions, load_tokenizer, make_con
 from llmc.frontend.engine_thread import EngineThread
 from llmc.frontend.inputs import Input, InputProcessor, Prompt
 from llmc.frontend.outputs import OutputProcessor
+from llmc.frontend.pooling import Scoring
 from llmc.frontend.stream import Stream as Stream
 from llmc.lora_request import LoRARequest
 from llmc.outputs import FinishReason, RequestOutput
+from llmc.pooling import PoolingParams
 from llmc.processes.grammar_trial import make_trial
 from llmc.processes.watchdog import Watchdog
 from llmc.sampling_params import SamplingParams
 from llmc.text.chat import Message, Tool, check_tools, reasoning_format, render_chat
+from llmc.text.infill import infill_prompt, need_marks
 from llmc.text.reasoning import find_reasoning
 from llmc.text.tokenizer import Tokenizer
 from llmc.text.tools.tool_format import ToolFormat
@@ -161,6 +164,22 @@ class AsyncLLM:
         encode = functools.partial(tokenizer.encode, add_special_tokens=add_special_tokens)
         return await self._work(len(text), encode, text)
 
+    async def infill(
+        self, before: Sequence[str], after: str, *, add_special_tokens: bool = True
+    ) -> tuple[list[Prompt], frozenset[int]]:
+        """Prompts for what comes between each of the texts and `after`, and the tokens that end an
+        answer. InvalidRequestError where the model has no marks for that."""
+        tokenizer = self.inputs.need_tokenizer("suffix")
+        marks = need_marks(tokenizer, self.info.name)
+        make_one = functools.partial(
+            infill_prompt, tokenizer, marks, add_special_tokens=add_special_tokens
+        )
+
+        def make() -> list[Prompt]:
+            return [{"prompt": text, "prompt_token_ids": make_one(text, after)} for text in before]
+
+        return await self._work(sum(map(len, before)) + len(after), make), marks.ends
+
     async def prepare(self, prompt: Prompt, sampling: SamplingParams) -> Input:
         """Check and tokenize; long texts in a worker thread, so that others go on."""
         source = await self._work(_size(prompt), self.inputs.process, prompt, sampling)
@@ -173,11 +192,35 @@ class AsyncLLM:
         """`prepare` of each; an error names its prompt by its place."""
 
         def process() -> list[Input]:
-            return [self._process_at(i, prompt, sampling) for i, prompt in enumerate(prompts)]
+            return [
+                self._at(i, len(prompts), functools.partial(self.inputs.process, p, sampling))
+                for i, p in enumerate(prompts)
+            ]
 
         sources = await self._work(sum(map(_size, prompts)), process)
         await self._try_grammar(sampling)
         return sources
+
+    async def prepare_pooled(
+        self, prompts: Sequence[Prompt], *, truncate: int | None = None
+    ) -> list[Input]:
+        """Check and tokenize prompts whose vectors are wanted; an error names its prompt."""
+        pooled = functools.partial(self.inputs.pooled, truncate=truncate)
+
+        def process() -> list[Input]:
+            return [
+                self._at(i, len(prompts), functools.partial(pooled, p))
+                for i, p in enumerate(prompts)
+            ]
+
+        return await self._work(sum(map(_size, prompts)), process)
+
+    async def prepare_scoring(
+        self, left: Sequence[str], right: Sequence[str], params: PoolingParams
+    ) -> Scoring:
+        """Check and tokenize texts that are to be scored."""
+        size = sum(map(len, left)) + sum(map(len, right))
+        return await self._work(size, Scoring, self.inputs, left, right, params)
 
     async def _try_grammar(self, sampling: SamplingParams) -> None:
         """One at a time, in a separate thread: trying a grammar may take long."""
@@ -186,11 +229,13 @@ class AsyncLLM:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._trial_worker, self._trial.check, spec)
 
-    def _process_at(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Input:
+    @staticmethod
+    def _at(index: int, count: int, process: Callable[[], Input]) -> Input:
+        """An error of one of several prompts names it by its place."""
         try:
-            return self.inputs.process(prompt, sampling)
+            return process()
         except InvalidRequestError as exc:
-            if exc.param == "prompt":
+            if exc.param == "prompt" and count > 1:
                 exc.param = f"prompt[{index}]"
             raise
 
@@ -211,6 +256,7 @@ class AsyncLLM:
         With `splits_reasoning` the input says how the answer marks its reasoning, if it may have
         any, and a grammar is for what comes after it; `max_reasoning_tokens` then limits it.
         """
+        self.inputs.need_generation()
         tokenizer = self.inputs.need_tokenizer("messages")
 
         def render() -> Input:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llmc.errors import ConfigError
+from llmc.pooling import POOLINGS, TASKS
 from llmc.speculative_config import SpeculativeConfig
 
 MOST_LORAS, MOST_LORA_RANK = 1024, 512
@@ -46,6 +47,9 @@ class EngineConfig:
     chat_template: str | None = None  # a Jinja file or text; None: the model's own
     revision: str | None = None
     trust_remote_code: bool = False
+    task: str = "auto"  # what the model is served for; auto: what its files say
+    pooling: str = "auto"  # of embeddings; auto: as the model's files say, else the last token
+    normalize: bool | None = None  # embeddings to length 1; None: as the model's files say
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
@@ -81,6 +85,8 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("device", self.device, DEVICES)
+        _one_of("task", self.task, TASKS)
+        _one_of("pooling", self.pooling, POOLINGS)
         _one_of("load format", self.load_format, LOAD_FORMATS)
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)

@@ -20,9 +20,10 @@ from llmc.config import EngineConfig
 from llmc.errors import EngineDeadError, InvalidRequestError, LlmcError, QueueFullError
 from llmc.frontend.beam_search import SearchingEngine, run_searches
 from llmc.frontend.engine_options import Engine, EngineOptions, load_tokenizer, make_config, start
-from llmc.frontend.inputs import Input, InputProcessor, Prompt
+from llmc.frontend.inputs import Input, InputProcessor, Prompt, as_list
 from llmc.frontend.interrupts import uninterrupted
 from llmc.frontend.outputs import ActiveRequest, OutputProcessor
+from llmc.frontend.pooling_methods import PoolingMethods
 from llmc.frontend.progress import GenerationProgress
 from llmc.lora_request import LoRARequest
 from llmc.outputs import BeamSearchOutput, RequestOutput
@@ -41,8 +42,8 @@ Adapters = LoRARequest | Sequence[LoRARequest | None] | None  # one for all, or 
 Outcome = ActiveRequest | InvalidRequestError
 
 
-class LLM:
-    """A model loaded for offline generation.
+class LLM(PoolingMethods):
+    """A model loaded for offline generation, or for its vectors (`embed`, `classify`, `score`).
 
     `model` is a local directory, a GGUF file, a hub id, or None for the default model. Options are
     the fields of EngineConfig: dtype, device, max_model_len, max_num_seqs, max_num_batched_tokens,
@@ -109,7 +110,8 @@ class LLM:
         each; the engine must have been started with `enable_lora=True`.
         `use_tqdm` is another name for `progress`.
         """
-        items = _as_list(prompts)
+        self._inputs.need_generation()
+        items = as_list(prompts)
         params = self._params(sampling_params, len(items), self.get_default_sampling_params())
         adapters = _adapters(lora_request, len(items))
 
@@ -141,6 +143,7 @@ class LLM:
         fill the context. `tools` (OpenAI's form) go to the template; calls stay in the answer's
         text, as the model writes them.
         """
+        self._inputs.need_generation()
         chats = _conversations(messages)
         default = dataclasses.replace(self.get_default_sampling_params(), max_tokens=None)
         params = self._params(sampling_params, len(chats), default)
@@ -176,7 +179,8 @@ class LLM:
 
         Prompts are given and answered as in `generate`; all are searched at once.
         """
-        items = _as_list(prompts)
+        self._inputs.need_generation()
+        items = as_list(prompts)
         shown = progress if use_tqdm is None else use_tqdm
         with self._in_use:
             return run_searches(self._running(), self._inputs, items, params, self._ids, shown)
@@ -252,6 +256,10 @@ class LLM:
             self._refused(item, prompt) if isinstance(item, InvalidRequestError) else item.output()
             for item, prompt in zip(outcomes, prompts, strict=True)
         ]
+
+    def _vectors(self, prepare: Sequence[Callable[[], Input]], progress: bool) -> list[Outcome]:
+        with self._in_use:
+            return self._outcomes(self._running(), prepare, progress, itertools.repeat(0))
 
     def _outcomes(
         self,
@@ -334,20 +342,6 @@ class LLM:
         with uninterrupted():
             for request_id in list(self._outputs.active):
                 self._abort(engine, request_id)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt becomes a list of one. A list of numbers is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, list | tuple):
-        if prompts and isinstance(prompts[0], int | float):
-            return [cast(Prompt, prompts)]
-        return list(prompts)
-    raise InvalidRequestError(
-        f"prompts must be text, token ids, a dict or a list of these; got {prompts!r:.80}",
-        param="prompt",
-    )
 
 
 def _priorities(priority: int | Sequence[int], count: int) -> Sequence[int]:

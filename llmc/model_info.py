@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from llmc.pooling import PoolingInfo
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
@@ -44,4 +46,5 @@ class ModelInfo:
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
     certificate_key: str = ""  # of its architecture's certificate; "": nothing can be kept
     disabled_passes: tuple[str, ...] = ()  # left out since that certificate names them
+    pooling: PoolingInfo | None = None  # None: it generates text
     extra_args: tuple[str, ...] = ()  # names that its logits processors accept in a request

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,5 +88,53 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
     prompt: str | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingOutput:
+    """A raw vector: pooled hidden states that are not normalized, or a classifier's raw scores."""
+
+    data: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassificationOutput:
+    """Probabilities of a classifier's labels, or its raw scores where it was asked for those."""
+
+    probs: list[float]
+    label: str  # the likeliest
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringOutput:
+    score: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingRequestOutput(Generic[T]):
+    """The answer to one prompt of a model that returns vectors.
+
+    `outputs` is None, and `error` says why, for a prompt that could not be served.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: T | None
+    finished: bool = True
     num_cached_tokens: int = 0
     error: str | None = None

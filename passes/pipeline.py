@@ -25,10 +25,12 @@ from llmc.passes.last_token_logits import last_token_logits
 from llmc.passes.logits_processors import LogitsProcessor, processor_passes
 from llmc.passes.merge_linears import merge_linears
 from llmc.passes.page_attention import page_attention
+from llmc.passes.pool import pool, running_pool
 from llmc.passes.quantize_linears import quantize_linears
 from llmc.passes.share_rotary import share_rotary
 from llmc.passes.slot_state import slot_state
 from llmc.passes.split_prompts import split_prompts
+from llmc.pooling import Method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ class PipelineOptions:
     kept: tuple[tuple[str, Quantization], ...] = ()  # weights that stay as they are stored
     max_loras: int = 0  # LoRA adapters that steps can use at a time
     max_lora_rank: int = 0
+    pooling: Method | None = None  # None: tokens are sampled
 
 
 def pipeline(
@@ -67,12 +70,14 @@ def pipeline(
         ),
         find_convolutions(),
         find_shifts(),
+        *_sums(options.pooling),
         slot_state(),  # after find_convolutions and find_shifts: they have a state too
         find_positions(  # after those: what numbers keys for a mask is gone
             max_positions=options.max_positions
         ),
         last_token_logits(),
-        append_sampler(),  # after last_token_logits: samples the selected rows
+        # after last_token_logits: the selected rows
+        append_sampler() if options.pooling is None else pool(),
         *processor_passes(processors),  # between the model and append_sampler's first op
         merge_linears(kept=options.kept),
         apply_lora(  # after merge_linears; before what reads halves of merged outputs
@@ -94,3 +99,8 @@ def pipeline(
         ),
         *(p for p in extra if p.place == "late"),  # see what will run
     )
+
+
+def _sums(pooling: Method | None) -> tuple[Pass, ...]:
+    """Before slot_state, which gives them their slots."""
+    return () if pooling in (None, "last") else (running_pool(method=pooling),)

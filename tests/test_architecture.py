@@ -29,6 +29,7 @@ LEAVES = (
     "llmc.model_info",
     "llmc.background_thread",
     "llmc.cache_dir",
+    "llmc.pooling",
 )
 MAY_IMPORT = {
     "llmc.errors": (),
@@ -39,11 +40,12 @@ MAY_IMPORT = {
     "llmc.lora_request": ("llmc.errors",),
     "llmc.structured": ("llmc.errors", "llmc.structured_outputs", "llmc.text"),
     "llmc.outputs": LEAVES,
-    "llmc.model_info": (),
+    "llmc.model_info": ("llmc.pooling",),
+    "llmc.pooling": ("llmc.errors",),
     "llmc.background_thread": (),
     "llmc.cache_dir": (),
     "llmc.kernels": ("llmc.errors", "llmc.background_thread", "llmc.cache_dir"),
-    "llmc.passes": ("llmc.errors", "llmc.kernels"),
+    "llmc.passes": ("llmc.errors", "llmc.pooling", "llmc.kernels"),
     "llmc.engine": LEAVES,
     "llmc.weights": (
         "llmc.errors",
@@ -52,7 +54,13 @@ MAY_IMPORT = {
         "llmc.passes",
         "llmc.kernels",
     ),
-    "llmc.compiler": ("llmc.errors", "llmc.weights", "llmc.passes", "llmc.kernels"),
+    "llmc.compiler": (
+        "llmc.errors",
+        "llmc.pooling",
+        "llmc.weights",
+        "llmc.passes",
+        "llmc.kernels",
+    ),
     "llmc.runner": (
         *LEAVES,
         "llmc.engine",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +101,8 @@ def test_the_passes_are_those_of_the_pipeline() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (yes|no) \|", text_of("passes.md"), re.MULTILINE)
     options = PipelineOptions(block_size=16, max_positions=64, device_type="cpu")
     passes = [*pipeline(options), lower_kernels(prefer=())]
+    pools = [p for p in pipeline(replace(options, pooling="mean")) if p.name.endswith("pool")]
+    passes += pools
     expected = [(p.name, "yes" if p.required else "no") for p in passes]
     assert rows == expected
 

@@ -56,6 +56,8 @@ def check_architecture(
     Raises CheckpointError or ConfigError where the model itself can't be found or read.
     """
     start = time.perf_counter()
+    # the logits of the architecture are compared, whatever this model is served for
+    config = dataclasses.replace(config, task="generate", pooling="auto", normalize=None)
     source = resolve(config, pick_device(config.device))
     if config.trust_remote_code:
         return ArchitectureCertificate.not_checked("its code comes with the model")

@@ -8,6 +8,7 @@ from llmc.check.certificate import certificate_key, fingerprint
 from llmc.compiler.cache import program_key
 from llmc.compiler.program import RewriteOptions
 from llmc.config import EngineConfig
+from llmc.errors import ConfigError
 from llmc.startup.compile import rewrite_options
 from llmc.startup.resolve import ModelSource, pick_device, pick_level, resolve
 
@@ -28,6 +29,11 @@ class Identity:
 
 def identify(config: EngineConfig) -> Identity:
     source = resolve(config, pick_device(config.device))
+    if source.pooling is not None:
+        raise ConfigError(
+            f"{source.files.name} is served for its vectors (task {config.task!r}), and a check "
+            "compares the logits of text generation; ask for them with --task generate"
+        )
     level = pick_level(config.opt_level, source.device)
     options = replace(rewrite_options(source), processors=())
     made_up = f"made up from seed {config.seed}"

@@ -14,23 +14,25 @@ from torch import nn
 
 from llmc.compiler.build import BuiltModel, build
 from llmc.compiler.capture import capture
+from llmc.compiler.interface import NOT_CAUSAL
 from llmc.compiler.layer_dedup.outline import capture_outlined
 from llmc.compiler.program import CapturedModel
 from llmc.errors import CheckpointError, CompileError
 from llmc.passes.edit import calls
 from llmc.passes.find_attention import SOFTMAX, is_scores
 from llmc.passes.layers import layer_list
+from llmc.pooling import LM, Head
 
 _EAGER = "eager"
 
 
-def build_model(config: Any, dtype: torch.dtype) -> BuiltModel:
+def build_model(config: Any, dtype: torch.dtype, head: Head = LM) -> BuiltModel:
     """The model on meta, wired to llmc's attention where its class lets that be chosen."""
     try:
-        return build(config, dtype)
+        return build(config, dtype, head=head)
     except CheckpointError as reason:
         try:
-            return build(config, dtype, _EAGER)
+            return build(config, dtype, _EAGER, head)
         except CheckpointError:
             raise reason from reason.__cause__
 
@@ -50,6 +52,8 @@ def capture_model(
             return captured
         reason = CompileError("the model computes attention that can't be paged")
     except CompileError as error:
+        if str(error).endswith(NOT_CAUSAL):
+            raise
         reason = error
     try:
         return capture_one(_build_eager(built), device)
@@ -59,7 +63,7 @@ def capture_model(
 
 def _build_eager(built: BuiltModel) -> BuiltModel:
     """The same model with its eager attention, and with as many layers (`inspect` keeps fewer)."""
-    eager = build(built.source_config, built.dtype, _EAGER)
+    eager = build(built.source_config, built.dtype, _EAGER, built.head)
     path, _ = layer_list(name for name, _ in built.module.named_parameters())
     kept, layers = built.module.get_submodule(path), eager.module.get_submodule(path)
     if isinstance(kept, nn.ModuleList) and isinstance(layers, nn.ModuleList):

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from llmc.compiler import interface
 from llmc.compiler.expert_loops import use_expert_loops
 from llmc.compiler.experts import use_sorted_experts
+from llmc.compiler.heads import make_module
 from llmc.errors import CheckpointError, reason_of
+from llmc.pooling import LM, Head
 
 # What a model's constructor may raise; ImportError: it needs a package that is not installed.
 _BUILD_ERRORS = (
@@ -28,6 +30,7 @@ _BUILD_ERRORS = (
     RuntimeError,
     ImportError,
 )
+_KINDS = {"lm": "language model", "hidden": "language model", "score": "classifier"}
 # Side outputs, and the halving of layers every so often, which divides weights in place: float16
 # would overflow without it, other dtypes give the same.
 _SWITCHED_OFF = {
@@ -47,17 +50,19 @@ class BuiltModel:
     source_config: Any  # what it was built from
     dtype: torch.dtype
     buffers: dict[str, Tensor]  # name -> value, for buffers that no checkpoint holds
+    head: Head = LM
 
 
-def build(config: Any, dtype: torch.dtype, attention: str = interface.NAME) -> BuiltModel:
+def build(
+    config: Any, dtype: torch.dtype, attention: str = interface.NAME, head: Head = LM
+) -> BuiltModel:
     """Raise CheckpointError where the config is no decoder-only causal language model.
 
     `attention` is a name of transformers' attention interface: ours, or `eager` for models whose
     own code spells their attention out.
     """
     source, config = config, copy.deepcopy(config)  # the copy's fields are set below
-    from transformers import AutoModelForCausalLM
-
+    _check_causal(config)
     interface.register()
     config._attn_implementation = attention
     for field, off in _SWITCHED_OFF.items():
@@ -65,12 +70,10 @@ def build(config: Any, dtype: torch.dtype, attention: str = interface.NAME) -> B
             setattr(config, field, off)
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=dtype
-            )
+            module = make_module(config, head, attn_implementation=attention, dtype=dtype)
     except _BUILD_ERRORS as e:
         raise CheckpointError(
-            f"transformers can't build a causal language model from this config "
+            f"transformers can't build a causal {_KINDS[head.kind]} from this config "
             f"({type(config).__name__}): {reason_of(e)}"
         ) from e
     module.eval()
@@ -85,8 +88,23 @@ def build(config: Any, dtype: torch.dtype, attention: str = interface.NAME) -> B
         for cache in (interface.KEY_CACHE, interface.VALUE_CACHE):
             child.register_buffer(cache, torch.empty(0, device="meta"), persistent=False)
     return BuiltModel(
-        module=module, config=config, source_config=source, dtype=dtype, buffers=buffers
+        module=module,
+        config=config,
+        source_config=source,
+        dtype=dtype,
+        buffers=buffers,
+        head=head,
     )
+
+
+def _check_causal(config: Any) -> None:
+    """Masks of transformers follow this field; ours are markers, which can't show it."""
+    text = getattr(config, "get_text_config", lambda: config)()
+    if getattr(text, "is_causal", True) is False:
+        raise CheckpointError(
+            f"this model ({type(text).__name__}) attends to later tokens (is_causal is false in "
+            "config.json), as encoders do; llmc serves causal decoders"
+        )
 
 
 def _keep_frequencies(module: nn.Module) -> None:

@@ -174,6 +174,7 @@ def program_key(
             "dtype": str(dtype),
             "device": str(device),
             "options": asdict(options.pipeline),
+            "head": asdict(options.head),
             "switches": dict(options.switches),
             "extra": users,
             "versions": [torch.__version__, package_version("transformers")],

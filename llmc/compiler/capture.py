@@ -8,7 +8,6 @@ the line of the model's code.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from llmc.compiler.branches import sizes_in_doubt, text_of
 from llmc.compiler.build import BuiltModel, is_unset
 from llmc.compiler.functional import make_functional
+from llmc.compiler.heads import HeadOutput
 from llmc.compiler.interface import KEY_CACHE, VALUE_CACHE
 from llmc.compiler.program import CapturedModel
 from llmc.compiler.recurrent import replaced_functions
@@ -37,6 +37,7 @@ from llmc.passes.inputs import (
     WeightInput,
     add_input,
 )
+from llmc.pooling import Head
 from llmc.weights.parameters import describe_parameters
 
 # What a model's code may raise where it is handed what it does not expect.
@@ -61,20 +62,6 @@ _REASONS = {
 _EXAMPLE_TOKENS = 19  # unlike any size in a model, so that nothing is equal to it by chance
 
 
-class _LogitsOnly(nn.Module):
-    """The forward that is captured: ids and positions in, logits out, nothing cached."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        given = {"position_ids": position_ids} if self.takes_positions else {}
-        logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **given).logits
-        return logits
-
-
 def capture(built: BuiltModel, device: torch.device) -> CapturedModel:
     """Raise CompileError where the model's code can't be captured in one graph."""
     captured = _capture(built, device, _EXAMPLE_TOKENS)
@@ -89,7 +76,7 @@ def capture(built: BuiltModel, device: torch.device) -> CapturedModel:
 
 
 def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedModel:
-    dynamo, examples = _run_dynamo(built.module, tokens)
+    dynamo, examples = _run_dynamo(built.module, built.head, tokens)
     lists_to_slices(dynamo.graph)
     roles = _roles(built, dynamo, examples)
     aten = _to_aten(dynamo)
@@ -114,17 +101,25 @@ def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedMo
     return CapturedModel(
         graph=aten,
         parameters=describe_parameters(built.module),
-        vocab_size=int(logits.meta["val"].shape[-1]),
+        vocab_size=_vocab_size(built, logits),
         dtype=built.dtype,
         device=device,
     )
+
+
+def _vocab_size(built: BuiltModel, output: fx.Node) -> int:
+    """The ids that the model can read: the width of its logits, or the rows of its embedding."""
+    if built.head.kind == "lm":
+        return int(output.meta["val"].shape[-1])
+    module: Any = built.module
+    return int(module.get_input_embeddings().weight.shape[0])
 
 
 class _Captured(Exception):
     """Ends the call that was captured: its inputs are on meta, there is nothing to run."""
 
 
-def _run_dynamo(model: nn.Module, tokens: int) -> tuple[fx.GraphModule, Sequence[Any]]:
+def _run_dynamo(model: nn.Module, head: Head, tokens: int) -> tuple[fx.GraphModule, Sequence[Any]]:
     captured: list[tuple[fx.GraphModule, Sequence[Any]]] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
@@ -138,7 +133,7 @@ def _run_dynamo(model: nn.Module, tokens: int) -> tuple[fx.GraphModule, Sequence
     positions = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     torch._dynamo.mark_dynamic(ids, 1)
     torch._dynamo.mark_dynamic(positions, 1)
-    wrapper = _LogitsOnly(model).eval()
+    wrapper = HeadOutput(model, head).eval()
     torch._dynamo.reset()
     try:
         with (

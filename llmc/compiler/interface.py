@@ -25,6 +25,8 @@ NAME = "llmc"
 KEY_CACHE = "llmc_key_cache"
 VALUE_CACHE = "llmc_value_cache"
 
+NOT_CAUSAL = "not a causal decoder"  # how errors about encoders end
+
 # The field of a config that says up to how many tokens an indexer that answers with a mask shows
 # all, and what its module calls that.
 INDEXER_BUDGET = "indexer_budget"
@@ -115,7 +117,7 @@ def attention_function(
         )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if not causal:
-        raise CompileError(f"{type(module).__name__} attends to later tokens: not a causal decoder")
+        raise CompileError(f"{type(module).__name__} attends to later tokens: {NOT_CAUSAL}")
     mask = MaskMarker.decode(attention_mask)
     window = mask.window or (0 if mask.chunk else int(sliding_window or 0))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,6 +32,7 @@ from llmc.passes.lower_kernels import lower_kernels
 from llmc.passes.page_attention import CacheSpec
 from llmc.passes.pipeline import PipelineOptions, pipeline
 from llmc.passes.slot_state import StateSpec
+from llmc.pooling import LM, Head
 from llmc.weights.checkpoint import Readable
 from llmc.weights.load import CheckpointWeights, DirectWeights, WeightSource, make_weights
 from llmc.weights.parameters import Parameters
@@ -58,6 +60,7 @@ class RewriteOptions:
     switches: Mapping[str, bool]
     extra: tuple[Pass, ...] = ()  # passes of users
     processors: tuple[LogitsProcessor, ...] = ()  # of users
+    head: Head = LM  # of the captured model
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -115,6 +118,12 @@ class Program:
             states=_states(graph),
             reports=tuple(reports),
         )
+
+    @property
+    def vector_size(self) -> int:
+        """Values of a pooled vector; of a program that samples, the width of its logits."""
+        made: Any = self.graph.graph.output_node().args[0]
+        return int(made[1].meta["val"].shape[-1])
 
     @property
     def num_layers(self) -> int:

@@ -55,6 +55,27 @@ def check_request(
     _check_something_allowed(sampling, limits)
 
 
+def check_pooled(prompt_token_ids: Sequence[int], limits: Limits) -> None:
+    """The same for a prompt whose vector is wanted: it may fill the context, as nothing follows."""
+    check_prompt(prompt_token_ids, limits.vocab_size)
+    num_prompt, context, pool = len(prompt_token_ids), limits.max_model_len, limits.pool_tokens
+    if num_prompt > context:
+        raise InvalidRequestError(
+            f"{_CONTEXT.format(context)} the input has {num_prompt} tokens; shorten it, or let the "
+            "server cut it with truncate_prompt_tokens",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if num_prompt >= pool:
+        raise InvalidRequestError(
+            f"the input has {num_prompt} tokens, but the key-value cache holds {pool} "
+            f"({limits.num_blocks} blocks of {limits.block_size}), one of which stays free; "
+            "shorten it, or give the engine more cache memory",
+            param="prompt",
+            code="kv_capacity_exceeded",
+        )
+
+
 def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
     """The engine's record of a request that has passed `check_request`."""
     sampling = message.sampling

@@ -49,8 +49,9 @@ class RequestUpdate:
     `stop_reason` is the id if one of `stop_token_ids` ended the text, None for an end token of the
     model. A stop token that ends the text is the last of `new_token_ids`; with `is_whole` there is
     none: a structured output was complete without it. `prompt_logprobs`, of each prompt token but
-    the first, come with the first token. `error` comes with finish_reason "error"; `is_refused`:
-    the request was invalid and never began.
+    the first, come with the first token. `vector` is all that a request to a model that pools
+    gets: float32 values, in this machine's byte order. `error` comes with finish_reason "error";
+    `is_refused`: the request was invalid and never began.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class RequestUpdate:
     num_cached_tokens: int = 0
     queue_s: float | None = None  # from its arrival to its first step; None before that
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    vector: bytes = b""
     error: str | None = None
     is_refused: bool = False
 

@@ -143,12 +143,14 @@ class StepResult:
 
     `token_ids[i]` is None where that row's logits were not finite (its request must fail, the
     others go on). `logprobs[i]` is None where the request asked for none. `scores` are those of
-    the scored prompt tokens, in the order of `work`.
+    the scored prompt tokens, in the order of `work`. `vectors`, of a model that pools: the float32
+    values of each sample, in this machine's byte order; their tokens mean nothing.
     """
 
     token_ids: Sequence[int | None]
     logprobs: Sequence[TokenLogprobs | None] = field(default=())
     scores: Sequence[TokenLogprobs] = ()
+    vectors: Sequence[bytes] = ()
 
 
 class PendingStep(Protocol):

@@ -19,8 +19,8 @@ from llmc.outputs import FinishReason
 from llmc.sampling_params import SamplingParams
 
 NOT_FINITE = (
-    "the model's logits for this request were not finite (NaN or infinity), so no token could be "
-    "drawn; the weights, the number format or a logits processor may be at fault"
+    "the model's logits for this request were not finite (NaN or infinity), so there is no token "
+    "or vector; the weights, the number format or a logits processor may be at fault"
 )
 
 

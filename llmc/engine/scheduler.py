@@ -359,6 +359,9 @@ class Scheduler:
                             self.finish(request)
             if request.state is not RUNNING and not request.num_in_flight:
                 self._queues.release(request)
+        if result.vectors:
+            _add_vectors(builder, result, updates)
+            num_tokens = 0
         self.num_generated_tokens += num_tokens
         if self.bisection:
             self.bisection.on_success(list(zip(builder.requests, builder.work, strict=True)))
@@ -447,6 +450,17 @@ class Scheduler:
             self.speculation.check(self.requests)
         if broken:
             raise AssertionError("scheduler: not true that " + "; nor that ".join(broken))
+
+
+def _add_vectors(
+    builder: PlanBuilder, result: StepResult, updates: Sequence[RequestUpdate]
+) -> None:
+    """What a step of a model that pools has made, to the requests that it ends."""
+    sampled = (r for r, work in zip(builder.requests, builder.work, strict=True) if work.sample)
+    vectors = {r.request_id: v for r, v in zip(sampled, result.vectors, strict=True)}
+    for update in updates:
+        if update.error is None:
+            update.vector, update.new_token_ids = vectors[update.request_id], ()
 
 
 _NOTHING_DRAWN: tuple[None, None] = (None, None)

@@ -27,6 +27,9 @@ class EngineOptions(TypedDict, total=False):
     chat_template: str | None
     revision: str | None
     trust_remote_code: bool
+    task: str
+    pooling: str
+    normalize: bool | None
     dtype: str
     device: str
     load_format: str

@@ -11,17 +11,21 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from llmc.engine import admission
 from llmc.errors import InvalidRequestError
 from llmc.lora_request import LoRARequest
+from llmc.pooling import PoolingInfo
 from llmc.sampling_params import BAD_WORD_TOKENS, SamplingParams
 from llmc.structured_outputs import StructuredOutputs
 from llmc.text.reasoning import Reasoning
 from llmc.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+# The engine's request for a vector: it ends with the prompt.
+_POOLED = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "add_special_tokens", "cache_salt")
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -48,6 +52,8 @@ class ModelLimits(Protocol):
     def generation_defaults(self) -> Mapping[str, float | int]: ...
     @property
     def extra_args(self) -> Sequence[str]: ...
+    @property
+    def pooling(self) -> PoolingInfo | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +132,7 @@ class InputProcessor:
 
     def process(self, prompt: Prompt, sampling: SamplingParams) -> Input:
         """Tokenize `prompt` if it is text, and check it and `sampling` against the model."""
+        self.need_generation()
         text, token_ids = self._split(prompt)
         options = prompt if isinstance(prompt, Mapping) else {}
         salt, special = options.get("cache_salt"), options.get("add_special_tokens")
@@ -149,6 +156,77 @@ class InputProcessor:
             sampling=sampling,
             cache_salt=salt,
         )
+
+    def need_generation(self) -> None:
+        """Raises InvalidRequestError for a model that returns vectors."""
+        pooling = self.model.pooling
+        if pooling is not None:
+            what, where = (
+                ("embeddings", "/v1/embeddings, LLM.embed")
+                if pooling.task == "embed"
+                else ("classification", "/classify, LLM.classify")
+            )
+            raise InvalidRequestError(
+                f"{self.model.name} is served for {what} ({where}) and generates no text; a "
+                "checkpoint that can is served for it with task='generate' (--task generate)",
+                param="model",
+                code="wrong_task",
+            )
+
+    def need_pooling(self, task: Literal["embed", "classify"] | None = None) -> PoolingInfo:
+        """Raises InvalidRequestError unless the model returns vectors, of this kind if one is
+        named."""
+        pooling = self.model.pooling
+        if pooling is None:
+            raise InvalidRequestError(
+                f"{self.model.name} is served to generate text; for vectors of its hidden states "
+                "start it with task='embed' (--task embed)",
+                param="model",
+                code="wrong_task",
+            )
+        if task is not None and pooling.task != task:
+            hint = {
+                "embed": "it is a classifier: ask /classify or LLM.classify",
+                "classify": "it gives embeddings: ask /v1/embeddings or LLM.embed",
+            }[task]
+            raise InvalidRequestError(
+                f"{self.model.name} can't be asked for this; {hint}",
+                param="model",
+                code="wrong_task",
+            )
+        return pooling
+
+    def pooled(
+        self, prompt: Prompt, *, pair: str | None = None, truncate: int | None = None
+    ) -> Input:
+        """A prompt whose vector is wanted, or a text and its `pair`, as the tokenizer joins them.
+
+        `truncate`: the most tokens, beyond which the end is cut off; -1: the context.
+        """
+        self.need_pooling()
+        text, token_ids = self._split(prompt)
+        options = prompt if isinstance(prompt, Mapping) else {}
+        salt = options.get("cache_salt")
+        admission.check_cache_salt(salt)
+        most = self._limits.max_model_len if truncate == -1 else truncate
+        if most is not None and not 1 <= most <= self._limits.max_model_len:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be -1 or from 1 to {self._limits.max_model_len}, the "
+                f"model's context; got {truncate}",
+                param="truncate_prompt_tokens",
+            )
+        if token_ids is None:
+            assert text is not None, "a prompt without ids is text"
+            token_ids = self.need_tokenizer("prompt").encode(
+                text,
+                pair,
+                add_special_tokens=options.get("add_special_tokens") is not False,
+                max_length=most,
+            )
+        elif most is not None:
+            token_ids = token_ids[:most]
+        admission.check_pooled(token_ids, self._limits)
+        return Input(prompt=text, prompt_token_ids=token_ids, sampling=_POOLED, cache_salt=salt)
 
     def _check_extra_args(self, sampling: SamplingParams) -> None:
         known = self.model.extra_args
@@ -206,6 +284,20 @@ class InputProcessor:
             f"`prompt_token_ids`; got {prompt!r:.80}",
             param="prompt",
         )
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt becomes a list of one. A list of numbers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, list | tuple):
+        if prompts and isinstance(prompts[0], int | float):
+            return [cast(Prompt, prompts)]
+        return list(prompts)
+    raise InvalidRequestError(
+        f"prompts must be text, token ids, a dict or a list of these; got {prompts!r:.80}",
+        param="prompt",
+    )
 
 
 def _usable_defaults(recommended: Mapping[str, float | int]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class ActiveRequest:
     num_cached_tokens: int = 0
     queue_s: float | None = None  # of the sequence that was scheduled first
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    vector: bytes = b""  # float32, of a model that pools
     error: str | None = None
     is_refused: bool = False  # by the engine, which checks what the frontend can't
 
@@ -142,13 +143,14 @@ class OutputProcessor:
             if owner is None:
                 continue  # aborted here while the engine was still at it
             request, completion = owner
-            if update.new_token_ids and request.first_token is None:
+            if (update.new_token_ids or update.vector) and request.first_token is None:
                 request.first_token = time.monotonic()
             if completion.index == 0 and len(completion.token_ids) == 0:
                 self._take_scores(request, update)
             request.num_cached_tokens = max(request.num_cached_tokens, update.num_cached_tokens)
             if request.queue_s is None:
                 request.queue_s = update.queue_s
+            request.vector = update.vector
             completion.apply(update)
             if update.error is not None:
                 request.error, request.is_refused = update.error, update.is_refused

@@ -72,8 +72,6 @@ VALUES: Mapping[str, tuple[frozenset[str], str]] = {
     "--num-scheduler-steps": (frozenset({"1"}), "a step draws one token a request"),
     "--tokenizer-mode": (frozenset({"auto", "hf"}), "only tokenizers of Hugging Face are read"),
     "--cpu-offload-gb": (frozenset({"0"}), "weights stay on one device; take fewer bits with -q"),
-    "--task": (frozenset({"auto", "generate"}), "llmc generates; it serves no other task"),
-    "--runner": (frozenset({"auto", "generate"}), "llmc generates; it serves no other task"),
     "--model-impl": (frozenset({"auto", "transformers"}), "models run from transformers' code"),
     "--ssl-cert-reqs": (frozenset({"0"}), "--ssl-ca-certs asks clients for certificates"),
     "--config-format": (frozenset({"auto", "hf"}), "only config.json is read"),
@@ -93,9 +91,22 @@ REFUSED: Mapping[str, str] = {
     "--limit-mm-per-prompt": "models are served as text models",
     "--mm-processor-kwargs": "models are served as text models",
     "--override-generation-config": "send the parameters with each request",
+    "--pooler-config": "choose with --pooling and --normalize",
+    "--override-pooler-config": "choose with --pooling and --normalize",
     "--kv-transfer-config": "blocks stay on one device",
     "--num-gpu-blocks-override": "set the cache in bytes with --kv-cache-memory",
     "--speculative-model": 'give --speculative-config \'{"method":"draft_model","model":...}\'',
+}
+# What `--runner` and `--convert` ask for, as values of --task; None: what the files say anyway.
+RUNNERS: Mapping[str, Mapping[str, str | None]] = {
+    "--runner": {"auto": None, "generate": "generate", "pooling": "pooling"},
+    "--convert": {
+        "auto": None,
+        "none": None,
+        "embed": "embed",
+        "classify": "classify",
+        "reward": "reward",
+    },
 }
 MOST_GIB = 1024  # of swap space; a larger number is bytes
 # Formats that a checkpoint is stored in: it is served as it is.
@@ -119,6 +130,14 @@ def listed(options: Mapping[str, str]) -> str:
     return "; ".join(f"{name} ({why})" for name, why in options.items())
 
 
+def task_of(flag: str, value: object) -> str | None:
+    """The task that `--runner` or `--convert` asks for; None leaves it to the files."""
+    tasks = RUNNERS[flag]
+    if value not in tasks:
+        raise ConfigError(f"{flag} {value!s:.80} is not served; it may be {', '.join(tasks)}")
+    return tasks[str(value)]
+
+
 def say_left_out(options: Mapping[str, str]) -> str:
     """One sentence for all options that were left out."""
     return f"left out, since llmc needs none of these: {listed(options)}"
@@ -140,6 +159,8 @@ def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str
             out[name] = "fp8_e4m3"
         elif name == "swap_space" and isinstance(value, int | float) and 0 < value < MOST_GIB:
             out[name] = int(value * 2**30)
+        elif flag in RUNNERS:
+            out |= {} if (task := task_of(flag, value)) is None else {"task": task}
         elif name in known:
             out[name] = value
         elif name == "enforce_eager":

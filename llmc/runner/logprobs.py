@@ -44,6 +44,14 @@ def read_result(delta: Delta, tokens: Sequence[int], gathered: Sequence[Tensor])
     )
 
 
+def read_vectors(tokens: Sequence[int], vectors: Tensor) -> StepResult:
+    """Of a step that pools: [S, N] float32; a token below 0 says that a vector is not finite."""
+    return StepResult(
+        token_ids=[token if token >= 0 else None for token in tokens],
+        vectors=[vector.tobytes() for vector in vectors.numpy()],
+    )
+
+
 def _read(wanted: Sequence[int], gathered: Sequence[Tensor]) -> list[TokenLogprobs]:
     chosen, values, ranks, top_ids, top_values = (tensor.tolist() for tensor in gathered)
     found = []

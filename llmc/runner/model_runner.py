@@ -31,7 +31,7 @@ from llmc.runner.device import Device, Download, HostDevice
 from llmc.runner.faults import classified
 from llmc.runner.graphs import StepGraphs, StepOutputs, StepShape
 from llmc.runner.kv_cache import copy_blocks
-from llmc.runner.logprobs import chosen_tokens, gather_logprobs, read_result
+from llmc.runner.logprobs import chosen_tokens, gather_logprobs, read_result, read_vectors
 from llmc.runner.rows import RowTables
 from llmc.runner.step_buffers import StepBuffers, StepInputs
 from llmc.runner.step_recordings import StepRecordings
@@ -53,7 +53,7 @@ class ModelRunner:
     share rows and caches. `max_tokens` is the most tokens of a step. With `use_graphs`, and a
     device that has them, steps run as graphs where one of their shape was captured; captures are
     made by `capture_next`, before the first request and when the engine is idle. On CPU decode
-    steps of a few rows are recorded as they run.
+    steps of a few rows are recorded as they run. `pools`: the step gives vectors, not tokens.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class ModelRunner:
         buckets: Sequence[int] | None = None,
         use_graphs: bool = False,
         max_in_flight: int = 1,
+        pools: bool = False,
     ) -> None:
         self.step = step
         self.rows = rows
@@ -87,6 +88,7 @@ class ModelRunner:
         self._tables = {name: rows.tables[name] for name in rows.tables if name in step.inputs}
         self._packed = tuple(name for name in step.inputs if name not in self._tables)
         self._names_prompts = "prompts" in step.inputs
+        self._pools = pools
         self._graphs: StepGraphs | None = None
         if use_graphs and self._device.graphs is not None:
             self._graphs = StepGraphs(self._device.graphs)
@@ -128,7 +130,9 @@ class ModelRunner:
             inputs = self._prepare(delta, sent)
             tokens, logits = self._compute(step, shape, inputs)
             outputs = [tokens[: delta.num_sampled]]
-            if delta.wanted:
+            if self._pools:
+                outputs.append(logits[: delta.num_sampled])
+            elif delta.wanted:
                 picks = sent[delta.picks : delta.picks + len(delta.wanted)]
                 if delta.scored:
                     tokens = chosen_tokens(tokens, inputs, self.rows.tables["history"])
@@ -140,6 +144,8 @@ class ModelRunner:
         if launched.download is None:
             return StepResult(token_ids=())
         drawn, *gathered = launched.download.wait()
+        if self._pools:
+            return read_vectors(drawn.tolist(), gathered[0])
         return read_result(launched.delta, drawn.tolist(), gathered)
 
     def logits(self, plan: StepPlan) -> Tensor:
@@ -235,8 +241,12 @@ class ModelRunner:
         if step.small is not None and inputs["row"].shape[0] < step.min_size:
             step = step.small
         tokens, logits = step.call(**{n: inputs[n] for n in self._packed}, **self._tables)
-        record_tokens.run(self.rows.tables["history"], inputs["row"], inputs["length"], tokens)
+        if not self._pools:
+            self._record(inputs, tokens)
         return tokens, logits
+
+    def _record(self, inputs: StepInputs, tokens: Tensor) -> None:
+        record_tokens.run(self.rows.tables["history"], inputs["row"], inputs["length"], tokens)
 
     def _shape(self, plan: StepPlan, step: StepFunction) -> StepShape:
         """The step's sizes with its dummies: up to those of a graph, else the step's least."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -21,17 +22,22 @@ from llmc.async_llm import AsyncLLM
 from llmc.server import (
     adapters,
     anthropic,
+    batches,
     chat,
     completions,
     engine_events,
+    files,
     models,
     ollama,
     openapi,
     page,
+    pooling,
     responses,
     status,
     tokens,
 )
+from llmc.server.batch_runner import BatchRunner
+from llmc.server.batch_store import BatchStore
 from llmc.server.errors import unknown_route
 from llmc.server.guard import Guard
 from llmc.server.metrics import Metrics
@@ -48,10 +54,29 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("DELETE", "/v1/responses/{name}", responses.delete_response),
     ("POST", "/v1/messages", anthropic.create_message),
     ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
+    ("POST", "/v1/embeddings", pooling.create_embedding),
+    ("POST", "/pooling", pooling.create_pooling),
+    ("POST", "/classify", pooling.classify),
+    ("POST", "/score", pooling.score),
+    ("POST", "/v1/score", pooling.score),
+    ("POST", "/rerank", pooling.rerank),
+    ("POST", "/v1/rerank", pooling.rerank),
+    ("POST", "/v2/rerank", pooling.rerank),
+    ("POST", "/v1/files", files.create_file),
+    ("GET", "/v1/files", files.list_files),
+    ("GET", "/v1/files/{name}", files.get_file),
+    ("DELETE", "/v1/files/{name}", files.delete_file),
+    ("GET", "/v1/files/{name}/content", files.file_content),
+    ("POST", "/v1/batches", batches.create_batch),
+    ("GET", "/v1/batches", batches.list_batches),
+    ("GET", "/v1/batches/{name}", batches.get_batch),
+    ("POST", "/v1/batches/{name}/cancel", batches.cancel_batch),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{name:path}", models.get_model),
     ("POST", "/api/chat", ollama.chat),
     ("POST", "/api/generate", ollama.generate),
+    ("POST", "/api/embed", ollama.embed),
+    ("POST", "/api/embeddings", ollama.embeddings),
     ("GET", "/api/tags", ollama.tags),
     ("POST", "/api/show", ollama.show),
     ("GET", "/api/version", ollama.version),
@@ -98,6 +123,10 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
     state.created = int(time.time())
     state.metrics = Metrics(llm, state.names[0])
     state.engine_feed = engine_events.EngineFeed(llm)
+    state.batch_store = state.batch_runner = None
+    if settings.batch_dir is not None:
+        state.batch_store = store = BatchStore(Path(settings.batch_dir).expanduser())
+        state.batch_runner = BatchRunner(app, store, salt_by_api_key=settings.salt_by_api_key)
     return app
 
 

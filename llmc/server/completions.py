@@ -46,6 +46,10 @@ async def create_completion(request: Request) -> GenerationResponse:
             param=param,
         )
     llm: AsyncLLM = state.llm
+    if body.suffix:
+        llm.inputs.need_generation()
+        prompts, ends = await _infill(llm, body)
+        body.stop_token_ids = sorted(ends.union(body.stop_token_ids or ()))
     sampling = sampling_params(
         body,
         llm.inputs,
@@ -64,6 +68,24 @@ async def create_completion(request: Request) -> GenerationResponse:
     call = CompletionCall(llm, body, model, sources)
     rank = priority(llm, body)
     return GenerationResponse(llm, call, state.settings, state.metrics, priority=rank)
+
+
+async def _infill(llm: AsyncLLM, body: CompletionBody) -> tuple[list[Prompt], frozenset[int]]:
+    """Prompts for what comes between each prompt and the suffix, and what ends an answer."""
+    before = [one for one in split_prompts(body.prompt) if isinstance(one, str)]
+    if len(before) < len(split_prompts(body.prompt)):
+        raise InvalidRequestError(
+            "suffix is for prompts of text; token ids can have the model's marks inside",
+            param="suffix",
+        )
+    for name in ("echo", "prompt_logprobs"):
+        if getattr(body, name):
+            raise InvalidRequestError(
+                f"{name} and suffix can't be combined: the prompt is put together of both",
+                param=name,
+            )
+    special = body.add_special_tokens
+    return await llm.infill(before, body.suffix or "", add_special_tokens=special)
 
 
 def _prompt_logprobs(body: CompletionBody) -> int | None:

@@ -1,4 +1,4 @@
-"""/api/chat, /api/generate, /api/tags, /api/show, /api/version: Ollama's API.
+"""/api/chat, /api/generate, /api/embed, /api/tags, /api/show, /api/version: Ollama's API.
 
 Streams are lines of JSON, and times are nanoseconds.
 """
@@ -6,7 +6,7 @@ Streams are lines of JSON, and times are nanoseconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,12 +15,24 @@ from starlette.responses import Response
 
 import llmc
 from llmc.async_llm import AsyncLLM, Stream
-from llmc.frontend.inputs import Input
+from llmc.frontend.inputs import Input, Prompt
+from llmc.frontend.pooling import check_params
+from llmc.pooling import PoolingParams, embedding, values_of
 from llmc.server import answer
 from llmc.server.body import read_body
 from llmc.server.errors import dump_json, json_response, ollama_error
 from llmc.server.models import model_name
-from llmc.server.ollama_protocol import NAMES, GenerateBody, OllamaBody, OllamaChatBody, ShowBody
+from llmc.server.ollama_protocol import (
+    NAMES,
+    EmbedBody,
+    GenerateBody,
+    OldEmbedBody,
+    OllamaBody,
+    OllamaChatBody,
+    ShowBody,
+)
+from llmc.server.pooling import PooledCall
+from llmc.server.protocol import ChatBody
 from llmc.server.respond import Deltas, GenerationResponse, Wire
 from llmc.server.sampling import cache_salt, sampling_params
 from llmc.server.structured import blaming
@@ -56,8 +68,63 @@ async def generate(request: Request) -> GenerationResponse | Response:
     if not body.prompt:
         return _loaded(request, body, {"response": ""})
     with naming(NAMES):
-        turn = await (_raw_turn if body.raw else prepare_turn)(request, body.chat())
+        if body.suffix:
+            turn = await _infill_turn(request, body.chat(), body.suffix)
+        else:
+            turn = await (_raw_turn if body.raw else prepare_turn)(request, body.chat())
     return turn.respond(request, OllamaCall(turn, body))
+
+
+async def embed(request: Request) -> GenerationResponse | Response:
+    body = await read_body(request, EmbedBody)
+    head = {"model": model_name(request, body.model and body.model.removesuffix(":latest"))}
+    began = time.monotonic_ns()
+
+    def made(vectors: list[list[float]], num_tokens: int) -> dict[str, Any]:
+        times = {"total_duration": time.monotonic_ns() - began, "load_duration": 0}
+        return {**head, "embeddings": vectors, **times, "prompt_eval_count": num_tokens}
+
+    params = PoolingParams(
+        dimensions=body.dimensions, truncate_prompt_tokens=-1 if body.truncate else None
+    )
+    return await _embedded(request, body.texts, params, made)
+
+
+async def embeddings(request: Request) -> GenerationResponse | Response:
+    """Ollama's older call, for one text."""
+    body = await read_body(request, OldEmbedBody)
+    model_name(request, body.model and body.model.removesuffix(":latest"))
+
+    def made(vectors: list[list[float]], num_tokens: int) -> dict[str, Any]:
+        return {"embedding": vectors[0] if vectors else []}
+
+    params = PoolingParams(truncate_prompt_tokens=-1)
+    return await _embedded(request, [body.prompt] * bool(body.prompt), params, made)
+
+
+async def _embedded(
+    request: Request,
+    texts: list[str],
+    params: PoolingParams,
+    made: Callable[[list[list[float]], int], dict[str, Any]],
+) -> GenerationResponse | Response:
+    """Without a text there is nothing to compute: clients load a model that way."""
+    state = request.app.state
+    llm: AsyncLLM = state.llm
+    info = llm.inputs.need_pooling("embed")
+    check_params(params, info)
+    if not texts:
+        return json_response(made([], 0))
+    with naming({"prompt": "input"}):
+        sources = await llm.prepare_pooled(texts, truncate=params.truncate_prompt_tokens)
+
+    def body(stream: Stream) -> dict[str, Any]:
+        vectors = [list(embedding(values_of(one.vector), info, params)) for one in stream.requests]
+        return made(vectors, answer.usage(stream)["prompt_tokens"])
+
+    owner = cache_salt(request, None)
+    call = PooledCall([source.salted(owner) for source in sources], body)
+    return GenerationResponse(llm, call, state.settings, state.metrics)
 
 
 async def tags(request: Request) -> Response:
@@ -70,11 +137,19 @@ async def show(request: Request) -> Response:
     name = model_name(request, wanted and wanted.removesuffix(":latest"))
     llm: AsyncLLM = request.app.state.llm
     tokenizer = llm.tokenizer
+    if llm.info.pooling is not None:
+        return _shown(request, name, ["embedding"])
     capabilities = ["completion"]
     if tokenizer is not None and tool_format(tokenizer) is not None:
         capabilities.append("tools")
     if tokenizer is not None and reasoning_format(tokenizer) is not None:
         capabilities.append("thinking")
+    return _shown(request, name, capabilities)
+
+
+def _shown(request: Request, name: str, capabilities: list[str]) -> Response:
+    llm: AsyncLLM = request.app.state.llm
+    tokenizer = llm.tokenizer
     card = _card(request, name)
     return json_response(
         {
@@ -96,14 +171,27 @@ async def version(request: Request) -> Response:
     return json_response({"version": llmc.__version__})
 
 
-async def _raw_turn(request: Request, body: Any) -> Turn:
+async def _raw_turn(request: Request, body: ChatBody) -> Turn:
     """The prompt as it is, without a chat template."""
+    return await _plain_turn(request, body, body.messages[-1]["content"])
+
+
+async def _plain_turn(request: Request, body: ChatBody, prompt: Prompt) -> Turn:
     llm: AsyncLLM = request.app.state.llm
     model = model_name(request, body.model)
     sampling = sampling_params(body, llm.inputs, max_tokens=body.max_tokens, logprobs=None)
     with blaming(body):
-        source = await llm.prepare(body.messages[-1]["content"], sampling)
+        source = await llm.prepare(prompt, sampling)
     return Turn(llm=llm, model=model, source=source.salted(cache_salt(request, body)))
+
+
+async def _infill_turn(request: Request, body: ChatBody, suffix: str) -> Turn:
+    """What comes between the prompt and the suffix, by the model's marks."""
+    llm: AsyncLLM = request.app.state.llm
+    llm.inputs.need_generation()
+    (prompt,), ends = await llm.infill([body.messages[-1]["content"]], suffix)
+    body.stop_token_ids = sorted(ends)
+    return await _plain_turn(request, body, prompt)
 
 
 def _loaded(request: Request, body: OllamaBody, said: dict[str, Any]) -> Response:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llmc.errors import InvalidRequestError
 from llmc.server.errors import ApiError
+from llmc.server.pooling_protocol import MAX_INPUTS
 from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, Int64, ToolBody
 
 # Fields of a ChatBody -> ours, for errors.
@@ -79,7 +80,6 @@ class OllamaBody(Body):
     """What both calls share. Streams unless asked not to."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "suffix": (None, ""),
         "template": (None, ""),
         "context": (None, []),
         "images": (None, []),
@@ -137,6 +137,7 @@ class GenerateBody(OllamaBody):
     """POST /api/generate."""
 
     prompt: str = ""
+    suffix: str | None = None
     system: str | None = None
     raw: bool = False
 
@@ -145,6 +146,28 @@ class GenerateBody(OllamaBody):
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
         return self.chat_of(messages)
+
+
+class EmbedBody(Body):
+    """POST /api/embed."""
+
+    input: str | Annotated[list[str], Field(max_length=MAX_INPUTS)] = ""
+    truncate: bool = True
+    dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    options: OllamaOptions | None = None  # none has an effect on a vector
+    keep_alive: Any = None
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.input] * bool(self.input) if isinstance(self.input, str) else self.input
+
+
+class OldEmbedBody(Body):
+    """POST /api/embeddings."""
+
+    prompt: str = ""
+    options: OllamaOptions | None = None
+    keep_alive: Any = None
 
 
 class ShowBody(Body):

@@ -11,8 +11,16 @@ from starlette.responses import Response
 
 import llmc
 from llmc.server.anthropic_protocol import CountTokensBody, MessagesBody
+from llmc.server.batches import BatchBody
 from llmc.server.errors import json_response
-from llmc.server.ollama_protocol import GenerateBody, OllamaChatBody, ShowBody
+from llmc.server.ollama_protocol import (
+    EmbedBody,
+    GenerateBody,
+    OldEmbedBody,
+    OllamaChatBody,
+    ShowBody,
+)
+from llmc.server.pooling_protocol import EmbeddingBody, InputBody, RerankBody, ScoreBody
 from llmc.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -29,13 +37,33 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses": ResponsesBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/pooling": EmbeddingBody,
+    "/classify": InputBody,
+    "/score": ScoreBody,
+    "/v1/score": ScoreBody,
+    "/rerank": RerankBody,
+    "/v1/rerank": RerankBody,
+    "/v2/rerank": RerankBody,
+    "/api/embed": EmbedBody,
+    "/api/embeddings": OldEmbedBody,
     "/api/chat": OllamaChatBody,
     "/api/generate": GenerateBody,
     "/api/show": ShowBody,
     "/v1/load_lora_adapter": LoadAdapterBody,
     "/v1/unload_lora_adapter": UnloadAdapterBody,
+    "/v1/batches": BatchBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+}
+FILE_FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"const": "batch"},
+    },
+    "additionalProperties": False,
 }
 ERROR = {
     "type": "object",
@@ -120,11 +148,16 @@ def _operation(route: Any, path: str) -> dict[str, Any]:
             "default": {"description": "an error", "content": failure},
         },
     }
-    if path in BODIES:
+    if path in BODIES and "POST" in route.methods:
         schema = {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}
         operation["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": schema}},
+        }
+    if path == "/v1/files" and "POST" in route.methods:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"multipart/form-data": {"schema": FILE_FORM}},
         }
     if "{name}" in path:
         operation["parameters"] = [

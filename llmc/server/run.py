@@ -23,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmc.async_llm import AsyncLLM
 from llmc.errors import ConfigError, EngineDeadError
+from llmc.server.batch_runner import BatchRunner
 from llmc.server.settings import ServerSettings
 from llmc.server.throughput import log_throughput
 
@@ -133,6 +134,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._llm: AsyncLLM = app.state.llm
         self._settings = settings
+        self._batches: BatchRunner | None = app.state.batch_runner
         self._on_ready = on_ready
         self._companions = companions
         self._num_signals = 0
@@ -147,6 +149,8 @@ class Server(uvicorn.Server):
             raise _cannot_bind(self._settings.host, self._settings.port, exc) from None
         for sock in sockets or ():
             sock.listen(BACKLOG)
+        if self._batches is not None:
+            self._batches.start()
         if self._logs_throughput:
             self._throughput = asyncio.create_task(log_throughput(self._llm.stats))
         if self._on_ready is not None:
@@ -180,6 +184,8 @@ class Server(uvicorn.Server):
             self._drained.cancel()
         if self._throughput is not None:
             self._throughput.cancel()
+        if self._batches is not None:
+            await self._batches.stop()
         await self._llm.shutdown(drain_timeout=0)
         await super().shutdown(sockets)
 

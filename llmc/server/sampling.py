@@ -11,6 +11,7 @@ from llmc.async_llm import AsyncLLM
 from llmc.errors import InvalidRequestError
 from llmc.frontend.inputs import InputProcessor
 from llmc.sampling_params import SamplingParams
+from llmc.server.pooling_protocol import PooledBody
 from llmc.server.protocol import GenerationBody
 from llmc.server.structured import structured_outputs
 
@@ -38,7 +39,7 @@ def sampling_params(
     return SamplingParams(**options)
 
 
-def priority(llm: AsyncLLM, body: GenerationBody) -> int:
+def priority(llm: AsyncLLM, body: GenerationBody | PooledBody) -> int:
     """The caller's priority; refused where it has no effect."""
     if body.priority and llm.config.scheduling_policy != "priority":
         raise InvalidRequestError(
@@ -49,12 +50,13 @@ def priority(llm: AsyncLLM, body: GenerationBody) -> int:
     return body.priority
 
 
-def cache_salt(request: Request, body: GenerationBody) -> str | None:
+def cache_salt(request: Request, body: GenerationBody | PooledBody | None) -> str | None:
     """The caller's salt; with --salt-by-api-key also that of the key, which no caller can forge."""
+    given = None if body is None else body.cache_salt
     owner: str | None = getattr(request.state, "cache_owner", None)
     if owner is None:
-        return body.cache_salt
-    text = f"{owner}/{body.cache_salt or ''}"
+        return given
+    text = f"{owner}/{given or ''}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -30,6 +30,7 @@ class ServerSettings:
     served_model_names: Sequence[str] = ()  # the first is shown; empty: the model's own name
     lora_modules: Mapping[str, str] = field(default_factory=dict)  # directories by adapters' names
     runtime_lora_dir: str | None = None  # adapters inside may be loaded over HTTP; None: none
+    batch_dir: str | None = None  # folder of files and batches; None: there are none
     api_keys: Sequence[str] = ()  # empty: anyone who reaches the port
     salt_by_api_key: bool = False  # callers of different keys share no cached prefixes
     allowed_hosts: Sequence[str] = ()  # further Host names to accept on loopback without keys
@@ -63,6 +64,10 @@ class ServerSettings:
             raise ConfigError(
                 "adapters can't be loaded at run time into several API processes; leave "
                 "--runtime-lora-dir or --api-workers out"
+            )
+        if self.batch_dir is not None and self.api_workers > 1:
+            raise ConfigError(
+                "files and batches are of one API process; leave --batch-dir or --api-workers out"
             )
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):

@@ -112,6 +112,7 @@ def make_runner(
         buckets=config.cuda_graph_buckets,
         use_graphs=mode.level >= 2,
         max_in_flight=mode.max_in_flight,
+        pools=model.source.pooling is not None,
     )
     return BoundModel(
         runner=runner,

@@ -28,7 +28,9 @@ from llmc.errors import CompileError
 from llmc.passes.logits_processors import user_processors
 from llmc.passes.pipeline import PipelineOptions
 from llmc.passes.user import user_passes
+from llmc.pooling import Method
 from llmc.runner import kv_cache
+from llmc.startup.pooling import head_of
 from llmc.startup.resolve import ModelSource
 from llmc.weights.checkpoint import Readable
 from llmc.weights.load import DummyWeights, WeightSource
@@ -71,11 +73,17 @@ def rewrite_options(source: ModelSource, kept: KeptWeights | None = None) -> Rew
             device_type=device.type,
             max_loras=config.max_loras if config.enable_lora else 0,
             max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
+            pooling=_method(source),
         ),
         switches=config.passes,
         extra=user_passes(config.extra_passes),
         processors=user_processors(config.logits_processors),
+        head=head_of(source.pooling),
     )
+
+
+def _method(source: ModelSource) -> Method | None:
+    return None if source.pooling is None else source.pooling.method
 
 
 def _kept(source: ModelSource) -> KeptWeights:
@@ -154,12 +162,13 @@ def build_as_stored(source: ModelSource) -> BuiltModel:
     from llmc.compiler.attention_fallback import build_model
     from llmc.weights.parameters import describe_parameters
 
-    built = build_model(source.load_hf_config(), source.dtype)
+    head = head_of(source.pooling)
+    built = build_model(source.load_hf_config(), source.dtype, head)
     names = _stored_apart(source, describe_parameters(built.module).aliases)
     if names is None:
         return built
     log.warning("config.json ties %s, but the checkpoint's differ: both are loaded", names)
-    return build_model(_untied(source.load_hf_config()), source.dtype)
+    return build_model(_untied(source.load_hf_config()), source.dtype, head)
 
 
 def _untied(hf_config: Any) -> Any:

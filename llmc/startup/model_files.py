@@ -105,7 +105,7 @@ def _download(config: EngineConfig) -> Path:
     if config.trust_remote_code:
         patterns.append("*.py")
     try:
-        return Path(
+        path = Path(
             snapshot_download(
                 config.model,
                 revision=config.revision,
@@ -113,10 +113,21 @@ def _download(config: EngineConfig) -> Path:
                 ignore_patterns=_NOT_DOWNLOADED,
             )
         )
+        if dense := _dense_weights(path):
+            snapshot_download(config.model, revision=config.revision, allow_patterns=dense)
+        return path
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
         raise CheckpointError(
             f"{config.model!r} is no local directory and could not be downloaded: {reason_of(e)}"
         ) from e
+
+
+def _dense_weights(path: Path) -> list[str]:
+    """Weights of sentence-transformers' Dense modules, which lie in folders of their own."""
+    if not (path / "modules.json").is_file():
+        return []
+    found = (folder.relative_to(path) for kind, folder in sentence_modules(path) if kind == "Dense")
+    return [f"{folder}/model.safetensors" for folder in found]
 
 
 def load_config(files: ModelFiles, config: EngineConfig) -> Any:
@@ -124,7 +135,7 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
     from transformers import AutoConfig
 
     wanted = config.model or files.name  # errors repeat what the user wrote
-    _parse_json(files.path / "config.json")
+    parse_json(files.path / "config.json")
     try:
         loaded = AutoConfig.from_pretrained(files.path, trust_remote_code=config.trust_remote_code)
     except Exception as e:  # transformers raises nearly every type here, from KeyError to OSError
@@ -150,10 +161,11 @@ def load_quantization(files: ModelFiles) -> StoredQuantization | None:
     """How the checkpoint's weights are stored, where that is quantized."""
     if is_gguf(files.path):
         return GGUF
-    return read_quantization(_parse_json(files.path / "config.json"))
+    return read_quantization(parse_json(files.path / "config.json"))
 
 
-def _parse_json(path: Path) -> dict[str, Any]:
+def parse_json(path: Path) -> dict[str, Any]:
+    """Raises CheckpointError unless it holds an object."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
@@ -163,15 +175,37 @@ def _parse_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def _module_class(kind: str) -> str:
+    """The name alone of a class of sentence-transformers; others keep their modules' names."""
+    package, _, name = kind.rpartition(".")
+    return name if package.partition(".")[0] == "sentence_transformers" else kind
+
+
+def sentence_modules(path: Path) -> list[tuple[str, Path]]:
+    """Class and folder of each module of sentence-transformers' modules.json, in order.
+
+    CheckpointError where it can't be read.
+    """
+    try:
+        listed = json.loads((path / "modules.json").read_text(encoding="utf-8"))
+        found = [(_module_class(str(m["type"])), str(m["path"])) for m in listed]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(f"modules.json can't be read: {str(e)[:200]}") from e
+    for _, folder in found:
+        if Path(folder).is_absolute() or ".." in Path(folder).parts:
+            raise CheckpointError(f"modules.json names {folder!r}, outside of the model's folder")
+    return [(kind, path / folder) for kind, folder in found]
+
+
 def generation_defaults(files: ModelFiles) -> dict[str, Any]:
     """generation_config.json as a plain mapping; empty when it is missing or unusable."""
-    return _json_or_nothing(files.path / "generation_config.json")
+    return json_or_nothing(files.path / "generation_config.json")
 
 
 def tokenizer_end(folder: Path) -> int | None:
     """Id of the end token that the tokenizer's files name, without loading the tokenizer."""
-    settings = _json_or_nothing(folder / "tokenizer_config.json")
-    end = settings.get("eos_token") or _json_or_nothing(folder / "special_tokens_map.json").get(
+    settings = json_or_nothing(folder / "tokenizer_config.json")
+    end = settings.get("eos_token") or json_or_nothing(folder / "special_tokens_map.json").get(
         "eos_token"
     )
     if isinstance(end, dict):
@@ -196,8 +230,9 @@ def _added_tokens(path: Path) -> list[dict[str, Any]]:
     return [t for t in tokens if isinstance(t, dict)] if isinstance(tokens, list) else []
 
 
-def _json_or_nothing(path: Path) -> dict[str, Any]:
+def json_or_nothing(path: Path) -> dict[str, Any]:
+    """Empty where it is missing or unusable."""
     try:
-        return _parse_json(path)
+        return parse_json(path)
     except CheckpointError:
         return {}

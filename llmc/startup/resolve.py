@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmc.config import EngineConfig
-from llmc.errors import ConfigError
+from llmc.errors import CheckpointError, ConfigError
 from llmc.passes.user_names import check_user_code
 from llmc.startup.config_facts import ConfigFacts, FactsCache, describe, token_ids
 from llmc.startup.model_files import (
@@ -25,6 +25,7 @@ from llmc.startup.model_files import (
     resolve_model,
     tokenizer_end,
 )
+from llmc.startup.pooling import Pooling, dense_names, find_pooling
 from llmc.text.tokenizer import check_tokenizer_files
 from llmc.weights.quantized.quantization_config import GGUF, StoredQuantization
 
@@ -48,6 +49,7 @@ class ModelSource:
     device: torch.device
     dtype: torch.dtype
     stored: StoredQuantization | None  # None: the checkpoint's weights are plain
+    pooling: Pooling | None  # None: it generates text
     load_hf_config: Callable[[], Any]  # imports transformers, once
     open_tensors: Callable[[], Mapping[str, Readable]]  # the checkpoint's; opened once
 
@@ -58,7 +60,9 @@ class ModelSource:
     @property
     def model_len(self) -> int:
         """The longest context: as configured, else the model's own."""
-        return self.config.max_model_len or self.facts.context
+        most = self.pooling.max_tokens if self.pooling is not None else None
+        own = min(self.facts.context, most or self.facts.context)
+        return self.config.max_model_len or own
 
     @property
     def tokenizer_path(self) -> Path | None:
@@ -92,7 +96,7 @@ class ModelSource:
 
     def in_dtype(self, dtype: torch.dtype) -> ModelSource:
         """The same model computed in another dtype."""
-        tensors = functools.partial(_open_tensors, self.files, self.stored, dtype)
+        tensors = functools.partial(_open_tensors, self.files, self.stored, dtype, self.pooling)
         return replace(self, dtype=dtype, open_tensors=functools.cache(tensors))
 
     @property
@@ -139,6 +143,7 @@ def resolve(
         if facts_cache is not None:
             facts_cache.save(files, config, facts, load_hf_config())
     _check_model_len(config, facts)
+    pooling = find_pooling(config, files)
     if facts.unused_parts:
         named = " and ".join(facts.unused_parts)
         log.info("%s is served as a text model: its %s parts are not loaded", files.name, named)
@@ -150,18 +155,30 @@ def resolve(
         device=device,
         dtype=dtype,
         stored=stored,
+        pooling=pooling,
         load_hf_config=load_hf_config,
-        open_tensors=functools.cache(functools.partial(_open_tensors, files, stored, dtype)),
+        open_tensors=functools.cache(
+            functools.partial(_open_tensors, files, stored, dtype, pooling)
+        ),
     )
 
 
 def _open_tensors(
-    files: ModelFiles, stored: StoredQuantization | None, dtype: torch.dtype
+    files: ModelFiles,
+    stored: StoredQuantization | None,
+    dtype: torch.dtype,
+    pooling: Pooling | None,
 ) -> Mapping[str, Readable]:
     """Opens the checkpoint and reads no weight; quantized ones will be read in `dtype`."""
     from llmc.weights.tensors import open_tensors
 
-    return open_tensors(files.path, stored, dtype)
+    found = open_tensors(files.path, stored, dtype)
+    for name, (folder, there) in dense_names(pooling).items():
+        tensors = open_tensors(folder, None, dtype)
+        if there not in tensors:
+            raise CheckpointError(f"{folder.name}/model.safetensors has no {there}")
+        found[name] = tensors[there]
+    return found
 
 
 def _check_model_len(config: EngineConfig, facts: ConfigFacts) -> None:

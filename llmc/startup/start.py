@@ -186,6 +186,11 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
 
 def _speculation_config(config: EngineConfig, model: LoadedModel) -> SpeculativeConfig | None:
     """None, and a line in the log, for a model whose state can't go back."""
+    pooling = model.source.pooling
+    if pooling is not None and pooling.method != "last":
+        if config.enable_prefix_caching:
+            log.info("prefix caching is off: %s pooling reads every token", pooling.method)
+        return None
     if model.state_bytes and config.enable_prefix_caching:
         log.info(
             "prefix caching is off: this model's recurrent layers keep one state per request, "
@@ -281,5 +286,6 @@ def _describe(model: LoadedModel, profile: ModelProfile, pool: PoolSize, level: 
         opt_level=level,
         pass_reports=tuple(str(r) for r in program.reports),
         generation_defaults=source.sampling_defaults,
+        pooling=None if source.pooling is None else source.pooling.describe(program.vector_size),
         extra_args=tuple(name for p in program.processors for name in p.arguments),
     )

@@ -82,17 +82,34 @@ class Tokenizer:
             hf.chat_template = _template_of_processor(folder)
         return cls(hf)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the tokenizer's own BOS or EOS unless asked otherwise."""
+    def encode(
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        max_length: int | None = None,
+    ) -> list[int]:
+        """Token ids of `text`, with the tokenizer's own BOS or EOS unless asked otherwise.
+
+        `pair` is a second text, which the tokenizer joins to the first in its own way. Beyond
+        `max_length` tokens the texts are cut, as transformers does (its special tokens stay).
+        """
         check_text(text, "prompt")
+        if pair is not None:
+            check_text(pair, "prompt")
+        if max_length is not None:
+            with self.isolated() as hf:
+                cut = {"truncation": True, "max_length": max_length}
+                return list(hf(text, pair, add_special_tokens=add_special_tokens, **cut).input_ids)
         if self._backend is not None:
             # Of the encode methods the one that lets other threads run, and that skips offsets.
             [encoding] = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
+                [text if pair is None else (text, pair)], add_special_tokens=add_special_tokens
             )
             return list(encoding.ids)
         with self._lock:
-            return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+            return list(self.hf.encode(text, pair, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids that the tokenizer does not know decode to nothing."""

@@ -37,6 +37,8 @@ LINES = {
     "m --port 9 --api-key": "m --port 9 --api-key",  # typer refuses it: never no key
     "m --disable-log-requests --uvicorn-log-level error": "m --no-access-log --log-level error",
     "m --enable-auto-tool-choice --tool-call-parser hermes": "m",
+    "m --runner pooling": "m --task pooling",
+    "m --runner auto --convert embed": "m --task embed",
     "m --api-server-count 2 --generation-config vllm": "m --api-workers 2",
 }
 

@@ -13,7 +13,16 @@ from live_server import Live
 from llmc.engine import messages, scheduler, state
 from llmc.server import app, engine_events, errors, guard, openapi, protocol, run, settings
 from llmc.server.anthropic_protocol import CountTokensBody, MessagesBody
-from llmc.server.ollama_protocol import GenerateBody, OllamaChatBody, OllamaOptions, ShowBody
+from llmc.server.batches import BatchBody
+from llmc.server.ollama_protocol import (
+    EmbedBody,
+    GenerateBody,
+    OldEmbedBody,
+    OllamaChatBody,
+    OllamaOptions,
+    ShowBody,
+)
+from llmc.server.pooling_protocol import EmbeddingBody, InputBody, RerankBody, ScoreBody
 from llmc.server.responses_protocol import ResponsesBody
 from llmc.server.responses_store import MAX_STORED, MAX_STORED_BYTES
 from llmc.server.throughput import INTERVAL_S
@@ -40,7 +49,9 @@ def test_the_endpoints_are_those_of_the_app() -> None:
 SECTIONS: dict[str, tuple[type[protocol.Body], ...]] = {
     "Responses": (ResponsesBody,),
     "Anthropic Messages": (MessagesBody, CountTokensBody),
-    "Ollama": (OllamaChatBody, GenerateBody, ShowBody),
+    "Ollama": (OllamaChatBody, GenerateBody, ShowBody, EmbedBody, OldEmbedBody),
+    "Embeddings, scores and classes": (EmbeddingBody, InputBody, ScoreBody, RerankBody),
+    "Batches": (BatchBody,),
 }
 
 
@@ -56,14 +67,14 @@ def test_every_field_of_a_body_is_described() -> None:
     assert set(OllamaOptions.model_fields) <= codes(part("Ollama"))
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", [name for name in SECTIONS if name != "Batches"])
 def test_what_a_protocol_refuses_or_ignores_is_named(section: str) -> None:
     text = part(section)
     ignored, refused = text[text.index("Without effect") :].split("Refused by name")
     for body in SECTIONS[section]:
         free = {name for name, field in body.model_fields.items() if field.annotation is Any}
         assert free <= codes(ignored)
-        if body is not ShowBody:
+        if body.UNSUPPORTED is not protocol.UNSUPPORTED:
             assert set(body.UNSUPPORTED) <= codes(refused)
 
 

@@ -211,6 +211,29 @@ def test_what_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tru
     assert sorted(chosen) == sorted(wanted + ["modeling.py"] * trust)
 
 
+def test_weights_of_dense_modules_are_downloaded_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They lie in folders, of which nothing else is needed."""
+    files = ["model.safetensors", "2_Dense/model.safetensors", "onnx/model.safetensors"]
+    chosen: list[str] = []
+
+    def download(name: str, *, revision: Any, **patterns: Any) -> str:
+        chosen.extend(huggingface_hub.utils.filter_repo_objects(files, **patterns))
+        write_config(tmp_path)
+        kinds = {"0": "Transformer", "2_Dense": "Dense"}
+        listed = [
+            {"path": path, "type": f"sentence_transformers.models.{kind}"}
+            for path, kind in kinds.items()
+        ]
+        (tmp_path / "modules.json").write_text(json.dumps(listed))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_model(EngineConfig(model="owner/name"))
+    assert chosen == ["model.safetensors", "2_Dense/model.safetensors"]
+
+
 def test_an_adapter_instead_of_a_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     refused(tmp_path, "holds an adapter", "merge it")

@@ -18,13 +18,14 @@ from llmc.compiler import attention_fallback
 from llmc.compiler.build import BuiltModel
 from llmc.compiler.cache import config_digest
 from llmc.compiler.program import CapturedModel
+from llmc.pooling import Head
 
-_known: dict[tuple[str, torch.dtype, str, bool], CapturedModel] = {}
+_known: dict[tuple[str, torch.dtype, str, bool, Head], CapturedModel] = {}
 _capture_model = attention_fallback.capture_model
 
 
 def _capture(built: BuiltModel, device: torch.device, *, outline: bool = True) -> CapturedModel:
-    key = (config_digest(built.config), built.dtype, str(device), outline)
+    key = (config_digest(built.config), built.dtype, str(device), outline, built.head)
     if key not in _known:
         _known[key] = _capture_model(built, device, outline=outline)
     return _known[key]

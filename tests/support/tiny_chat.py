@@ -65,11 +65,12 @@ class TinyChat:
     config: EngineConfig
 
 
-def start_tiny_chat(**options: Any) -> TinyChat:
+def start_tiny_chat(model: Path | None = None, **options: Any) -> TinyChat:
     """Started as live_server takes one, at -O0 in float32; `options` are EngineConfig's."""
-    config = EngineConfig(model=str(tiny_chat_model()), opt_level=0, dtype="float32", **options)
+    path = model or tiny_chat_model()
+    config = EngineConfig(model=str(path), opt_level=0, dtype="float32", **options)
     started = start_engine(config)
-    path = started.info.tokenizer_path
-    assert path is not None
-    tokenizer = Tokenizer.load(path)
+    folder = started.info.tokenizer_path
+    assert folder is not None
+    tokenizer = Tokenizer.load(folder)
     return TinyChat(engine=started.engine, info=started.info, tokenizer=tokenizer, config=config)

@@ -1,0 +1,66 @@
+"""What a captured model computes of each token: logits, its last hidden state, or a classifier's.
+
+lm:     the model as it is                            -> logits of the next token [1, T, V]
+hidden: the model without its head, then Dense layers -> [1, T, N]
+score:  a classifier's model and its `score` linear   -> [1, T, labels]
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmc.errors import CheckpointError
+from llmc.pooling import DENSE, Head
+
+
+def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
+    """transformers' module of a config, with the Dense layers of `head` as further children.
+
+    Raises CheckpointError for a classifier of another form; else what transformers raises.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    maker: Any = AutoModelForCausalLM
+    if head.kind == "score":
+        maker = AutoModelForSequenceClassification
+    module: nn.Module = maker.from_config(config, **options)
+    if head.kind == "score" and not isinstance(getattr(module, "score", None), nn.Linear):
+        raise CheckpointError(
+            f"{type(module).__name__} has no linear `score` over its decoder's hidden states, the "
+            "one form of classifiers that llmc serves"
+        )
+    for i, dense in enumerate(head.dense):
+        layer = nn.Linear(dense.inputs, dense.outputs, dense.bias, dtype=options.get("dtype"))
+        module.add_module(DENSE.format(i), layer)
+    return module
+
+
+class HeadOutput(nn.Module):
+    """The forward that is captured: ids and positions in, the head's output out, nothing cached."""
+
+    def __init__(self, model: nn.Module, head: Head) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+        inner: Any = model if head.kind == "lm" else model.base_model
+        self.inner = inner
+        self.takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        given = {"position_ids": position_ids} if self.takes_positions else {}
+        out = self.inner(input_ids=input_ids, use_cache=False, **given)
+        if self.head.kind == "lm":
+            logits: Tensor = out.logits
+            return logits
+        hidden: Tensor = out.last_hidden_state
+        if self.head.kind == "score":
+            return self.model.score(hidden)  # type: ignore[operator, no-any-return]
+        for i, dense in enumerate(self.head.dense):
+            hidden = getattr(self.model, DENSE.format(i))(hidden)
+            if dense.activation == "tanh":
+                hidden = torch.tanh(hidden)
+        return hidden

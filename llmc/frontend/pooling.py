@@ -1,0 +1,91 @@
+"""Vectors of requests -> embeddings, probabilities and scores, for `LLM` and the server alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmc.errors import InvalidRequestError
+from llmc.frontend.inputs import Input, InputProcessor
+from llmc.outputs import ClassificationOutput
+from llmc.pooling import (
+    PoolingInfo,
+    PoolingParams,
+    check_dimensions,
+    cosine,
+    embedding,
+    probabilities,
+    values_of,
+)
+from llmc.text.tokenizer import check_text
+
+
+def check_params(params: PoolingParams, info: PoolingInfo) -> None:
+    """Raises InvalidRequestError for what this model can't do."""
+    if params.dimensions is not None and info.task != "embed":
+        raise InvalidRequestError(
+            "dimensions are of embeddings, and this model is a classifier", param="dimensions"
+        )
+    check_dimensions(params.dimensions, info)
+
+
+def classification(vector: bytes, info: PoolingInfo, params: PoolingParams) -> ClassificationOutput:
+    raw = values_of(vector)
+    best = max(range(len(raw)), key=raw.__getitem__)
+    return ClassificationOutput(probs=probabilities(raw, info, params), label=info.labels[best])
+
+
+class Scoring:
+    """Scores of pairs of texts: a classifier of one label reads both at a time, as transformers'
+    tokenizer joins them; embeddings are compared by their cosine.
+
+    `sources` are what the engine computes; `scores` makes the answer of their vectors.
+    """
+
+    def __init__(
+        self,
+        inputs: InputProcessor,
+        left: Sequence[str],
+        right: Sequence[str],
+        params: PoolingParams,
+    ) -> None:
+        """One text against many, many against one, or each against that at its place.
+
+        Raises InvalidRequestError.
+        """
+        self._info = info = inputs.need_pooling()
+        self._params = params
+        if info.task == "classify" and info.size != 1:
+            raise InvalidRequestError(
+                f"this classifier has {info.size} labels; texts are scored by one with a single "
+                "label, or by embeddings. /classify and LLM.classify give its labels",
+                param="model",
+                code="wrong_task",
+            )
+        check_params(params, info)
+        most = max(len(left), len(right))
+        if not left or not right or not {len(left), len(right)} <= {1, most}:
+            raise InvalidRequestError(
+                f"{len(left)} texts can't be scored against {len(right)}: give one for all, or as "
+                "many on both sides",
+                param="text_1",
+            )
+        for text in (*left, *right):
+            check_text(text, "text_2")
+        self._pairs = [(i % len(left), i % len(right)) for i in range(most)]
+        cut = params.truncate_prompt_tokens
+        self.sources: list[Input]
+        if info.task == "classify":
+            self.sources = [
+                inputs.pooled(left[i], pair=right[j], truncate=cut) for i, j in self._pairs
+            ]
+        else:
+            self.sources = [inputs.pooled(text, truncate=cut) for text in (*left, *right)]
+        self._num_left = len(left)
+
+    def scores(self, vectors: Sequence[bytes]) -> list[float]:
+        """One a pair; `vectors` are those of `sources`."""
+        info, params = self._info, self._params
+        if info.task == "classify":
+            return [probabilities(values_of(v), info, params)[0] for v in vectors]
+        found = [embedding(values_of(v), info, params) for v in vectors]
+        return [cosine(found[i], found[self._num_left + j]) for i, j in self._pairs]

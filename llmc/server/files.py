@@ -1,0 +1,163 @@
+"""/v1/files: the input and output files of batches, as OpenAI has them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+
+from llmc.server.batch_store import MAX_FILE_BYTES, BatchStore, NewFile, StoredFile
+from llmc.server.errors import ApiError, json_response
+from llmc.server.multipart import Part, boundary_of, read_parts
+
+UPLOAD_TIMEOUT_S = 600.0
+MAX_FIELD_BYTES = 1024  # of a plain field
+MAX_PAGE = 10_000
+
+
+async def create_file(request: Request) -> Response:
+    """A form with `purpose` (batch) and `file`."""
+    batches = store(request)
+    boundary = boundary_of(request.headers.get("content-type", ""))
+    try:
+        async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+            with batches.new_file("batch", caller(request)) as new:
+                name = await _receive(request, boundary, new)
+                made = await asyncio.to_thread(batches.keep, new, name)
+    except TimeoutError:
+        raise ApiError(408, f"the file did not arrive within {UPLOAD_TIMEOUT_S:g} s") from None
+    return json_response(described(made))
+
+
+async def _receive(request: Request, boundary: bytes, new: NewFile) -> str:
+    """The name of the file, which is written to `new`."""
+    name: str | None = None
+    fields: dict[str, bytes] = {}
+    part = Part("", None)
+    num_bytes = 0
+    async for piece in read_parts(_chunks(request), boundary):
+        if isinstance(piece, Part):
+            part = piece
+            if part.name not in ("file", "purpose"):
+                raise ApiError(
+                    400,
+                    f"unknown parameter {part.name[:80]!r}",
+                    param=part.name[:80],
+                    code="unsupported_parameter",
+                )
+            if part.name == "file":
+                if part.filename is None or name is not None:
+                    raise ApiError(400, "file must be one file with a name", param="file")
+                name = part.filename[:200]
+        elif part.name == "file":
+            num_bytes += len(piece)
+            if num_bytes > MAX_FILE_BYTES:
+                raise ApiError(413, f"the file is larger than {MAX_FILE_BYTES} bytes", param="file")
+            new.file.write(piece)
+        else:
+            fields[part.name] = fields.get(part.name, b"") + piece
+            if len(fields[part.name]) > MAX_FIELD_BYTES:
+                raise ApiError(400, f"{part.name} is too long", param=part.name)
+    if name is None:
+        raise ApiError(400, "file is missing", param="file", code="missing_field")
+    purpose = fields.get("purpose", b"").decode("utf-8", errors="replace")
+    if purpose != "batch":
+        raise ApiError(400, f"purpose must be batch, got {purpose[:80]!r}", param="purpose")
+    return name
+
+
+async def _chunks(request: Request) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in request.stream():
+            yield chunk
+    except ClientDisconnect:
+        raise ApiError(400, "the connection closed inside the body") from None
+
+
+async def list_files(request: Request) -> Response:
+    purpose = request.query_params.get("purpose")
+    found = await asyncio.to_thread(store(request).files, caller(request))
+    shown = [described(one) for one in found if purpose in (None, one.purpose)]
+    return json_response(page(request, shown, MAX_PAGE))
+
+
+async def get_file(request: Request) -> Response:
+    return json_response(described(_file(request)))
+
+
+async def file_content(request: Request) -> Response:
+    path = store(request).data(_file(request))
+    return FileResponse(path, media_type="application/octet-stream")
+
+
+async def delete_file(request: Request) -> Response:
+    found = _file(request)
+    batches = store(request)
+    for batch in await asyncio.to_thread(batches.batches, found.caller):
+        if batch.input_file_id == found.id and not batch.is_over:
+            raise ApiError(400, f"{batch.id} reads this file; cancel it first", param="file_id")
+    batches.delete(found)
+    return json_response({"id": found.id, "object": "file", "deleted": True})
+
+
+def store(request: Request) -> BatchStore:
+    """ApiError 404 where the server was started without a folder for them."""
+    found: BatchStore | None = request.app.state.batch_store
+    if found is None:
+        raise ApiError(
+            404,
+            "files and batches are off; start the server with --batch-dir DIR",
+            code="not_enabled",
+        )
+    return found
+
+
+def caller(request: Request) -> str:
+    found: str = getattr(request.state, "caller", "")
+    return found
+
+
+def page(request: Request, found: list[dict[str, Any]], most: int) -> dict[str, Any]:
+    """The part of a list, newest first, that `limit`, `after` and `order` ask for."""
+    query = request.query_params
+    limit, after, order = query.get("limit", str(most)), query.get("after"), query.get("order")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 8 and 1 <= int(limit) <= most):
+        raise ApiError(400, f"limit must be from 1 to {most}, got {limit[:80]!r}", param="limit")
+    if order not in (None, "asc", "desc"):
+        raise ApiError(400, f"order must be asc or desc, got {order!r:.80}", param="order")
+    if order == "asc":
+        found = found[::-1]
+    if after is not None:
+        places = [i for i, one in enumerate(found) if one["id"] == after]
+        if not places:
+            raise ApiError(400, f"after names {after[:80]!r}, which is not there", param="after")
+        found = found[places[0] + 1 :]
+    shown = found[: int(limit)]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(found) > len(shown),
+    }
+
+
+def _file(request: Request) -> StoredFile:
+    return store(request).file(request.path_params["name"], caller(request))
+
+
+def described(stored: StoredFile) -> dict[str, Any]:
+    return {
+        "id": stored.id,
+        "object": "file",
+        "bytes": stored.num_bytes,
+        "created_at": stored.created_ns // 10**9,
+        "filename": stored.name,
+        "purpose": stored.purpose,
+        "status": "processed",
+        "status_details": None,
+        "expires_at": None,
+    }

@@ -1,0 +1,234 @@
+"""/v1/embeddings, /pooling, /classify, /score and /rerank: vectors and what is made of them.
+
+body -> texts -> Input (one a vector) -> GenerationResponse -> `made` of the vectors
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from llmc.async_llm import AsyncLLM, Stream
+from llmc.errors import InvalidRequestError
+from llmc.frontend.inputs import Input, Prompt
+from llmc.frontend.pooling import check_params, classification
+from llmc.pooling import PoolingParams, embedding, values_of
+from llmc.server import answer
+from llmc.server.body import read_body
+from llmc.server.models import model_name
+from llmc.server.pooling_protocol import (
+    MAX_INPUTS,
+    Document,
+    EmbeddingBody,
+    InputBody,
+    PooledBody,
+    RerankBody,
+    ScoreBody,
+)
+from llmc.server.respond import OPENAI, Deltas, GenerationResponse
+from llmc.server.sampling import cache_salt, priority
+from llmc.server.turn import naming
+
+Made = Callable[[Stream], dict[str, Any]]
+
+
+class PooledCall:
+    """A call whose requests each end with a vector; it never streams."""
+
+    stream = False
+    wire = OPENAI
+
+    def __init__(self, sources: Sequence[Input], made: Made) -> None:
+        self.sources = sources
+        self.body = made
+
+    def chunks(self, stream: Stream, deltas: Deltas) -> Iterable[dict[str, Any]]:
+        return ()
+
+    def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
+        return ()
+
+
+async def create_embedding(request: Request) -> GenerationResponse:
+    """OpenAI's embeddings."""
+    body = await read_body(request, EmbeddingBody)
+    llm: AsyncLLM = request.app.state.llm
+    model, info = model_name(request, body.model), llm.inputs.need_pooling("embed")
+    params = params_of(body, body.dimensions)
+    check_params(params, info)
+    head = answer.Head("embd", "list", model)
+
+    def made(stream: Stream) -> dict[str, Any]:
+        data = [
+            {
+                "object": "embedding",
+                "index": i,
+                "embedding": written(
+                    embedding(values_of(one.vector), info, params), body.encoding_format
+                ),
+            }
+            for i, one in enumerate(stream.requests)
+        ]
+        return head(data=data, usage=usage(stream))
+
+    return await respond(request, body, body.input, made)
+
+
+async def create_pooling(request: Request) -> GenerationResponse:
+    """Vectors as the model makes them: not normalized, no probabilities."""
+    body = await read_body(request, EmbeddingBody)
+    llm: AsyncLLM = request.app.state.llm
+    model, info = model_name(request, body.model), llm.inputs.need_pooling()
+    params = params_of(body, body.dimensions)
+    check_params(params, info)
+    head = answer.Head("pool", "list", model)
+
+    def made(stream: Stream) -> dict[str, Any]:
+        data = []
+        for i, one in enumerate(stream.requests):
+            values = values_of(one.vector)
+            if params.use_activation:
+                values = (
+                    embedding(values, info, params)
+                    if info.task == "embed"
+                    else classification(one.vector, info, params).probs
+                )
+            shown = written(array("f", values[: params.dimensions]), body.encoding_format)
+            data.append({"object": "pooling", "index": i, "data": shown})
+        return head(data=data, usage=usage(stream))
+
+    return await respond(request, body, body.input, made)
+
+
+async def classify(request: Request) -> GenerationResponse:
+    """Probabilities of a classifier's labels."""
+    body = await read_body(request, InputBody)
+    llm: AsyncLLM = request.app.state.llm
+    model, info = model_name(request, body.model), llm.inputs.need_pooling("classify")
+    params = params_of(body)
+    head = answer.Head("classify", "list", model)
+
+    def made(stream: Stream) -> dict[str, Any]:
+        data = []
+        for i, one in enumerate(stream.requests):
+            found = classification(one.vector, info, params)
+            shown = {"label": found.label, "probs": found.probs, "num_classes": found.num_classes}
+            data.append({"index": i, **shown})
+        return head(data=data, usage=usage(stream))
+
+    return await respond(request, body, body.input, made)
+
+
+async def score(request: Request) -> GenerationResponse:
+    """How well texts fit together."""
+    body = await read_body(request, ScoreBody)
+    llm: AsyncLLM = request.app.state.llm
+    model = model_name(request, body.model)
+    left, right = ([t] if isinstance(t, str) else t for t in (body.text_1, body.text_2))
+    scoring = await llm.prepare_scoring(left, right, params_of(body))
+    head = answer.Head("score", "list", model)
+
+    def made(stream: Stream) -> dict[str, Any]:
+        scores = scoring.scores([one.vector for one in stream.requests])
+        data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
+        return head(data=data, usage=usage(stream))
+
+    return submit(request, body, scoring.sources, made)
+
+
+async def rerank(request: Request) -> GenerationResponse:
+    """Documents, the one that fits the query best first."""
+    body = await read_body(request, RerankBody)
+    llm: AsyncLLM = request.app.state.llm
+    model = model_name(request, body.model)
+    texts = [one.text if isinstance(one, Document) else one for one in body.documents]
+    with naming({"text_1": "query", "text_2": "documents", "prompt": "documents"}):
+        scoring = await llm.prepare_scoring([body.query], texts, params_of(body))
+    head = answer.Head("rerank", "list", model)
+
+    def made(stream: Stream) -> dict[str, Any]:
+        scores = scoring.scores([one.vector for one in stream.requests])
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
+        results = []
+        for i in best:
+            shown = {"document": {"text": texts[i]}} if body.return_documents else {}
+            results.append({"index": i, **shown, "relevance_score": scores[i]})
+        return head(results=results, usage=usage(stream))
+
+    return submit(request, body, scoring.sources, made)
+
+
+def params_of(body: PooledBody, dimensions: int | None = None) -> PoolingParams:
+    return PoolingParams(
+        dimensions=dimensions,
+        use_activation=body.use_activation,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+    )
+
+
+async def respond(
+    request: Request, body: InputBody, given: str | list[Any], made: Made
+) -> GenerationResponse:
+    """The answer to texts or token ids."""
+    llm: AsyncLLM = request.app.state.llm
+    prompts: list[Prompt] = [*_inputs(given)]
+    if not body.add_special_tokens:
+        prompts = [
+            {"prompt": one, "add_special_tokens": False} if isinstance(one, str) else one
+            for one in prompts
+        ]
+    with naming({"prompt": "input"}):
+        sources = await llm.prepare_pooled(prompts, truncate=body.truncate_prompt_tokens)
+    return submit(request, body, sources, made)
+
+
+def submit(
+    request: Request, body: PooledBody, sources: Sequence[Input], made: Made
+) -> GenerationResponse:
+    state = request.app.state
+    salt = cache_salt(request, body)
+    call = PooledCall([source.salted(salt) for source in sources], made)
+    rank = priority(state.llm, body)
+    return GenerationResponse(state.llm, call, state.settings, state.metrics, priority=rank)
+
+
+def _inputs(given: str | list[Any]) -> list[str | list[int]]:
+    """str, [str], [int] or [[int]] -> a list of inputs."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidRequestError("input must not be an empty list", param="input")
+    if not isinstance(given[0], list | str):
+        return [given]  # token ids, each of which is checked later
+    if len(given) > MAX_INPUTS:
+        raise InvalidRequestError(
+            f"{len(given)} inputs in one call; the limit is {MAX_INPUTS}", param="input"
+        )
+    for index, one in enumerate(given):
+        if not isinstance(one, list | str):
+            raise InvalidRequestError(
+                f"input[{index}] must be text or a list of token ids, got {one!r:.80}",
+                param=f"input[{index}]",
+            )
+    return list(given)
+
+
+def written(values: array[float], encoding: str) -> list[float] | str:
+    """As a list of numbers, or as base64 of little-endian float32."""
+    if encoding == "float":
+        return list(values)
+    if sys.byteorder == "big":
+        values = array("f", values)
+        values.byteswap()
+    return base64.b64encode(values.tobytes()).decode("ascii")
+
+
+def usage(stream: Stream) -> dict[str, Any]:
+    found = answer.usage(stream)
+    del found["completion_tokens"]
+    return found

@@ -1,0 +1,229 @@
+"""Whether a checkpoint is served for its vectors, and how: the task, the pooling, what follows it.
+
+The task that was asked for, else what the files say: a classifier's architecture in config.json, or
+a sentence-transformers directory (modules.json), whose modules are read here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from llmc.config import EngineConfig
+from llmc.errors import CheckpointError, ConfigError
+from llmc.pooling import DENSE, LM, METHODS, Activation, Dense, Head, Method, PoolingInfo
+from llmc.startup.model_files import (
+    ModelFiles,
+    json_or_nothing,
+    parse_json,
+    sentence_modules,
+)
+
+_CLASSIFIER = "ForSequenceClassification"
+_IDENTITY = ("torch.nn.modules.linear.Identity", "torch.nn.Identity")
+_DENSE_ACTIVATIONS: dict[str, Literal["identity", "tanh"]] = {
+    **dict.fromkeys(_IDENTITY, "identity"),
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "torch.nn.Tanh": "tanh",
+}
+_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_max_tokens": "max",
+}
+_LONG = {"lasttoken": "last", "mean_tokens": "mean", "mean_sqrt_len_tokens": "mean_sqrt_len"}
+_MOST_WIDTH = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """What a checkpoint is served for, when that is no text."""
+
+    task: Literal["embed", "classify"]
+    method: Method
+    head: Head
+    normalize: bool = False
+    activation: Activation | None = None  # None: by the number of scores
+    labels: tuple[str, ...] = ()
+    dense_folders: tuple[Path, ...] = ()  # with the weights of `head.dense`
+    max_tokens: int | None = None  # of a text, as the checkpoint's authors limit it
+
+    def describe(self, size: int) -> PoolingInfo:
+        """`size`: values of its vectors."""
+        if self.task == "embed":
+            return PoolingInfo(
+                task="embed", method=self.method, size=size, normalize=self.normalize
+            )
+        named = self.labels if len(self.labels) == size else ()
+        return PoolingInfo(
+            task="classify",
+            method=self.method,
+            size=size,
+            activation=self.activation or ("sigmoid" if size == 1 else "softmax"),
+            labels=named or tuple(f"LABEL_{i}" for i in range(size)),
+        )
+
+
+def find_pooling(config: EngineConfig, files: ModelFiles) -> Pooling | None:
+    """None: the model generates. Reads JSON files alone.
+
+    Raises ConfigError for a task that the checkpoint can't be served for, CheckpointError where its
+    sentence-transformers modules can't be served.
+    """
+    stated = json_or_nothing(files.path / "config.json")
+    names = stated.get("architectures")
+    is_classifier = isinstance(names, list) and any(str(n).endswith(_CLASSIFIER) for n in names)
+    modules = files.path / "modules.json"
+    task = config.task
+    if task == "auto":
+        task = "classify" if is_classifier else "embed" if modules.is_file() else "generate"
+    elif task in ("score", "pooling"):
+        task = "classify" if is_classifier else "embed"
+    if task == "generate":
+        if config.pooling != "auto" or config.normalize is not None:
+            raise ConfigError(
+                "pooling and normalize are for models that return vectors; ask for one with "
+                "task='embed' (--task embed)"
+            )
+        return None
+    _check_options(config)
+    if task in ("classify", "reward"):
+        if not is_classifier:
+            raise ConfigError(
+                f"task {config.task!r} needs a classifier's checkpoint (an architecture "
+                f"...{_CLASSIFIER} in config.json), which {files.name} is not; its hidden states "
+                "are served with task='embed' (--task embed)"
+            )
+        return _classifier(config, stated)
+    return _embedder(config, files.path)
+
+
+def _check_options(config: EngineConfig) -> None:
+    """What has no meaning for a model that draws no tokens."""
+    given = {
+        "speculative_config": config.speculative_config is not None,
+        "logits_processors": bool(config.logits_processors),
+        "enable_lora": config.enable_lora,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ConfigError(f"{name} is for models that generate text; leave it out")
+
+
+def _classifier(config: EngineConfig, stated: dict[str, Any]) -> Pooling:
+    if config.pooling not in ("auto", "last"):
+        raise ConfigError(
+            f"a classifier reads the last token, as transformers has it; pooling "
+            f"{config.pooling!r} is for embeddings"
+        )
+    activation: Activation | None = None
+    transformed = stated.get("sentence_transformers")
+    chosen = transformed.get("activation_fn") if isinstance(transformed, dict) else None
+    if config.task == "reward" or chosen in _IDENTITY:
+        activation = "none"
+    elif stated.get("problem_type") == "multi_label_classification":
+        activation = "sigmoid"
+    elif stated.get("problem_type") == "regression":
+        activation = "none"
+    labels = stated.get("id2label")
+    return Pooling(
+        task="classify",
+        method="last",
+        head=Head(kind="score"),
+        activation=activation,
+        labels=tuple(str(v) for v in labels.values()) if isinstance(labels, dict) else (),
+    )
+
+
+def _embedder(config: EngineConfig, path: Path) -> Pooling:
+    """By the modules of a sentence-transformers directory; else the last token, normalized."""
+    chosen, normalize = _method_named(config.pooling), True
+    method = chosen or "last"
+    dense: list[Dense] = []
+    folders: list[Path] = []
+    max_tokens = None
+    if (path / "modules.json").is_file():
+        normalize = False
+        for kind, folder in sentence_modules(path):
+            if kind == "Transformer":
+                stated = json_or_nothing(folder / "sentence_bert_config.json")
+                if stated.get("do_lower_case"):
+                    raise CheckpointError(
+                        "sentence_bert_config.json asks for do_lower_case, which is not served"
+                    )
+                limit = stated.get("max_seq_length")
+                max_tokens = limit if isinstance(limit, int) and limit > 0 else None
+            elif kind == "Pooling":
+                method = chosen or _stated_method(folder)
+            elif kind == "Dense":
+                dense.append(_dense(folder))
+                folders.append(folder)
+            elif kind == "Normalize":
+                normalize = True
+            else:
+                raise CheckpointError(f"modules.json has a module {kind}, which is not served")
+    if method != "last" and any(one.activation != "identity" for one in dense):
+        raise CheckpointError(f"a Dense module with tanh behind {method} pooling is not served")
+    return Pooling(
+        task="embed",
+        method=method,
+        head=Head(kind="hidden", dense=tuple(dense)),
+        normalize=normalize if config.normalize is None else config.normalize,
+        dense_folders=tuple(folders),
+        max_tokens=max_tokens,
+    )
+
+
+def _stated_method(folder: Path) -> Method:
+    stated = parse_json(folder / "config.json")
+    named = stated.get("pooling_mode")  # newer directories; older ones have a switch for each
+    modes = [named] if named else [name for field, name in _MODES.items() if stated.get(field)]
+    found = _method_named(_LONG.get(str(modes[0]), str(modes[0]))) if len(modes) == 1 else None
+    if found is None:
+        raise CheckpointError(
+            f"{folder.name}/config.json asks for {' and '.join(map(str, modes)) or 'no'} pooling; "
+            f"served is one of {', '.join(METHODS)} (--pooling chooses one)"
+        )
+    return found
+
+
+def _method_named(name: str) -> Method | None:
+    return next((method for method in METHODS if method == name), None)
+
+
+def _dense(folder: Path) -> Dense:
+    stated = parse_json(folder / "config.json")
+    sizes = [stated.get(name) for name in ("in_features", "out_features")]
+    activation = _DENSE_ACTIVATIONS.get(str(stated.get("activation_function")))
+    if activation is None or not all(type(n) is int and 0 < n < _MOST_WIDTH for n in sizes):
+        raise CheckpointError(
+            f"{folder.name}/config.json is no Dense module that is served (sizes {sizes}, "
+            f"activation {stated.get('activation_function')!r})"
+        )
+    if not (folder / "model.safetensors").is_file():
+        raise CheckpointError(f"{folder.name} has no model.safetensors")
+    return Dense(
+        inputs=int(sizes[0] or 0),
+        outputs=int(sizes[1] or 0),
+        bias=stated.get("bias") is not False,
+        activation=activation,
+    )
+
+
+def dense_names(pooling: Pooling | None) -> dict[str, tuple[Path, str]]:
+    """Parameters of Dense layers -> the folder that holds each, and its name there."""
+    if pooling is None:
+        return {}
+    return {
+        f"{DENSE.format(i)}.{part}": (folder, f"linear.{part}")
+        for i, folder in enumerate(pooling.dense_folders)
+        for part in (("weight", "bias") if pooling.head.dense[i].bias else ("weight",))
+    }
+
+
+def head_of(pooling: Pooling | None) -> Head:
+    return LM if pooling is None else pooling.head

@@ -1,0 +1,262 @@
+"""Vectors of tiny models are those of transformers: packed, in chunks, with a prefix cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_engine
+import torch
+import transformers as tf
+from safetensors.torch import save_file
+from tiny_chat import tiny_chat_model
+from tiny_models import load_reference, make_config, prompts, save_checkpoint
+
+from llmc import LLM, PoolingParams
+from llmc.config import EngineConfig
+from llmc.engine.core import EngineCore
+from llmc.engine.messages import AddRequest
+from llmc.errors import CheckpointError, CompileError, ConfigError, InvalidRequestError
+from llmc.frontend.inputs import InputProcessor
+from llmc.pooling import values_of
+from llmc.startup.start import start_engine
+
+LENGTHS = (5, 1, 37, 20, 64)
+PROMPTS = prompts(LENGTHS)
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "opt_level": 0,
+    "max_model_len": 64,
+    "kv_cache_memory": 1 << 20,
+}
+
+
+def vectors(engine: EngineCore, inputs: InputProcessor) -> list[torch.Tensor]:
+    """Of all prompts, in one engine."""
+    for i, prompt in enumerate(PROMPTS):
+        source = inputs.pooled(list(prompt))
+        ids, sampling = source.prompt_token_ids, source.sampling
+        engine.add(AddRequest(request_id=str(i), prompt_token_ids=ids, sampling=sampling))
+    found: dict[str, torch.Tensor] = {}
+    while engine.has_work:
+        for update in engine.step():
+            assert update.error is None and not update.new_token_ids
+            found[update.request_id] = torch.tensor(values_of(update.vector))
+    engine.check()
+    assert engine.stats().num_generated_tokens == 0
+    return [found[str(i)] for i in range(len(PROMPTS))]
+
+
+def hidden(model: Any, prompt: tuple[int, ...]) -> torch.Tensor:
+    """[T, N], of the last layer and its norm."""
+    with torch.no_grad():
+        out = model.base_model(input_ids=torch.tensor([prompt]), use_cache=False)
+    states: torch.Tensor = out.last_hidden_state[0]
+    return states
+
+
+def pooled(states: torch.Tensor, method: str) -> torch.Tensor:
+    weight = torch.arange(1, len(states) + 1)[:, None].float()
+    return {
+        "last": states[-1],
+        "mean": states.mean(0),
+        "weightedmean": (states * weight).sum(0) / weight.sum(),
+    }[method]
+
+
+# attention with and without windows, experts; tests/passes/test_pool.py has every method
+CASES = [
+    ("qwen3", "last"),
+    ("qwen3", "mean"),
+    ("gemma3", "weightedmean"),
+    ("gpt_oss", "last"),
+]
+
+
+@pytest.mark.parametrize(("family", "method"), CASES)
+def test_embeddings(family: str, method: str, tmp_path: Path) -> None:
+    path = save_checkpoint(family, tmp_path / "model")
+    running = tiny_engine.start(path, task="embed", pooling=method)
+    inputs, model = InputProcessor(running.started.info, None), load_reference(path)
+    want = [pooled(hidden(model, prompt), method) for prompt in PROMPTS]
+    for step_tokens in (256, 7):
+        engine = running.engine(max_num_batched_tokens=step_tokens)
+        for _ in range(2):  # again with what the prefix cache has, if it is on
+            torch.testing.assert_close(vectors(engine, inputs), want, rtol=1e-4, atol=1e-5)
+        assert (engine.stats().prefix_cache_hits > 0) == (method == "last")
+
+
+def save_classifier(path: Path, labels: int, **fields: Any) -> Any:
+    config = make_config("llama", vocab_size=800, num_labels=labels, **fields)
+    torch.manual_seed(0)
+    model = tf.AutoModelForSequenceClassification.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    for file in tiny_chat_model().glob("tokenizer*"):
+        (path / file.name).write_bytes(file.read_bytes())
+    return model
+
+
+def test_a_classifier(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path, 3, id2label={0: "no", 1: "maybe", 2: "yes"})
+    with LLM(str(tmp_path), **OPTIONS) as llm, torch.no_grad():
+        for prompt, output in zip(
+            PROMPTS, llm.classify(list(map(list, PROMPTS)), use_tqdm=False), strict=True
+        ):
+            want = model(input_ids=torch.tensor([prompt])).logits[0]
+            assert output.outputs is not None
+            torch.testing.assert_close(torch.tensor(output.outputs.probs), want.softmax(-1))
+            assert output.outputs.label == ("no", "maybe", "yes")[int(want.argmax())]
+        (raw,) = llm.encode([1, 2, 3])
+        want = model(input_ids=torch.tensor([[1, 2, 3]])).logits[0]
+        assert raw.outputs is not None
+        torch.testing.assert_close(torch.tensor(raw.outputs.data), want)
+        for call in (llm.generate, llm.embed):
+            with pytest.raises(InvalidRequestError, match="is served for classif|it is a classif"):
+                call([1, 2])
+        with pytest.raises(InvalidRequestError, match="has 3 labels"):
+            llm.score("a", "b")
+
+
+def test_a_classifier_of_one_label_scores_pairs(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path, 1)
+    texts = ["Licensed under the Apache License", "the weather", "terms and conditions"]
+    tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path)
+    with LLM(str(tmp_path), **OPTIONS) as llm, torch.no_grad():
+        found = [one.outputs.score for one in llm.score("a license", texts) if one.outputs]
+        want = []
+        for text in texts:
+            ids = tokenizer("a license", text, return_tensors="pt").input_ids
+            want.append(float(model(input_ids=ids).logits.sigmoid()))
+        assert found == pytest.approx(want, rel=1e-4)
+        assert len(set(found)) == 3
+    with LLM(str(tmp_path), task="reward", **OPTIONS) as llm, torch.no_grad():
+        (raw,) = llm.classify([[1, 2, 3]])
+        logits = model(input_ids=torch.tensor([[1, 2, 3]])).logits[0]
+        assert raw.outputs is not None and raw.outputs.probs == pytest.approx(logits.tolist())
+
+
+def as_sentence_transformer(path: Path, method: str, *, dense: bool) -> torch.nn.Linear | None:
+    """Makes a model's directory one of sentence-transformers."""
+    names = ["", "1_Pooling", "2_Dense", "3_Normalize"]
+    kinds = ["Transformer", "Pooling", "Dense", "Normalize"]
+    modules = [
+        {"idx": i, "name": str(i), "path": n, "type": f"sentence_transformers.models.{k}"}
+        for i, (n, k) in enumerate(zip(names, kinds, strict=True))
+        if dense or k != "Dense"
+    ]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "sentence_bert_config.json").write_text('{"max_seq_length": 48}')
+    (path / "1_Pooling").mkdir()
+    stated = {"word_embedding_dimension": 32, method: True}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(stated))
+    if not dense:
+        return None
+    (path / "2_Dense").mkdir()
+    linear = torch.nn.Linear(32, 20)
+    tensors = {f"linear.{name}": value for name, value in linear.state_dict().items()}
+    save_file(tensors, path / "2_Dense" / "model.safetensors")
+    activation = "torch.nn.modules.linear.Identity"
+    sizes = {"in_features": 32, "out_features": 20, "bias": True}
+    described = {**sizes, "activation_function": activation}
+    (path / "2_Dense" / "config.json").write_text(json.dumps(described))
+    return linear
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Any, Any]]:
+    path = save_checkpoint("qwen3", tmp_path_factory.mktemp("st") / "model", vocab_size=800)
+    for file in tiny_chat_model().glob("tokenizer*"):
+        (path / file.name).write_bytes(file.read_bytes())
+    torch.manual_seed(0)
+    linear = as_sentence_transformer(path, "pooling_mode_mean_tokens", dense=True)
+    with LLM(str(path), **{**OPTIONS, "max_model_len": None}) as llm:
+        yield llm, load_reference(path), linear
+
+
+def test_a_directory_of_sentence_transformers(sentences: tuple[LLM, Any, Any]) -> None:
+    llm, model, linear = sentences
+    info = llm.info.pooling
+    assert info is not None and (info.task, info.method, info.size) == ("embed", "mean", 20)
+    assert info.normalize and llm.info.max_model_len == 48
+    texts = ["Licensed under the Apache License", "You may obtain a copy"]
+    tokenizer = llm.get_tokenizer()
+    want = []
+    for text in texts:
+        states = hidden(model, tuple(tokenizer(text).input_ids))
+        with torch.no_grad():
+            want.append(linear(states.mean(0)))
+    whole = torch.nn.functional.normalize(torch.stack(want))
+    cut = torch.nn.functional.normalize(torch.stack(want)[:, :8])
+    for dimensions, expected in ((None, whole), (8, cut)):
+        found = [o.outputs.embedding for o in llm.embed(texts, dimensions=dimensions) if o.outputs]
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-5)
+    (score,) = llm.score(*texts)
+    assert score.outputs is not None
+    assert score.outputs.score == pytest.approx(float(whole[0] @ whole[1]), rel=1e-4)
+    raw = llm.embed(texts[0], PoolingParams(use_activation=False))[0].outputs
+    assert raw is not None
+    torch.testing.assert_close(torch.tensor(raw.embedding), want[0], rtol=1e-4, atol=1e-5)
+
+
+def test_long_texts_are_refused_or_cut(sentences: tuple[LLM, Any, Any]) -> None:
+    llm, *_ = sentences
+    text = "license " * 60
+    cut = llm.embed(text, truncate_prompt_tokens=-1)[0]
+    own = tf.AutoTokenizer.from_pretrained(llm.info.path)  # truncation stays with a tokenizer
+    ids = own(text, truncation=True, max_length=48).input_ids
+    assert cut.prompt_token_ids == ids and len(ids) == 48
+    good, bad = llm.embed(["short", text])
+    assert good.error is None and bad.outputs is None
+    assert bad.error is not None and "maximum context length is 48 tokens" in bad.error
+    for wrong in ({"dimensions": 0}, {"dimensions": 21}, {"truncate_prompt_tokens": 49}):
+        with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+            llm.embed("short", **wrong)  # type: ignore[arg-type]
+    for texts in (["a", "b"], []):
+        with pytest.raises(InvalidRequestError, match="can't be scored"):
+            llm.score(texts, ["a", "b", "c"])
+    with pytest.raises(InvalidRequestError, match="served for embeddings"):
+        llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_what_can_not_be_served_is_refused_by_name(tmp_path: Path) -> None:
+    path = save_checkpoint("llama", tmp_path / "model")
+
+    def refused(error: type[Exception], match: str, **options: Any) -> None:
+        with pytest.raises(error, match=match):
+            start_engine(EngineConfig(model=str(path), **{**OPTIONS, **options}))
+
+    refused(ConfigError, "unknown task 'transcribe'", task="transcribe")
+    refused(ConfigError, "needs a classifier's checkpoint", task="classify")
+    refused(ConfigError, "pooling and normalize are for", pooling="mean")
+    refused(ConfigError, "enable_lora is for models that gen", task="embed", enable_lora=True)
+    as_sentence_transformer(path, "pooling_mode_max_tokens", dense=False)
+    refused(CheckpointError, "asks for max pooling")
+    (path / "modules.json").write_text('[{"type": "own.Transformer", "path": ""}]')
+    refused(CheckpointError, "has a module own.Transformer")
+    (path / "modules.json").write_text('[{"type": "x.Transformer", "path": "../x"}]')
+    refused(CheckpointError, "outside of the model's folder")
+    (path / "modules.json").unlink()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "is_causal": False}))
+    refused(CheckpointError, "attends to later tokens", task="embed")
+    tf.BertConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=64,
+    ).save_pretrained(path)  # fmt: skip
+    refused(CompileError, "not a causal decoder", task="embed")
+
+
+def test_a_model_that_generates_says_how_to_embed(tmp_path: Path) -> None:
+    path = save_checkpoint("llama", tmp_path / "model")
+    with LLM(str(path), **OPTIONS) as llm:
+        for call in (llm.embed, llm.encode, llm.classify):
+            with pytest.raises(InvalidRequestError, match="--task embed"):
+                call([1, 2])
+        with pytest.raises(InvalidRequestError, match="--task embed"):
+            llm.score("a", "b")

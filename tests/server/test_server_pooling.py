@@ -1,0 +1,173 @@
+"""Embeddings, scores and classes over HTTP, from a tiny model with a tokenizer."""
+
+from __future__ import annotations
+
+import array
+import base64
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import Live, live_server
+from tiny_chat import TinyChat, start_tiny_chat, tiny_chat_model
+
+TEXTS = ["Licensed under the Apache License", "You may obtain a copy", "the weather"]
+
+
+def start(**options: Any) -> TinyChat:
+    return start_tiny_chat(max_model_len=64, kv_cache_memory=1 << 22, max_num_seqs=4, **options)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    with live_server(over=start(task="embed")) as live:
+        yield live
+
+
+def vectors(live: Live, path: str = "/v1/embeddings", **fields: Any) -> list[list[float]]:
+    response = live.post(path, {"input": TEXTS, **fields})
+    assert response.status_code == 200, response.text
+    return [one["embedding"] for one in response.json()["data"]]
+
+
+def test_openai_embeddings(live: Live) -> None:
+    response = live.post("/v1/embeddings", {"input": TEXTS, "model": "tiny-chat", "user": "me"})
+    answer = response.json()
+    assert answer["object"] == "list" and answer["model"] == "tiny-chat"
+    assert [one["index"] for one in answer["data"]] == [0, 1, 2]
+    found = [one["embedding"] for one in answer["data"]]
+    assert all(len(v) == 32 and math.hypot(*v) == pytest.approx(1) for v in found)
+    tokens = [live.post("/tokenize", {"prompt": text}).json()["tokens"] for text in TEXTS]
+    count = sum(map(len, tokens))
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == count
+    assert vectors(live, input=tokens) == found
+    assert vectors(live, input=TEXTS[1]) == vectors(live, input=tokens[1]) == found[1:2]
+    coded = vectors(live, encoding_format="base64")
+    assert [list(array.array("f", base64.b64decode(v))) for v in coded] == found  # type: ignore[arg-type]
+    short = vectors(live, dimensions=5)
+    for whole, cut in zip(found, short, strict=True):
+        length = math.hypot(*whole[:5])
+        assert cut == pytest.approx([v / length for v in whole[:5]], rel=1e-5)
+    raw = live.post("/pooling", {"input": TEXTS}).json()["data"]
+    assert raw[0]["object"] == "pooling"
+    length = math.hypot(*raw[0]["data"])
+    assert [v / length for v in raw[0]["data"]] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_scores_and_ranks_are_cosines(live: Live) -> None:
+    a, b, c = vectors(live)
+    want = [sum(x * y for x, y in zip(a, other, strict=True)) for other in (b, c)]
+    for path in ("/score", "/v1/score"):
+        answer = live.post(path, {"text_1": TEXTS[0], "text_2": TEXTS[1:]}).json()
+        assert [one["score"] for one in answer["data"]] == pytest.approx(want, abs=1e-5)
+    order = sorted((0, 1), key=lambda i: -want[i])
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        body: dict[str, Any] = {"query": TEXTS[0], "documents": [TEXTS[1], {"text": TEXTS[2]}]}
+        results = live.post(path, body).json()["results"]
+        assert [one["index"] for one in results] == order
+        assert results[0]["document"] == {"text": TEXTS[1 + order[0]]}
+        assert results[0]["relevance_score"] == pytest.approx(max(want), abs=1e-5)
+        (one,) = live.post(path, {**body, "top_n": 1, "return_documents": False}).json()["results"]
+        assert "document" not in one
+
+
+def test_ollama(live: Live) -> None:
+    found = vectors(live)
+    answer = live.post("/api/embed", {"model": "tiny-chat:latest", "input": TEXTS}).json()
+    assert answer["embeddings"] == found and answer["prompt_eval_count"] > 3
+    assert live.post("/api/embed", {}).json()["embeddings"] == []
+    assert live.post("/api/embeddings", {"prompt": TEXTS[2]}).json() == {"embedding": found[2]}
+    shown = live.post("/api/show", {"model": "tiny-chat"}).json()
+    assert shown["capabilities"] == ["embedding"]
+    long = {"input": "license " * 90}
+    assert len(live.post("/api/embed", long).json()["embeddings"]) == 1  # cut, as Ollama does
+    refused = live.post("/api/embed", {**long, "truncate": False})
+    assert refused.status_code == 400 and "64 tokens" in refused.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {}, "input"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": ""}, "input"),
+        ("/v1/embeddings", {"input": ["a", 3]}, "input[1]"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, "input"),
+        ("/v1/embeddings", {"input": [1, 10**6]}, "input"),
+        ("/v1/embeddings", {"input": ["a", [1, -1]]}, "input[1]"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 33}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "license " * 90}, "input"),
+        ("/v1/embeddings", {"input": "a", "temperature": 0}, "temperature"),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": "a"}]}, "messages"),
+        ("/v1/embeddings", {"input": "a", "priority": 1}, "priority"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["a"] * 2049}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["license " * 90]}, "documents"),
+        ("/classify", {"input": "a"}, "model"),
+        ("/v1/completions", {"prompt": "a"}, "model"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "model"),
+    ],
+)
+def test_what_is_refused(live: Live, path: str, body: dict[str, Any], param: str) -> None:
+    response = live.post(path, body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param, error
+    if param == "model":
+        assert error["code"] == "wrong_task" and "/v1/embeddings" in error["message"]
+
+
+def test_the_sdk_of_openai(live: Live) -> None:
+    openai = pytest.importorskip("openai", reason="openai is not installed")
+    url = f"http://127.0.0.1:{live.port}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        made = client.embeddings.create(model="tiny-chat", input=TEXTS, dimensions=8)
+        assert [one.embedding for one in made.data] == vectors(live, dimensions=8)
+        with pytest.raises(openai.BadRequestError, match="dimensions must be from 1 to 32"):
+            client.embeddings.create(model="tiny-chat", input="a", dimensions=99)
+
+
+def test_a_model_that_generates_says_how_to_embed() -> None:
+    with live_server() as live:
+        for path, body in (
+            ("/v1/embeddings", {"input": "a"}),
+            ("/pooling", {"input": "a"}),
+            ("/classify", {"input": "a"}),
+            ("/score", {"text_1": "a", "text_2": "b"}),
+            ("/rerank", {"query": "a", "documents": ["b"]}),
+            ("/api/embed", {"input": "a"}),
+        ):
+            response = live.post(path, body)
+            assert response.status_code == 400 and "--task embed" in response.text
+
+
+def test_a_classifier(tmp_path: Path) -> None:
+    import torch
+    import transformers as tf
+
+    config = tf.AutoConfig.from_pretrained(tiny_chat_model(), num_labels=2)
+    config.id2label = {0: "bad", 1: "good"}
+    model = tf.AutoModelForSequenceClassification.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    for file in tiny_chat_model().glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert "id2label" in json.loads((tmp_path / "config.json").read_text())
+    with live_server(over=start_tiny_chat(tmp_path, max_model_len=64)) as live:
+        tokens = live.post("/tokenize", {"prompt": TEXTS[0]}).json()["tokens"]
+        (found,) = live.post("/classify", {"input": TEXTS[0]}).json()["data"]
+        with torch.no_grad():
+            want = model(input_ids=torch.tensor([tokens])).logits[0].softmax(-1)
+        assert found["probs"] == pytest.approx(want.tolist(), rel=1e-4)
+        assert found["label"] == ("bad", "good")[int(want.argmax())] and found["num_classes"] == 2
+        for path, body in (
+            ("/v1/embeddings", {"input": "a"}),
+            ("/score", {"text_1": "a", "text_2": "b"}),
+        ):
+            error = live.post(path, body).json()["error"]
+            assert error["code"] == "wrong_task" and "/classify" in error["message"]
