@@ -140,8 +140,8 @@ def make_case(
     logits = torch.randn(heads, generator=gen) if sinks else None
     choices: Case = ()
     if chosen:
-        blocks = _choose(lengths, groups, chosen, sparse_block_size, gen)
-        choices = (None, blocks.to(device), sparse_block_size)
+        numbers = _choose(lengths, groups, chosen, sparse_block_size, gen)
+        choices = (None, numbers.to(device), sparse_block_size)
     return (
         query.to(device, dtype),
         key_cache,

@@ -366,8 +366,8 @@ class AsyncLLM:
     # ---- state ----
 
     def get_tokenizer(self) -> Any:
-        """The transformers tokenizer of the model."""
-        return self.inputs.need_tokenizer("get_tokenizer()").hf
+        """The transformers tokenizer of the model: a copy, which may be changed."""
+        return self.inputs.need_tokenizer("get_tokenizer()").for_callers
 
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams with what the model's generation_config recommends."""

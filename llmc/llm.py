@@ -186,8 +186,8 @@ class LLM(PoolingMethods):
             return run_searches(self._running(), self._inputs, items, params, self._ids, shown)
 
     def get_tokenizer(self) -> Any:
-        """The transformers tokenizer of the model."""
-        return self._inputs.need_tokenizer("get_tokenizer()").hf
+        """The transformers tokenizer of the model: a copy, which may be changed."""
+        return self._inputs.need_tokenizer("get_tokenizer()").for_callers
 
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams with what the model's generation_config recommends."""

@@ -131,6 +131,11 @@ class Tokenizer:
                 self._copy = copy.deepcopy(self.hf)
             yield self._copy
 
+    @functools.cached_property
+    def for_callers(self) -> Any:
+        """The transformers tokenizer to hand out: what callers switch in it is theirs alone."""
+        return copy.deepcopy(self.hf)
+
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each id, "" for an id that it does not have."""
         with self._lock:

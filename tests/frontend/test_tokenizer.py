@@ -105,3 +105,10 @@ def test_settings_of_the_isolated_copy_stay_there(tokenizer: Tokenizer) -> None:
 def test_ids_beyond_the_tokenizer_decode_to_nothing(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([399, *tokenizer.encode("ok"), 100_000]) == "ok"
     assert tokenizer.token_text(399) == ""
+
+
+def test_what_a_caller_switches_is_the_callers_alone(tokenizer: Tokenizer) -> None:
+    before = tokenizer.encode("hello world hello")
+    theirs = tokenizer.for_callers
+    assert len(theirs("hello world hello", truncation=True, max_length=2).input_ids) == 2
+    assert tokenizer.encode("hello world hello") == before and len(before) > 2
