@@ -28,6 +28,7 @@ LEAVES = (
     "llmc.outputs",
     "llmc.model_info",
     "llmc.cache_dir",
+    "llmc.logs",
 )
 MAY_IMPORT = {
     "llmc.errors": (),
@@ -40,6 +41,7 @@ MAY_IMPORT = {
     "llmc.outputs": LEAVES,
     "llmc.model_info": (),
     "llmc.cache_dir": (),
+    "llmc.logs": (),
     "llmc.kernels": ("llmc.errors", "llmc.cache_dir"),
     "llmc.passes": ("llmc.errors", "llmc.kernels"),
     "llmc.engine": LEAVES,

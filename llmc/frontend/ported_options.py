@@ -89,7 +89,6 @@ REFUSED: Mapping[str, str] = {
     "--hf-token": "set HF_TOKEN",
     "--download-dir": "set HF_HOME",
     "--middleware": "put a proxy before the server",
-    "--otlp-traces-endpoint": "there are no traces yet; /metrics has the times",
     "--limit-mm-per-prompt": "models are served as text models",
     "--mm-processor-kwargs": "models are served as text models",
     "--override-generation-config": "send the parameters with each request",

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import llmc
+from llmc.server.admin import AbortBody
 from llmc.server.anthropic_protocol import CountTokensBody, MessagesBody
 from llmc.server.errors import json_response
 from llmc.server.ollama_protocol import GenerateBody, OllamaChatBody, ShowBody
@@ -34,6 +35,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/api/show": ShowBody,
     "/v1/load_lora_adapter": LoadAdapterBody,
     "/v1/unload_lora_adapter": UnloadAdapterBody,
+    "/abort_requests": AbortBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
