@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 import llmc
 from llmc.async_llm import AsyncLLM
+from llmc.errors import InvalidRequestError
 from llmc.server.body import read_body
 from llmc.server.errors import ApiError, json_response
 from llmc.server.running_calls import RunningCalls
@@ -84,7 +85,10 @@ async def reset_prefix_cache(request: Request) -> Response:
 async def _operated(request: Request, operation: Any) -> Response:
     llm: AsyncLLM = request.app.state.llm
     settings: ServerSettings = request.app.state.settings
-    return json_response({"message": await llm.operate(operation, settings.profile_dir)})
+    try:
+        return json_response({"message": await llm.operate(operation, settings.profile_dir)})
+    except InvalidRequestError as exc:  # a profile is recorded already, or none is
+        raise ApiError(409, str(exc)) from exc
 
 
 async def abort_requests(request: Request) -> Response:

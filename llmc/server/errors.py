@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 
@@ -32,6 +33,7 @@ STATUS_NAMES: dict[int, tuple[str, str]] = {
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
     408: ("invalid_request_error", "request_timeout"),
+    409: ("invalid_request_error", "conflict"),
     413: ("invalid_request_error", "body_too_large"),
     415: ("invalid_request_error", "unsupported_media_type"),
     431: ("invalid_request_error", "headers_too_large"),
@@ -151,8 +153,10 @@ async def unknown_route(request: Request, exc: Exception) -> Response:
     asked = f"{request.method} {request.scope['path']!r:.200}"
     error = request.state.error = ApiError(exc.status_code, f"{message}: {asked}")
     response = error_response(error, request.scope["path"], request.state.request_id)
-    if exc.headers and "Allow" in exc.headers:
-        response.headers["allow"] = exc.headers["Allow"]
+    if exc.status_code == 405:  # of all routes of this path, of which the router names one's
+        routes = request.app.routes
+        same = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        response.headers["allow"] = ", ".join(sorted(set().union(*(r.methods for r in same))))
     return response
 
 

@@ -65,10 +65,10 @@ def test_profile_is_begun_and_ended_once(governed: Live) -> None:
         response = governed.client.post(path, headers=ADMIN)
         return response.status_code, response.text
 
-    assert post("/stop_profile")[0] == 400
+    assert post("/stop_profile")[0] == 409
     assert post("/start_profile")[0] == 200
     status, text = post("/start_profile")
-    assert status == 400 and "already" in text
+    assert status == 409 and "already" in text
     assert post("/stop_profile") == (200, '{"message":"traces/profile"}')
 
 

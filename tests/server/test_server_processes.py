@@ -74,7 +74,7 @@ def test_an_operators_orders_cross_the_border(live: LiveProcesses) -> None:
 
     assert operate("/reset_prefix_cache")[0] == 200
     assert operate("/start_profile")[0] == 200
-    assert operate("/start_profile")[0] == 400
+    assert operate("/start_profile")[0] == 409
     assert operate("/stop_profile") == (200, '{"message":"profiles/profile"}')
 
 
