@@ -42,7 +42,7 @@ NOT_NEEDED: Mapping[str, str] = {
     "--enable-prompt-tokens-details": "usage always has them",
     "--enable-request-id-headers": "answers always have them",
     "--disable-custom-all-reduce": "there is one device",
-    "--disable-fastapi-docs": "there is no such page",
+    "--disable-fastapi-docs": "--no-ui leaves out all pages",
     "--no-enable-log-outputs": "outputs are never logged",
     "--enable-log-requests": "the access log is on",
 }

@@ -80,6 +80,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 # The page for people, which no program calls: not in the OpenAPI document, and absent with --no-ui.
 PAGE_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", page.PAGE, page.page),
+    ("GET", page.DOCS, page.docs),
     ("GET", page.FILES + "{name}", page.page_file),
 )
 

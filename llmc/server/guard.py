@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc.logs import REQUEST_ID
 from llmc.server.errors import ApiError, as_api_error, code_of, error_response
-from llmc.server.page import FILES, PAGE
+from llmc.server.page import DOCS, FILES, PAGE
 from llmc.server.settings import ServerSettings
 
 access = logging.getLogger("llmc.access")
@@ -114,7 +114,7 @@ class Guard:
         self._check_size(scope)
         if self._check_host:
             self._check_names(scope)
-        if path in PUBLIC_PATHS or path == PAGE or path.startswith(FILES):
+        if path in PUBLIC_PATHS or path in (PAGE, DOCS) or path.startswith(FILES):
             return
         if path in ADMIN_PATHS:
             self._admit_operator(scope)

@@ -40,7 +40,7 @@ BEYOND = {
 }
 
 ENDLESS = "/v1/engine/events"  # a stream without an end
-EXAMPLES = 4  # made-up requests of a route, beside one for each rule of its schema
+EXAMPLES = 2  # made-up requests of a route, beside one for each rule of its schema
 
 
 @pytest.fixture(scope="module")
