@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import shlex
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,6 +27,7 @@ from llmc.cli.conversation import (
 from llmc.errors import InvalidRequestError
 
 MAX_FILE_BYTES = 1024 * 1024
+_PATH = re.compile(r'(?:"(?P<quoted>[^"]+)"|(?P<plain>\S+))(?P<rest>.*)', re.DOTALL)
 MAX_TOKENS = 200  # that /tokens shows
 
 
@@ -202,15 +203,10 @@ def _edit(chat: Conversation, argument: str) -> Reply:
 
 
 def _file(chat: Conversation, argument: str) -> Reply:
-    lexer = shlex.shlex(argument, posix=True)
-    lexer.whitespace_split, lexer.commenters = True, ""
-    try:
-        name = next(iter(lexer), "")
-    except ValueError:  # a quote that is not closed
-        name = ""
-    if not name:
+    found = _PATH.match(argument)
+    if found is None:
         return Reply(text='Write /file PATH, or /file PATH QUESTION; "quote a path" with blanks.')
-    question = lexer.instream.read().strip()
+    name, question = found["quoted"] or found["plain"], found["rest"].strip()
     path = Path(name).expanduser()
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:

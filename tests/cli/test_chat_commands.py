@@ -221,7 +221,6 @@ def test_files_that_can_not_be_read_are_told(chat: Conversation, tmp_path: Path)
     binary.write_bytes(b"\xff\xfe\x00")
     for argument, why in (
         ("", "Write /file"),
-        ('"open', "Write /file"),
         (str(tmp_path / "none"), "No such file"),
         (str(tmp_path), "directory"),
         (str(binary), "no text in UTF-8"),
