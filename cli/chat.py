@@ -35,6 +35,7 @@ class Ask:
     settings: dict[str, Any]
     show_stats: bool | None
     certificate: bool = True
+    markdown: bool = True  # on a terminal
 
 
 def is_model_word(word: str) -> bool:
@@ -108,6 +109,14 @@ def command(
             panel=CHAT_PANEL,
         ),
     ] = None,
+    markdown: Annotated[
+        bool,
+        option(
+            "--markdown/--no-markdown",
+            help="Draw answers as Markdown on a terminal; else as the text that they are.",
+            panel=CHAT_PANEL,
+        ),
+    ] = True,
     certificate: Annotated[
         bool,
         option(
@@ -194,6 +203,7 @@ def command(
         settings={name: value for name, value in given.items() if value is not None},
         show_stats=stats,
         certificate=certificate,
+        markdown=markdown,
     )
     from llmc.cli.conversation import check_settings
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from llmc.cli.conversation import ShownToken
 from llmc.errors import ConfigError, InvalidRequestError, LlmcError
 
 if TYPE_CHECKING:
@@ -29,11 +30,14 @@ class Chunk:
     completion_tokens: int | None = None
     finish_reason: str | None = None
     error: str | None = None
+    tokens: Sequence[ShownToken] = ()  # where `logprobs` are asked for
 
 
 class Backend(Protocol):
     model: str
     context_limit: int | None
+    defaults: Mapping[str, Any]  # of the settings, where they are known
+    models: Sequence[str]  # that `model` may be set to; empty: it is the only one
 
     def answer(
         self, messages: Messages, settings: Mapping[str, Any]
@@ -50,6 +54,8 @@ class ServerBackend:
     ) -> None:
         self.model = model
         self.context_limit = context_limit
+        self.defaults: Mapping[str, Any] = {}
+        self.models: Sequence[str] = ()
         self._client = client
 
     @classmethod
@@ -89,13 +95,19 @@ class ServerBackend:
             await client.aclose()
             names = ", ".join(str(m.get("id")) for m in offered) or "none"
             raise ConfigError(f"{base} has no model {model!r}; it offers {names}")
-        return cls(client, str(chosen["id"]), chosen.get("max_model_len"))
+        backend = cls(client, str(chosen["id"]), chosen.get("max_model_len"))
+        backend.models = [str(m.get("id")) for m in offered]
+        return backend
 
     async def answer(
         self, messages: Messages, settings: Mapping[str, Any]
     ) -> AsyncGenerator[Chunk, None]:
         import httpx
 
+        settings = dict(settings)
+        alternatives = settings.pop("logprobs", None)
+        if alternatives is not None:
+            settings |= {"logprobs": True, "top_logprobs": alternatives}
         body = {
             "model": self.model,
             "messages": list(messages),
@@ -135,6 +147,14 @@ def _read_event(line: str) -> Chunk | None:
         cached_tokens=details.get("cached_tokens"),
         completion_tokens=usage.get("completion_tokens"),
         finish_reason=choice.get("finish_reason"),
+        tokens=[
+            ShownToken(
+                text=str(one["token"]),
+                logprob=one["logprob"],
+                alternatives=[(str(a["token"]), a["logprob"]) for a in one["top_logprobs"]],
+            )
+            for one in (choice.get("logprobs") or {}).get("content") or ()
+        ],
     )
 
 

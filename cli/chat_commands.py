@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,6 +16,7 @@ from enum import Enum
 from pathlib import Path
 
 from llmc.cli.conversation import (
+    ALTERNATIVES,
     BLOCK,
     SETTINGS,
     Conversation,
@@ -23,12 +26,18 @@ from llmc.cli.conversation import (
 )
 from llmc.errors import InvalidRequestError
 
+MAX_FILE_BYTES = 1024 * 1024
+_PATH = re.compile(r'(?:"(?P<quoted>[^"]+)"|(?P<plain>\S+))(?P<rest>.*)', re.DOTALL)
+MAX_TOKENS = 200  # that /tokens shows
+
 
 class Action(Enum):
     """What the caller does after a command."""
 
     STAY = "stay"
     ANSWER = "answer"  # generate an answer to the messages as they are now
+    EDIT = "edit"  # the text is for the next prompt, to be changed there
+    MODEL = "model"  # the chat's model has changed
     EXIT = "exit"
 
 
@@ -91,10 +100,10 @@ def _set(chat: Conversation, argument: str) -> Reply:
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         return Reply(text=f"There is no setting {name!r}; {hint}They are {', '.join(SETTINGS)}.")
     if not value:
-        return Reply(text=f"{name} = {chat.settings.get(name, 'default')}")
+        return Reply(text=f"{name} = {chat.in_force(name)}")
     if value in ("default", "none"):
         chat.settings.pop(name, None)
-        return Reply(text=f"{name} is at its default.")
+        return Reply(text=f"{name} = {chat.in_force(name)}")
     try:
         chat.settings[name] = read_setting(name, value)
     except InvalidRequestError as error:
@@ -103,7 +112,7 @@ def _set(chat: Conversation, argument: str) -> Reply:
 
 
 def _settings_text(chat: Conversation) -> str:
-    return "\n".join(f"  {name} = {chat.settings.get(name, 'default')}" for name in SETTINGS)
+    return "\n".join(f"  {name} = {chat.in_force(name)}" for name in SETTINGS)
 
 
 def _show(chat: Conversation, argument: str) -> Reply:
@@ -184,6 +193,70 @@ def _regen(chat: Conversation, argument: str) -> Reply:
     return Reply(action=Action.ANSWER)
 
 
+def _edit(chat: Conversation, argument: str) -> Reply:
+    if not any(turn["role"] == "user" for turn in chat.turns):
+        return Reply(text="There is no question to edit.")
+    while (last := chat.turns.pop())["role"] != "user":
+        pass
+    chat.context_tokens = 0
+    return Reply(text=last["content"], action=Action.EDIT)
+
+
+def _file(chat: Conversation, argument: str) -> Reply:
+    found = _PATH.match(argument)
+    if found is None:
+        return Reply(text='Write /file PATH, or /file PATH QUESTION; "quote a path" with blanks.')
+    name, question = found["quoted"] or found["plain"], found["rest"].strip()
+    path = Path(name).expanduser()
+    try:
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            return Reply(text=f"Not read: {path} has {size} bytes, at most {MAX_FILE_BYTES} go.")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        return Reply(text=f"Not read: {path}: {error.strerror}.")
+    except UnicodeDecodeError:
+        return Reply(text=f"Not read: {path} is no text in UTF-8.")
+    chat.attachments.append(f"{path.name}:\n```\n{text.rstrip()}\n```")
+    if not question:
+        lines = text.count("\n") + 1
+        return Reply(text=f"{path} ({lines} lines) goes before your next message.")
+    chat.ask(question)
+    return Reply(action=Action.ANSWER)
+
+
+def _model(chat: Conversation, argument: str) -> Reply:
+    if not argument:
+        others = [name for name in chat.models if name != chat.model]
+        more = f"; there is also {', '.join(others)}" if others else ""
+        return Reply(text=f"Model: {chat.model}{more}.")
+    if argument in chat.models:
+        chat.model = argument
+        return Reply(text=f"{argument} answers from now on.", action=Action.MODEL)
+    if not chat.models:
+        return Reply(
+            text=f"This chat runs {chat.model} itself. Leave it and start `llmc chat MODEL` for "
+            "another one; /save keeps the conversation."
+        )
+    return Reply(text=f"The server has no model {argument!r}; it has {', '.join(chat.models)}.")
+
+
+def _tokens(chat: Conversation, argument: str) -> Reply:
+    if argument in ("on", "off"):
+        chat.keeps_tokens = argument == "on"
+        return Reply(text=f"Probabilities of the tokens of answers are {argument}.")
+    if argument:
+        return Reply(text="Write /tokens, /tokens on or /tokens off.")
+    if not chat.tokens:
+        return Reply(text="/tokens on keeps the tokens of the next answer; /tokens shows them.")
+    lines = []
+    for token in chat.tokens[:MAX_TOKENS]:
+        others = [(text, p) for text, p in token.alternatives if text != token.text]
+        more = ", ".join(f"{text!r} {math.exp(p):.1%}" for text, p in others[:ALTERNATIVES])
+        lines.append(f"  {math.exp(token.logprob):6.1%}  {token.text!r}  ({more})")
+    left = len(chat.tokens) - MAX_TOKENS
+    return Reply(text="\n".join(lines) + (f"\n  and {left} more" if left > 0 else ""))
+
+
 def _exit(chat: Conversation, argument: str) -> Reply:
     return Reply(action=Action.EXIT)
 
@@ -196,7 +269,11 @@ _HELP = (
     ("/show", "the model, the system prompt and all settings"),
     ("/stats [on|off]", "speed and token counts; on and off: after each answer"),
     ("/undo", "take back the last question and answer"),
-    ("/regen", "answer the last question again"),
+    ("/regen", "answer the last question again (also /retry)"),
+    ("/edit", "take the last question back to the prompt, to change it"),
+    ("/file PATH [QUESTION]", "put a text file before the question, or before the next one"),
+    ("/model [NAME]", "the model, and with --url which of the server's answers"),
+    ("/tokens [on|off]", "the tokens of the last answer with their probabilities"),
     ("/save [FILE]", "save the conversation as JSON"),
     ("/load FILE", "go on with a saved conversation"),
     ("/exit", "leave (also /bye, Ctrl-D)"),
@@ -214,6 +291,11 @@ _COMMANDS: Mapping[str, Callable[[Conversation, str], Reply]] = {
     "stats": _stats,
     "undo": _undo,
     "regen": _regen,
+    "retry": _regen,
+    "edit": _edit,
+    "file": _file,
+    "model": _model,
+    "tokens": _tokens,
     "save": _save,
     "load": _load,
     "exit": _exit,

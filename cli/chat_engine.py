@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from llmc.cli.chat_backends import Chunk, Messages
+from llmc.cli.conversation import SETTINGS, ShownToken
+from llmc.outputs import CompletionOutput
 
 if TYPE_CHECKING:
     from llmc.async_llm import AsyncLLM
@@ -22,6 +24,11 @@ class EngineBackend:
         info = llm.info
         self.context_limit: int | None = min(info.max_model_len, info.pool_tokens)
         self._llm = llm
+        sampling = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=None)
+        self.defaults: Mapping[str, Any] = {
+            name: getattr(sampling, name) for name in SETTINGS if name != "max_tokens"
+        } | {"max_tokens": "as many as fit"}
+        self.models: Sequence[str] = ()
 
     @property
     def has_template(self) -> bool:
@@ -41,7 +48,7 @@ class EngineBackend:
         self, messages: Messages, settings: Mapping[str, Any]
     ) -> AsyncGenerator[Chunk, None]:
         source = await self._prepare(messages, settings)
-        said = 0  # outputs hold the whole text so far
+        said = num_tokens = 0  # outputs hold the whole text so far
         async with aclosing(
             self._llm.generate(source.prompt_token_ids, source.sampling)
         ) as outputs:
@@ -54,8 +61,22 @@ class EngineBackend:
                     completion_tokens=len(completion.token_ids),
                     finish_reason=completion.finish_reason,
                     error=output.error,
+                    tokens=self._tokens(completion)[num_tokens:],
                 )
+                num_tokens = len(completion.logprobs or ())
                 said = len(completion.text)
+
+    @staticmethod
+    def _tokens(completion: CompletionOutput) -> list[ShownToken]:
+        """The tokens so far, where log-probabilities were asked for."""
+        return [
+            ShownToken(
+                text=place[token].decoded_token or "",
+                logprob=place[token].logprob,
+                alternatives=[(one.decoded_token or "", one.logprob) for one in place.values()],
+            )
+            for token, place in zip(completion.token_ids, completion.logprobs or (), strict=False)
+        ]
 
     async def close(self) -> None:
         await self._llm.shutdown()

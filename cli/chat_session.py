@@ -9,6 +9,7 @@ import sys
 from rich.console import Console
 
 from llmc.check.background import BackgroundCheck
+from llmc.cli.answer_view import AnswerView
 from llmc.cli.chat import Ask
 from llmc.cli.chat_backends import Backend, ServerBackend
 from llmc.cli.chat_engine import EngineBackend
@@ -16,6 +17,7 @@ from llmc.cli.chat_terminal import Terminal, stream_answer, write_stdout
 from llmc.cli.console import about_model, note, stderr_console
 from llmc.cli.conversation import Conversation, stats_line, why_it_ended
 from llmc.cli.loading import load_async_llm
+from llmc.cli.typed_ahead import unechoed
 from llmc.config import EngineConfig
 from llmc.model_info import ModelInfo
 from llmc.startup.architecture_certificate import ArchitectureCertificate
@@ -65,15 +67,17 @@ async def _chat(backend: Backend, ask: Ask, console: Console) -> int:
         system=ask.system,
         settings=ask.settings,
         show_stats=ask.show_stats is not False,
+        defaults=backend.defaults,
+        models=backend.models,
     )
     try:
         if ask.question is not None:
             await _answer_once(backend, chat, ask, console)
         else:
             # The chat's own words go where the answers go: both are on the terminal.
-            screen = Console(highlight=False, soft_wrap=True)
+            screen = Console(highlight=False)
             note(screen, "/help lists the commands, Ctrl-D leaves.")
-            await Terminal(backend, chat, screen).run()
+            await Terminal(backend, chat, screen, markdown=ask.markdown).run()
     finally:
         await backend.close()
     return 0
@@ -82,9 +86,14 @@ async def _chat(backend: Backend, ask: Ask, console: Console) -> int:
 async def _answer_once(backend: Backend, chat: Conversation, ask: Ask, console: Console) -> None:
     assert ask.question is not None
     chat.ask(ask.question)
-    text, stats = await stream_answer(backend, chat, write_stdout)
-    if not text.endswith("\n"):
-        write_stdout("\n")
+    if sys.stdout.isatty():
+        screen = Console(highlight=False)
+        with unechoed(), AnswerView(screen, markdown=ask.markdown) as view:
+            _, stats = await stream_answer(backend, chat, view.write)
+    else:
+        text, stats = await stream_answer(backend, chat, write_stdout)
+        if not text.endswith("\n"):
+            write_stdout("\n")
     if ask.show_stats:
         note(console, stats_line(stats, chat.context_limit))
     ended = why_it_ended(stats, chat)

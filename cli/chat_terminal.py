@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from llmc.cli.answer_view import AnswerView
 from llmc.cli.chat_backends import Backend
 from llmc.cli.chat_commands import COMMAND_NAMES, Action, is_command, run_command
 from llmc.cli.console import note
 from llmc.cli.conversation import (
     Conversation,
+    ShownToken,
     TurnStats,
     context_full,
     is_open_block,
@@ -32,6 +34,7 @@ from llmc.cli.conversation import (
     stats_line,
     why_it_ended,
 )
+from llmc.cli.typed_ahead import unechoed
 from llmc.errors import EngineDeadError, InvalidRequestError, LlmcError
 
 if TYPE_CHECKING:
@@ -69,6 +72,7 @@ async def stream_answer(
     started_s = time.perf_counter()
     first_s: float | None = None
     said: list[str] = []
+    tokens: list[ShownToken] = []
     prompt_tokens = cached_tokens = completion_tokens = finish_reason = None
 
     def stats(reason: str | None) -> TurnStats:
@@ -83,7 +87,7 @@ async def stream_answer(
         )
 
     try:
-        async with aclosing(backend.answer(chat.messages, chat.settings)) as chunks:
+        async with aclosing(backend.answer(chat.messages, chat.asked_settings)) as chunks:
             async for chunk in chunks:
                 if chunk.error is not None:
                     raise LlmcError(f"the answer failed: {chunk.error}")
@@ -92,6 +96,7 @@ async def stream_answer(
                 if chunk.text:
                     said.append(chunk.text)
                     write(visible(chunk.text))
+                tokens += chunk.tokens
                 prompt_tokens = chunk.prompt_tokens or prompt_tokens
                 if chunk.cached_tokens is not None:
                     cached_tokens = chunk.cached_tokens
@@ -104,6 +109,7 @@ async def stream_answer(
             chat.drop_question()
         raise
     text, result = "".join(said), stats(finish_reason)
+    chat.tokens = tokens
     chat.answered(text, result)
     return text, result
 
@@ -111,7 +117,11 @@ async def stream_answer(
 class Terminal:
     """The read-answer loop on a real terminal."""
 
-    def __init__(self, backend: Backend, chat: Conversation, console: Console) -> None:
+    def __init__(
+        self, backend: Backend, chat: Conversation, console: Console, *, markdown: bool = True
+    ) -> None:
+        self._markdown = markdown
+        self._prefill = ""  # of the next prompt
         self._backend = backend
         self._chat = chat
         self._console = console
@@ -129,7 +139,8 @@ class Terminal:
         with _terminate_by_cancelling():
             while True:
                 try:
-                    entered = await session.prompt_async()
+                    prefill, self._prefill = self._prefill, ""
+                    entered = await session.prompt_async(default=prefill)
                 except EOFError:
                     return
                 except KeyboardInterrupt:
@@ -148,11 +159,16 @@ class Terminal:
             return True
         if is_command(entered.strip()):
             reply = run_command(self._chat, entered)
+            if reply.action is Action.EDIT:
+                self._prefill = reply.text
+                return True
+            if reply.action is Action.MODEL:
+                self._backend.model = self._chat.model
             if reply.text:
                 self._note(reply.text)
             if reply.action is Action.EXIT:
                 return False
-            if reply.action is Action.STAY:
+            if reply.action is not Action.ANSWER:
                 return True
         else:
             self._chat.ask(message_text(entered))
@@ -162,21 +178,22 @@ class Terminal:
     async def _answer(self) -> None:
         waiting = self._console.status("", spinner="dots")
         waiting.start()
+        view = AnswerView(self._console, markdown=self._markdown)
 
         def write(text: str) -> None:
             waiting.stop()  # stopping twice is fine
-            write_stdout(text)
+            view.write(text)
 
         task = asyncio.create_task(stream_answer(self._backend, self._chat, write))
         try:
-            with _interrupt_cancels(task):
+            with unechoed(), view, _interrupt_cancels(task):
                 _, stats = await task
         except asyncio.CancelledError:
             if not task.cancelled():  # not the answer but the whole chat is cancelled
                 task.cancel()
                 raise
             waiting.stop()
-            self._note("\n(stopped; /regen answers again, /undo takes it back)")
+            self._note("(stopped; /regen answers again, /undo takes it back)")
         except InvalidRequestError as error:
             waiting.stop()
             reason = f"Not asked (the Up key brings it back): {error}."
@@ -186,9 +203,8 @@ class Terminal:
             raise  # nothing will ever answer again
         except LlmcError as error:
             waiting.stop()
-            self._warn(f"\n{error}")
+            self._warn(str(error))
         else:
-            write_stdout("\n")
             if self._chat.show_stats:
                 self._note(stats_line(stats, self._chat.context_limit))
             ended = why_it_ended(stats, self._chat)
@@ -213,7 +229,7 @@ def _make_session(chat: Conversation) -> PromptSession[str]:
         PROMPT,
         history=_open_history(),
         multiline=True,  # Enter still sends: see the key bindings
-        prompt_continuation="... ",
+        prompt_continuation=_continuation,
         key_bindings=_key_bindings(),
         bottom_toolbar=chat.status,
         auto_suggest=AutoSuggestFromHistory(),
@@ -221,6 +237,11 @@ def _make_session(chat: Conversation) -> PromptSession[str]:
         complete_while_typing=False,
         enable_open_in_editor=True,
     )
+
+
+def _continuation(width: int, line: int, is_wrapped: int) -> str:
+    """Before the further lines of a message; those that are only wrapped are not marked."""
+    return " " * width if is_wrapped else "... "
 
 
 def _open_history() -> History:

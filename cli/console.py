@@ -6,6 +6,7 @@ terminal, phases are plain lines without a spinner, so that logs stay readable.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -23,7 +24,8 @@ NAME_WIDTH = 20
 
 
 def stderr_console() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    """On a terminal words are kept whole; elsewhere lines are, for programs that read them."""
+    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 
 
 def stdout_console() -> Console:

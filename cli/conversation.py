@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from llmc.sampling_params import SamplingParams
 
 Message = dict[str, str]
 BLOCK = '"""'
+ALTERNATIVES = 3  # of a token that are shown
 SETTINGS: Mapping[str, type] = {
     "temperature": float,
     "top_p": float,
@@ -52,6 +53,15 @@ class TurnStats:
         return self.prompt_tokens + self.completion_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownToken:
+    """A token of an answer with its log-probability, and the likeliest ones at its place."""
+
+    text: str
+    logprob: float
+    alternatives: Sequence[tuple[str, float]] = ()
+
+
 @dataclass(slots=True, kw_only=True)
 class Conversation:
     """The messages so far, how the next answer is sampled, and what the last ones cost."""
@@ -64,9 +74,28 @@ class Conversation:
     history: list[TurnStats] = field(default_factory=list)
     show_stats: bool = True
     context_tokens: int = 0  # of the prompt and answer of the last turn, as far as known
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of settings, where they are known
+    models: Sequence[str] = ()  # to choose among; empty: there is one
+    attachments: list[str] = field(default_factory=list)  # go before the next question
+    keeps_tokens: bool = False  # ask for the tokens of answers, with their probabilities
+    tokens: list[ShownToken] = field(default_factory=list)  # of the last answer
 
     def __post_init__(self) -> None:
         check_settings(self.settings)
+
+    @property
+    def asked_settings(self) -> dict[str, Any]:
+        """What a backend is given: the settings, and how many alternatives of each token."""
+        return {**self.settings, **({"logprobs": ALTERNATIVES} if self.keeps_tokens else {})}
+
+    def in_force(self, name: str) -> str:
+        """A setting's value as it counts for the next answer, and whose it is."""
+        if name in self.settings:
+            return str(self.settings[name])
+        if name not in self.defaults:
+            return "the server's default" if not self.defaults else "none"
+        value = self.defaults[name]
+        return "none" if value in (None, "", ()) else f"{value} (default)"
 
     @property
     def messages(self) -> list[Message]:
@@ -74,7 +103,9 @@ class Conversation:
         return head + self.turns
 
     def ask(self, question: str) -> None:
-        self.turns.append({"role": "user", "content": question})
+        text = "\n\n".join([*self.attachments, question])
+        self.attachments.clear()
+        self.turns.append({"role": "user", "content": text})
 
     def answered(self, text: str, stats: TurnStats) -> None:
         self.turns.append({"role": "assistant", "content": text})

@@ -12,7 +12,18 @@ from typing import Annotated
 import typer
 
 from llmc import __version__
-from llmc.cli import bench, chat, check, collect_env, errors, inspect, run_batch, serve
+from llmc.cli import (
+    bench,
+    chat,
+    check,
+    collect_env,
+    doctor,
+    errors,
+    hub,
+    inspect,
+    run_batch,
+    serve,
+)
 from llmc.cli.config_file import expand
 from llmc.cli.help import EPILOG, HelpCommand
 from llmc.cli.ported_flags import port
@@ -32,6 +43,10 @@ app.command("chat", cls=HelpCommand, epilog=EPILOG)(chat.command)
 app.add_typer(bench.app, name="bench")
 app.command("inspect", cls=HelpCommand, epilog=EPILOG)(inspect.command)
 app.command("check", cls=HelpCommand, epilog=EPILOG)(check.command)
+app.command("pull", cls=HelpCommand)(hub.pull)
+app.command("ls", cls=HelpCommand)(hub.ls)
+app.command("rm", cls=HelpCommand)(hub.rm)
+app.command("doctor", cls=HelpCommand)(doctor.command)
 app.command("collect-env", cls=HelpCommand)(collect_env.command)
 
 

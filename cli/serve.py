@@ -9,6 +9,7 @@ from typing import Annotated
 from llmc.cli.options import engine_options, option
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
+from llmc.logs import FORMATS
 
 SERVER_PANEL = "Server"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -128,6 +129,25 @@ def command(
             panel=SERVER_PANEL,
         ),
     ] = None,
+    admin_api_key: Annotated[
+        str | None,
+        option(
+            "--admin-api-key",
+            help="Key of the operator, for /load, /server_info, profiles, /reset_prefix_cache and "
+            "/abort_requests. When absent nobody can use them.",
+            metavar="KEY",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
+    profile_dir: Annotated[
+        str,
+        option(
+            "--profile-dir",
+            help="Where /stop_profile writes what it recorded.",
+            metavar="DIR",
+            panel=SERVER_PANEL,
+        ),
+    ] = "profiles",
     salt_by_api_key: Annotated[
         bool,
         option(
@@ -226,6 +246,33 @@ def command(
             panel=SERVER_PANEL,
         ),
     ] = "info",
+    log_format: Annotated[
+        str,
+        option(
+            "--log-format",
+            help="How log lines are written.",
+            metavar="[" + "|".join(FORMATS) + "]",
+            panel=SERVER_PANEL,
+        ),
+    ] = "text",
+    vllm_metrics: Annotated[
+        bool,
+        option(
+            "--vllm-metrics/--no-vllm-metrics",
+            help="Show metrics under vLLM's names too, for its dashboards.",
+            panel=SERVER_PANEL,
+        ),
+    ] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        option(
+            "--otlp-traces-endpoint",
+            help="Send a trace of each request to this URL, by OTLP over HTTP. Needs the extra "
+            "otel.",
+            metavar="URL",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
     access_log: Annotated[
         bool,
         option(
@@ -243,6 +290,8 @@ def command(
         raise ConfigError(f"--port must be from 0 to 65535, got {port}")
     if log_level not in LOG_LEVELS:
         raise ConfigError(f"unknown log level {log_level!r}; choose one of {', '.join(LOG_LEVELS)}")
+    if log_format not in FORMATS:
+        raise ConfigError(f"unknown log format {log_format!r}; choose one of {', '.join(FORMATS)}")
     if not shutdown_timeout >= 0:
         raise ConfigError(f"--shutdown-timeout must be at least 0, got {shutdown_timeout}")
     for flag, number in (("--stream-interval", stream_interval), ("--api-workers", api_workers)):
@@ -274,11 +323,15 @@ def command(
         runtime_lora_dir=runtime_lora_dir,
         batch_dir=batch_dir,
         api_keys=tuple(api_key or ()),
+        admin_api_key=admin_api_key,
+        profile_dir=profile_dir,
         salt_by_api_key=salt_by_api_key,
         allowed_hosts=tuple(allowed_host or ()),
         allowed_origins=tuple(allowed_origin or ()),
         shutdown_timeout_s=shutdown_timeout,
         access_log=access_log,
+        vllm_metrics=vllm_metrics,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         ui=ui,
         certificate=certificate,
     )
@@ -288,7 +341,13 @@ def command(
         require_certificate(config)
     from llmc.cli.serve_run import run_server
 
-    run_server(config, settings, log_level=log_level, engine_process=engine_process)
+    run_server(
+        config,
+        settings,
+        log_level=log_level,
+        log_format=log_format,
+        engine_process=engine_process,
+    )
 
 
 def _lora_modules(words: Sequence[str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ from llmc.check.background import BackgroundCheck
 from llmc.cli.console import about_model, banner, model_rows, note, phases, stderr_console
 from llmc.cli.loading import load_async_llm
 from llmc.config import EngineConfig
+from llmc.logs import set_up_logging
 from llmc.server.run import Companions, bind_socket, check_certificates, serve
 from llmc.server.settings import ServerSettings
 from llmc.server.unix_socket import unix_socket
@@ -33,14 +34,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANY_ADDRESS = ("0.0.0.0", "::", "")
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def run_server(
-    config: EngineConfig, settings: ServerSettings, *, log_level: str, engine_process: bool
+    config: EngineConfig,
+    settings: ServerSettings,
+    *,
+    log_level: str,
+    log_format: str,
+    engine_process: bool,
 ) -> None:
-    _set_up_logging(log_level)
-    run = _Run(config=config, settings=settings, log_level=log_level, console=stderr_console())
+    set_up_logging(log_level, log_format)
+    run = _Run(
+        config=config,
+        settings=settings,
+        log_level=log_level,
+        log_format=log_format,
+        console=stderr_console(),
+    )
     check_certificates(settings)
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(_listening(settings))
@@ -59,6 +70,7 @@ class _Run:
     config: EngineConfig
     settings: ServerSettings
     log_level: str
+    log_format: str
     console: Console
 
 
@@ -99,7 +111,10 @@ def _load_in_process(
     with phases(run.console) as on_phase:
         supervisor = stack.enter_context(
             Supervisor(
-                run.config, on_phase=on_phase, log_level=run.log_level, log_format=LOG_FORMAT
+                run.config,
+                on_phase=on_phase,
+                log_level=run.log_level,
+                log_format=run.log_format,
             )
         )
         folder = supervisor.folder
@@ -141,7 +156,7 @@ def _more_workers(
         run.config,
         metrics_folder=supervisor.folder,
         log_level=run.log_level,
-        log_format=LOG_FORMAT,
+        log_format=run.log_format,
     )
     workers = Workers(supervisor, make_order, sock, run.settings.api_workers - 1)
     return stack.enter_context(workers)
@@ -176,8 +191,3 @@ def _warn_if_open(console: Console, settings: ServerSettings) -> None:
             "Set one with LLMC_API_KEY or --api-key.",
             style="yellow",
         )
-
-
-def _set_up_logging(level: str) -> None:
-    logging.basicConfig(format=LOG_FORMAT, level=logging.WARNING)
-    logging.getLogger("llmc").setLevel(level.upper())

@@ -24,6 +24,9 @@ from llmc.engine.messages import (
     EngineState,
     EngineStats,
     GetState,
+    Operate,
+    Operated,
+    Operation,
     RequestUpdate,
 )
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
@@ -123,6 +126,8 @@ class AsyncLLM:
         self._link = link
         self._stats = stats
         self._state: asyncio.Future[EngineState | None] | None = None  # that was asked for
+        self._orders: dict[int, asyncio.Future[Operated]] = {}  # that were not answered yet
+        self._num_orders = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="llmc-text")
         self._trial = make_trial(info)
@@ -393,6 +398,27 @@ class AsyncLLM:
             raise EngineDeadError("the engine was restarted")
         return state
 
+    async def operate(self, operation: Operation, folder: str = "") -> str:
+        """Have the engine do this between two steps; what came of it, in words.
+
+        "stop_profile" writes into `folder`. Raises InvalidRequestError where it can't be done, and
+        EngineDeadError when the engine is lost meanwhile.
+        """
+        self.open()
+        self.check_health()
+        self._num_orders += 1
+        number = self._num_orders
+        answer: asyncio.Future[Operated] = asyncio.get_running_loop().create_future()
+        self._orders[number] = answer
+        self._link.send(Operate(number=number, operation=operation, folder=folder))
+        try:
+            operated = await answer
+        finally:
+            self._orders.pop(number, None)
+        if operated.error is not None:
+            raise InvalidRequestError(operated.error)
+        return operated.result
+
     def processes(self) -> Processes:
         """The processes that the model is served by."""
         return self._link.processes()
@@ -477,6 +503,9 @@ class AsyncLLM:
                 self._apply(event.updates)
             case EngineState():
                 self._answer_state(event)
+            case Operated():
+                if (answer := self._orders.get(event.number)) is not None and not answer.done():
+                    answer.set_result(event)
             case EngineLost():
                 self._dead, self._is_over = event.reason, event.is_final
                 self._answer_state(None)
@@ -505,6 +534,9 @@ class AsyncLLM:
 
     def _lose_all(self, reason: FinishReason) -> None:
         message = f"the engine has stopped: {self._dead}"
+        for answer in self._orders.values():
+            if not answer.done():
+                answer.set_exception(EngineDeadError(message))
         for request_id in list(self._outputs.active):
             for child in self._outputs.abort(request_id, reason, message):
                 self._link.send(AbortRequest(request_id=child))

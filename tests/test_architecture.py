@@ -30,6 +30,7 @@ LEAVES = (
     "llmc.background_thread",
     "llmc.cache_dir",
     "llmc.pooling",
+    "llmc.logs",
 )
 MAY_IMPORT = {
     "llmc.errors": (),
@@ -44,6 +45,7 @@ MAY_IMPORT = {
     "llmc.pooling": ("llmc.errors",),
     "llmc.background_thread": (),
     "llmc.cache_dir": (),
+    "llmc.logs": (),
     "llmc.kernels": ("llmc.errors", "llmc.background_thread", "llmc.cache_dir"),
     "llmc.passes": ("llmc.errors", "llmc.pooling", "llmc.kernels"),
     "llmc.engine": LEAVES,

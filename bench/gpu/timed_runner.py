@@ -38,6 +38,12 @@ class TimedRunner:
     def use_idle_time(self) -> bool:
         return bool(self._runner.use_idle_time())
 
+    def start_profile(self) -> None:
+        self._runner.start_profile()
+
+    def stop_profile(self, folder: str) -> str:
+        return str(self._runner.stop_profile(folder))
+
     @property
     def num_runtime_compiles(self) -> int:
         return self._runner.num_runtime_compiles

@@ -21,14 +21,21 @@ from collections import deque
 from llmc.engine.admission import Limits, admit, derive_seed
 from llmc.engine.beam_search import BeamSearch
 from llmc.engine.grammar import Constraint, wait_for_any
-from llmc.engine.messages import AddRequest, EngineState, EngineStats, RequestUpdate
+from llmc.engine.messages import (
+    AddRequest,
+    EngineState,
+    EngineStats,
+    Operate,
+    Operated,
+    RequestUpdate,
+)
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.parallel_sampling import same_prompt
 from llmc.engine.plan import PendingStep, Runner, StepPlan
 from llmc.engine.request import Request
 from llmc.engine.scheduler import Scheduler
 from llmc.engine.state import collect_state
-from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from llmc.errors import EngineDeadError, InvalidRequestError, LlmcError, QueueFullError
 from llmc.sampling_params import BeamSearchParams
 
 logger = logging.getLogger(__name__)
@@ -216,7 +223,26 @@ class EngineCore:
             num_drafts=speculation.num_drafts if speculation else 0,
             num_draft_tokens=speculation.num_draft_tokens if speculation else 0,
             num_accepted_tokens=speculation.num_accepted_tokens if speculation else 0,
+            num_deferred=min(scheduler.num_deferred, len(scheduler.waiting)),
+            num_cached_prompt_tokens=scheduler.num_cached_prompt_tokens,
+            num_step_tokens=scheduler.num_step_tokens,
+            step_sizes=tuple(scheduler.step_sizes),
         )
+
+    def operate(self, order: Operate) -> Operated:
+        """Carry out an operator's order. What fails is told, and changes nothing else."""
+        try:
+            match order.operation:
+                case "reset_prefix_cache":
+                    result = f"{self.scheduler.pool.forget_all()} cached blocks are forgotten"
+                case "start_profile":
+                    self.runner.start_profile()
+                    result = "the profile has begun"
+                case "stop_profile":
+                    result = self.runner.stop_profile(order.folder)
+        except (LlmcError, OSError, RuntimeError) as error:
+            return Operated(number=order.number, error=str(error))
+        return Operated(number=order.number, result=result)
 
     def state(self) -> EngineState:
         """Rows, blocks and queues, for people who watch."""

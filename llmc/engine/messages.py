@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from llmc.engine.plan import TokenLogprobs
 from llmc.lora_request import LoRARequest
 from llmc.outputs import FinishReason
 from llmc.sampling_params import SamplingParams
+
+Operation = Literal["reset_prefix_cache", "start_profile", "stop_profile"]
+# Upper bounds of the counts in EngineStats.step_sizes, in tokens; a last count is for all above.
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,27 @@ class GetState:
     """Someone watches the engine. The answer is one EngineState; without this none is computed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operate:
+    """An operator's order, which changes no answer. It is carried out between two steps.
+
+    `folder` is where "stop_profile" writes. The answer is one Operated of the same `number`.
+    """
+
+    number: int  # of the frontend
+    operation: Operation
+    folder: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operated:
+    """What came of an Operate: `result` is for people, `error` why it was not done."""
+
+    number: int
+    result: str = ""
+    error: str | None = None
+
+
 @dataclass(slots=True, kw_only=True)  # not frozen: made per row per step, and frozen costs 3x
 class RequestUpdate:
     """What a step did for one request: the tokens drawn, and whether it has ended.
@@ -62,6 +88,7 @@ class RequestUpdate:
     is_whole: bool = False
     num_cached_tokens: int = 0
     queue_s: float | None = None  # from its arrival to its first step; None before that
+    num_preemptions: int = 0
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     vector: bytes = b""
     error: str | None = None
@@ -98,6 +125,10 @@ class EngineStats:
     num_drafts: int = 0  # steps of a request with draft tokens
     num_draft_tokens: int = 0  # computed in those
     num_accepted_tokens: int = 0  # of those: equal to what the model drew
+    num_deferred: int = 0  # of the waiting: for a grammar, an adapter or another's prompt
+    num_cached_prompt_tokens: int = 0  # of the prompts' tokens: never computed for their request
+    num_step_tokens: int = 0  # of all steps
+    step_sizes: Sequence[int] = ()  # how many steps had up to STEP_SIZES[i] tokens, or more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -178,5 +178,11 @@ class Runner(Protocol):
     def use_idle_time(self) -> bool:
         """Do a little of what would delay a step. -> whether there may be more to do."""
 
+    def start_profile(self) -> None:
+        """Record what steps do from now on. Raises RuntimeError while one is recorded."""
+
+    def stop_profile(self, folder: str) -> str:
+        """Write the record to a file in `folder`. -> its path. RuntimeError when there is none."""
+
     def submit(self, plan: StepPlan) -> PendingStep:
         """Start a step and return at once. Never raises for the content of one request."""

@@ -113,6 +113,7 @@ class Queues:
 
     def preempt(self, request: Request) -> None:
         self.num_preemptions += 1
+        request.num_preemptions += 1
         self.requeue(request)
 
     def requeue(self, request: Request) -> None:

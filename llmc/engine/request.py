@@ -80,6 +80,7 @@ class Request:
     num_cached_tokens: int | None = None  # of the prompt; None until it is first scheduled
     arrived_s: float = field(default_factory=time.monotonic)
     queue_s: float | None = None  # from then to its first step; None until that
+    num_preemptions: int = 0
     first_token_s: float | None = None  # from then to its first token; None until that
     prompt_scores: list[TokenLogprobs | None] = field(default_factory=list)  # of tokens 1, 2, ...
 
@@ -112,6 +113,7 @@ class Request:
             logprobs=() if logprob is None else (logprob,),
             num_cached_tokens=self.num_cached_tokens or 0,
             queue_s=self.queue_s,
+            num_preemptions=self.num_preemptions,
         )
         num_tokens = len(self.token_ids)
         if self.prompt_scores and num_tokens == self.num_prompt_tokens + 1:

@@ -15,6 +15,7 @@ A row and its blocks are freed only when no step in flight uses them.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice, repeat
@@ -25,7 +26,7 @@ from llmc.engine.kv.block_pool import BlockPool
 from llmc.engine.kv.layout import WHOLE, CacheLayout
 from llmc.engine.kv.prefix_cache import live
 from llmc.engine.kv.row_table import NO_SOURCE, RowTable, Source, new_row
-from llmc.engine.messages import FinishedRequest, RequestUpdate
+from llmc.engine.messages import STEP_SIZES, FinishedRequest, RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.parallel_sampling import PromptSharing
 from llmc.engine.plan import StepPlan, StepResult, TokenLogprobs
@@ -71,6 +72,10 @@ class Scheduler:
         self.last_finished: deque[FinishedRequest] = deque(maxlen=MAX_FINISHED)
         self.num_steps = 0
         self.num_prompt_tokens = 0
+        self.num_cached_prompt_tokens = 0
+        self.num_step_tokens = 0
+        self.step_sizes = [0] * (len(STEP_SIZES) + 1)
+        self.num_deferred = 0  # waiting requests that the last step passed over
         self.num_generated_tokens = 0
         self.num_finished = 0
         self.num_failed_steps = 0
@@ -164,6 +169,9 @@ class Scheduler:
             adapter_copies=self.adapters.pop_copies(),
         )
         self.num_steps += 1
+        num_tokens = self._max_num_batched_tokens - builder.budget
+        self.num_step_tokens += num_tokens
+        self.step_sizes[bisect_left(STEP_SIZES, num_tokens)] += 1
         self._in_flight.append(builder)
         return builder.plan
 
@@ -245,14 +253,14 @@ class Scheduler:
         adapter is not there yet. While one finds no slot for it, none behind with an adapter goes
         first, so that slots do become free.
         """
-        index = num_kept_rows = 0
+        index = num_kept_rows = self.num_deferred = 0
         has_slots = True
         while index < len(self.waiting) and builder.budget:
             request = self.waiting[index]
             if request.num_in_flight:  # preempted: until the tokens in flight are known
                 return
             if request.extension is not None and not request.extension.is_ready(request):
-                index += 1
+                index = self.num_deferred = index + 1
                 continue
             if self.rows.num_free_rows <= num_kept_rows:
                 self._no_room_for = request
@@ -261,14 +269,14 @@ class Scheduler:
                 return
             source = self._sharing.find_source(request, builder)
             if source.wait:
-                index += 1
+                index = self.num_deferred = index + 1
                 num_kept_rows += 1
                 continue
             if request.adapter is not None:
                 ready = self.adapters.prepare(request.adapter) if has_slots else Readiness.NO_SLOT
                 has_slots = ready is not Readiness.NO_SLOT
                 if ready is not Readiness.READY:
-                    index += 1
+                    index = self.num_deferred = index + 1
                     continue
             # One block stays free for each running request, whose next growth should not have to
             # preempt the one that is admitted now.
@@ -302,6 +310,7 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.queue_s = time.monotonic() - request.arrived_s
             self.num_prompt_tokens += request.num_prompt_tokens
+            self.num_cached_prompt_tokens += min(request.num_computed, request.num_prompt_tokens)
             if source.request is not None:  # what it shares was computed for the same call
                 request.num_cached_tokens = source.request.num_cached_tokens
             else:

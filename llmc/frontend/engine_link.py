@@ -1,7 +1,7 @@
 """How `AsyncLLM` reaches its engine, wherever that runs.
 
-    AsyncLLM --AddRequest, AbortRequest, GetState--> EngineLink --> the engine
-             <-- EngineOutputs, EngineState, EngineStarted, EngineLost --
+    AsyncLLM --AddRequest, AbortRequest, GetState, Operate--> EngineLink --> the engine
+             <-- EngineOutputs, EngineState, Operated, EngineStarted, EngineLost --
 
 `engine_thread.EngineThread`: an engine in a thread of this process.
 `processes.remote_engine.RemoteEngine`: one in another process, which may die and be restarted.
@@ -20,12 +20,14 @@ from llmc.engine.messages import (
     EngineState,
     EngineStats,
     GetState,
+    Operate,
+    Operated,
 )
 
 if TYPE_CHECKING:
     from llmc.model_info import ModelInfo
 
-Message = AddRequest | AbortRequest | GetState
+Message = AddRequest | AbortRequest | GetState | Operate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class EngineLost:
     is_final: bool
 
 
-EngineEvent = EngineOutputs | EngineState | EngineStarted | EngineLost
+EngineEvent = EngineOutputs | EngineState | Operated | EngineStarted | EngineLost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from llmc.config import EngineConfig, SchedulingPolicy
-from llmc.engine.messages import AddRequest, EngineState, EngineStats, RequestUpdate
+from llmc.engine.messages import (
+    AddRequest,
+    EngineState,
+    EngineStats,
+    Operate,
+    Operated,
+    RequestUpdate,
+)
 from llmc.errors import ConfigError
 from llmc.frontend.ported_options import port_keywords
 from llmc.speculative_config import SpeculativeConfig
@@ -70,6 +77,7 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
     def state(self) -> EngineState: ...
+    def operate(self, order: Operate, /) -> Operated: ...
 
 
 def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:

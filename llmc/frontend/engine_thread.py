@@ -1,7 +1,7 @@
 """The engine in a separate thread, reached by messages only.
 
-    event loop --AddRequest, AbortRequest, GetState--> inbox --> engine.add / abort / state / step
-               <---------- EngineOutputs, EngineState ---------- publish
+    event loop --AddRequest, AbortRequest, GetState, Operate--> inbox --> engine.add / abort / ...
+               <---------- EngineOutputs, EngineState, Operated ---------- publish
 
 Nothing else is shared. processes/remote_engine.py and engine_host.py do the same over a process
 border.
@@ -26,6 +26,7 @@ from llmc.engine.messages import (
     AddRequest,
     EngineOutputs,
     GetState,
+    Operate,
     RequestUpdate,
 )
 from llmc.errors import InvalidRequestError, LlmcError
@@ -97,6 +98,8 @@ class EngineThread:
                 self._engine.abort(message.request_id)
             elif isinstance(message, GetState):
                 self._publish(self._engine.state())
+            elif isinstance(message, Operate):
+                self._publish(self._engine.operate(message))
             else:
                 refused.extend(add_or_refuse(self._engine, message))
         updates = self._engine.step() if self._engine.has_work else ()

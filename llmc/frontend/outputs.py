@@ -36,6 +36,7 @@ class ActiveRequest:
     ended: float | None = None
     num_cached_tokens: int = 0
     queue_s: float | None = None  # of the sequence that was scheduled first
+    num_preemptions: int = 0  # of the sequence that had most
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     vector: bytes = b""  # float32, of a model that pools
     error: str | None = None
@@ -148,6 +149,7 @@ class OutputProcessor:
             if completion.index == 0 and len(completion.token_ids) == 0:
                 self._take_scores(request, update)
             request.num_cached_tokens = max(request.num_cached_tokens, update.num_cached_tokens)
+            request.num_preemptions = max(request.num_preemptions, update.num_preemptions)
             if request.queue_s is None:
                 request.queue_s = update.queue_s
             request.vector = update.vector

@@ -42,7 +42,7 @@ NOT_NEEDED: Mapping[str, str] = {
     "--enable-prompt-tokens-details": "usage always has them",
     "--enable-request-id-headers": "answers always have them",
     "--disable-custom-all-reduce": "there is one device",
-    "--disable-fastapi-docs": "there is no such page",
+    "--disable-fastapi-docs": "--no-ui leaves out all pages",
     "--no-enable-log-outputs": "outputs are never logged",
     "--enable-log-requests": "the access log is on",
 }
@@ -87,7 +87,6 @@ REFUSED: Mapping[str, str] = {
     "--hf-token": "set HF_TOKEN",
     "--download-dir": "set HF_HOME",
     "--middleware": "put a proxy before the server",
-    "--otlp-traces-endpoint": "there are no traces yet; /metrics has the times",
     "--limit-mm-per-prompt": "models are served as text models",
     "--mm-processor-kwargs": "models are served as text models",
     "--override-generation-config": "send the parameters with each request",

@@ -159,7 +159,7 @@ def compute_metrics(
         request_goodput=None if good is None else good / duration_s,
         output_throughput=output_tokens / duration_s,
         total_token_throughput=(input_tokens + output_tokens) / duration_s,
-        max_output_tokens_per_s=_peak_tokens(done),
+        max_output_tokens_per_s=_peak_tokens(done, duration_s),
         max_concurrent_requests=_peak_requests(done),
         distributions={
             name: Distribution.of_seconds(values, percentiles) for name, values in seconds.items()
@@ -173,16 +173,23 @@ def _is_good(trace: RequestTrace, limits_ms: Mapping[str, float]) -> bool:
     return all(actual_s[name] * 1e3 <= limit for name, limit in limits_ms.items())
 
 
-def _peak_tokens(traces: Sequence[RequestTrace]) -> float:
-    """Most tokens in any whole second after the first request; a chunk may hold several."""
+def _peak_tokens(traces: Sequence[RequestTrace], duration_s: float) -> float:
+    """The highest rate of tokens over a second, or the next shorter time that divides the run.
+
+    That makes it no lower than the mean: not all of these parts can be below it. A chunk may hold
+    several tokens.
+    """
     if not traces:
         return 0.0
     start = min(t.sent_s for t in traces)
-    tokens = np.zeros(math.floor(max(t.token_times_s[-1] for t in traces) - start) + 1)
+    parts = max(1, math.ceil(duration_s))
+    width_s = duration_s / parts
+    tokens = np.zeros(parts)
     for trace in traces:
         for time_s in trace.token_times_s:
-            tokens[math.floor(time_s - start)] += trace.output_tokens / len(trace.token_times_s)
-    return float(tokens.max())
+            part = min(parts - 1, max(0, math.floor((time_s - start) / width_s)))
+            tokens[part] += trace.output_tokens / len(trace.token_times_s)
+    return float(tokens.max()) / width_s
 
 
 def _peak_requests(traces: Sequence[RequestTrace]) -> int:

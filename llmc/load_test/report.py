@@ -8,13 +8,17 @@ import os
 import shlex
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmc.errors import ConfigError
 from llmc.load_test.metrics import METRICS, BenchMetrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WIDTH = 50
 Row = tuple[str, str]
@@ -127,6 +131,11 @@ def check_can_plot() -> None:
 
 def write_plot(path: Path, title: str, samples_ms: Mapping[str, Sequence[float]]) -> None:
     """One panel a metric: its cumulative distribution, with median and 99th percentile named."""
+    draw_plot(title, samples_ms).savefig(path, dpi=120)
+
+
+def draw_plot(title: str, samples_ms: Mapping[str, Sequence[float]]) -> Figure:
+    """The figure of `write_plot`."""
     check_can_plot()
     from matplotlib.figure import Figure  # no pyplot: no window system, no global state
 
@@ -134,21 +143,23 @@ def write_plot(path: Path, title: str, samples_ms: Mapping[str, Sequence[float]]
     if not shown:
         raise ConfigError("there is nothing to plot: no request succeeded")
     figure = Figure(figsize=(4.2 * len(shown), 3.6), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle("\n".join(textwrap.wrap(title, int(50 * len(shown)))))
     for axes, (name, values) in zip(
         figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True
     ):
         share = [(i + 1) / len(values) for i in range(len(values))]
         axes.step(values, share, where="post", color="#2563a8")
-        for level, style in ((0.5, "--"), (0.99, ":")):
+        middle = sum(axes.get_xlim()) / 2
+        # one above the other, as the two may be equal, and inside of the panel
+        for level, style, height in ((0.5, "--", 0.02), (0.99, ":", 0.52)):
             value = values[min(len(values) - 1, int(level * len(values)))]
             axes.axvline(value, linestyle=style, color="#666666", linewidth=1)
             axes.annotate(
                 f"p{level * 100:g}: {value:.1f}",
-                (value, 0.02),
+                (value, height),
                 rotation=90,
                 fontsize=8,
-                ha="right",
+                ha="right" if value > middle else "left",
                 va="bottom",
             )
         axes.set_title(METRICS.get(name, name), fontsize=10)
@@ -156,4 +167,4 @@ def write_plot(path: Path, title: str, samples_ms: Mapping[str, Sequence[float]]
         axes.set_ylabel("share of samples")
         axes.set_ylim(0, 1.02)
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    return figure

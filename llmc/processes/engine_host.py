@@ -1,7 +1,7 @@
 """The engine's side of the process border: one engine, any number of frontends.
 
-    frontends --AddRequest, AbortRequest, GetState--> ROUTER --> engine.add / abort / state / step
-              <------- EngineOutputs, EngineState --- ROUTER <--
+    frontends --AddRequest, AbortRequest, GetState, Operate--> ROUTER --> engine.add / abort / ...
+              <------- EngineOutputs, EngineState, Operated -- ROUTER <--
 
 One thread does it all: while a step runs, messages wait in ZeroMQ's own thread. A frontend gets the
 updates of its own requests only. One that reads nothing for a long time loses its requests, so
@@ -24,6 +24,8 @@ from llmc.engine.messages import (
     EngineState,
     EngineStats,
     GetState,
+    Operate,
+    Operated,
     RequestUpdate,
 )
 from llmc.frontend.engine_options import Engine
@@ -45,7 +47,9 @@ MAX_UNREAD = 20_000  # messages to one frontend, minutes of steps, before it cou
 IDLE_POLL_MS = 200
 IDLE_STATS_S = 0.5  # between two reports of changed numbers to a frontend without requests
 
-ToEngine = Hello | AddRequest | AbortRequest | GetState | FrontendGone
+ToEngine = Hello | AddRequest | AbortRequest | GetState | Operate | FrontendGone
+
+FromEngine = EngineOutputs | EngineState | Operated | Disconnected
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,6 +118,9 @@ class EngineHost:
             case GetState():
                 if not self._send(identity, self._engine.state()):
                     self._disconnect(identity, UNREAD)
+            case Operate():
+                if not self._send(identity, self._engine.operate(message)):
+                    self._disconnect(identity, UNREAD)
             case AddRequest():
                 self._add(frontend, message)
 
@@ -152,7 +159,7 @@ class EngineHost:
             else:
                 self._disconnect(frontend.identity, UNREAD)
 
-    def _send(self, identity: bytes, message: EngineOutputs | EngineState | Disconnected) -> bool:
+    def _send(self, identity: bytes, message: FromEngine) -> bool:
         """False: the frontend reads too little, or is not connected any more."""
         try:
             self._socket.send_multipart([identity, *pack(message)], zmq.NOBLOCK)

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from llmc.logs import set_up_logging
 from llmc.processes.parent_watch import die_with_parent, leave_signals_to_parent
 
 if TYPE_CHECKING:
@@ -52,8 +53,7 @@ def main(start: Start | None = None) -> int:
         except WireError as exc:
             report(describe_failure(exc))
             return 1
-        logging.basicConfig(format=order.log_format, level=logging.WARNING)
-        logging.getLogger("llmc").setLevel(order.log_level.upper())
+        set_up_logging(order.log_level, order.log_format)
         stopped = threading.Event()
         watcher = threading.Thread(target=_watch_parent, args=(order.folder, stopped), daemon=True)
         watcher.start()

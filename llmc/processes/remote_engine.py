@@ -1,7 +1,7 @@
 """The frontend's side of the process border: a link to the engine process that runs now.
 
-    AsyncLLM --send--> DEALER --AddRequest, AbortRequest, GetState--> engine process
-             <--publish-- DEALER <--- EngineOutputs, EngineState ---
+    AsyncLLM --send--> DEALER --AddRequest, AbortRequest, GetState, Operate--> engine process
+             <--publish-- DEALER <--- EngineOutputs, EngineState, Operated ---
 
 All in the event loop. The process watch says which engine runs; each engine gets a new socket, so
 that nothing sent to a dead engine reaches the next.
@@ -15,7 +15,7 @@ import logging
 
 import zmq
 
-from llmc.engine.messages import EngineOutputs, EngineState
+from llmc.engine.messages import EngineOutputs, EngineState, Operated
 from llmc.frontend.engine_link import (
     EngineLost,
     EngineStarted,
@@ -46,7 +46,9 @@ class RemoteEngine:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._engine: EngineUp | None = None
-        self._read: Unpacker[EngineOutputs | EngineState | Disconnected] = Unpacker(TO_FRONTEND)
+        self._read: Unpacker[EngineOutputs | EngineState | Operated | Disconnected] = Unpacker(
+            TO_FRONTEND
+        )
         self._num_gone = 0
         self._is_closed = False
         self._processes = ServerProcesses()

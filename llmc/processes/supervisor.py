@@ -55,7 +55,7 @@ class Supervisor:
         command: Sequence[str] = (),
         budget: RestartBudget | None = None,
         log_level: str = "warning",
-        log_format: str = logging.BASIC_FORMAT,
+        log_format: str = "text",
     ) -> None:
         # The engine's own queue has no limit: frontends refuse what is too much.
         self._config = dataclasses.replace(config, max_num_queued=None)

@@ -1,7 +1,7 @@
 """How messages cross process borders: msgpack over ZeroMQ, lines of JSON over pipes.
 
-    frontend --Hello, AddRequest, AbortRequest, GetState, FrontendGone--> engine     (ZeroMQ)
-             <--------- EngineOutputs, EngineState, Disconnected ---------
+    frontend --Hello, AddRequest, AbortRequest, GetState, Operate, FrontendGone--> engine (ZeroMQ)
+             <--------- EngineOutputs, EngineState, Operated, Disconnected ---------
     engine   --Phase, Ready, Failed--> main process                        (its report pipe)
 
 A message is three parts: the version, the name of its type, and the dataclass itself. Types are
@@ -29,6 +29,8 @@ from llmc.engine.messages import (
     EngineState,
     EngineStats,
     GetState,
+    Operate,
+    Operated,
 )
 from llmc.errors import ConfigError, LlmcError
 from llmc.model_info import ModelInfo, Phase
@@ -89,8 +91,8 @@ class EngineOrder:
     log_format: str
 
 
-TO_ENGINE = (Hello, AddRequest, AbortRequest, GetState, FrontendGone)
-TO_FRONTEND = (EngineOutputs, EngineState, Disconnected)
+TO_ENGINE = (Hello, AddRequest, AbortRequest, GetState, Operate, FrontendGone)
+TO_FRONTEND = (EngineOutputs, EngineState, Operated, Disconnected)
 REPORTS = (Phase, Ready, Failed)
 
 

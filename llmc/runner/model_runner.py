@@ -10,9 +10,11 @@ planned and launched while the one before it runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,10 +34,13 @@ from llmc.runner.faults import classified
 from llmc.runner.graphs import StepGraphs, StepOutputs, StepShape
 from llmc.runner.kv_cache import copy_blocks
 from llmc.runner.logprobs import chosen_tokens, gather_logprobs, read_result, read_vectors
+from llmc.runner.profiler import StepProfiler
 from llmc.runner.rows import RowTables
 from llmc.runner.step_buffers import StepBuffers, StepInputs
 from llmc.runner.step_recordings import StepRecordings
 from llmc.runner.swap_space import SwapSpace
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +100,7 @@ class ModelRunner:
         self._recordings = StepRecordings() if rows.device.type == "cpu" else None
         self._offered: StepFunction | None = None  # waits for an idle moment
         self._watch = CompileWatch()
+        self._profiler = StepProfiler()
         self._executor: ThreadPoolExecutor | None = None
         if rows.device.type == "cpu" and max_in_flight > 1:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="llmc-runner")
@@ -111,6 +117,18 @@ class ModelRunner:
             pending.set_exception(classified(error))
             return pending
         return _Pending(self, launched)
+
+    def start_profile(self) -> None:
+        """Record kernels and operators of the steps from now on, with torch's profiler."""
+        self._on_step_thread(self._profiler.start)
+
+    def stop_profile(self, folder: str) -> str:
+        """Write the record into `folder`. -> the file, for chrome://tracing or Perfetto."""
+        return self._on_step_thread(functools.partial(self._profiler.stop, folder))
+
+    def _on_step_thread(self, do: Callable[[], T]) -> T:
+        """torch profiles the thread that asks for it."""
+        return do() if self._executor is None else self._executor.submit(do).result()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step to its end."""

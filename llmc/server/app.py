@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llmc.async_llm import AsyncLLM
 from llmc.server import (
     adapters,
+    admin,
     anthropic,
     batches,
     chat,
@@ -42,7 +43,9 @@ from llmc.server.errors import unknown_route
 from llmc.server.guard import Guard
 from llmc.server.metrics import Metrics
 from llmc.server.responses_store import ResponseStore
+from llmc.server.running_calls import RunningCalls
 from llmc.server.settings import ServerSettings
+from llmc.server.tracing import Tracer
 
 Endpoint = Callable[[Request], Awaitable[Any]]
 
@@ -90,19 +93,34 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET,POST", "/ping", status.health),
     ("GET", "/version", status.version),
     ("GET", "/metrics", status.metrics),
+    ("GET", "/load", admin.load),
+    ("GET", "/server_info", admin.server_info),
+    ("POST", "/start_profile", admin.start_profile),
+    ("POST", "/stop_profile", admin.stop_profile),
+    ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
+    ("POST", "/abort_requests", admin.abort_requests),
     ("GET", "/v1/engine/events", engine_events.engine_events),
     ("GET", "/openapi.json", openapi.openapi),
 )
 # The page for people, which no program calls: not in the OpenAPI document, and absent with --no-ui.
 PAGE_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", page.PAGE, page.page),
+    ("GET", page.DOCS, page.docs),
     ("GET", page.FILES + "{name}", page.page_file),
 )
 
 
 def create_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
     """The server's application on a loaded model. `serve` runs it; tests may run it otherwise."""
-    middleware = [Middleware(Guard, settings=settings, is_draining=lambda: llm.is_draining)]
+    names = models.served_names(llm, settings.served_model_names)
+    metrics = Metrics(llm, names[0], vllm_names=settings.vllm_metrics)
+    guard = Middleware(
+        Guard,
+        settings=settings,
+        is_draining=lambda: llm.is_draining,
+        on_answer=_counted_by(metrics),
+    )
+    middleware = [guard]
     if settings.allowed_origins:
         # around the Guard: browsers send no key when they ask whether they may
         middleware.insert(0, _for_web_pages(settings.allowed_origins))
@@ -118,16 +136,32 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
     state.llm = llm
     state.settings = settings
     state.responses = ResponseStore()
-    state.names = models.served_names(llm, settings.served_model_names)
+    state.names = names
     state.adapters = adapters.Adapters(llm, settings, state.names)
     state.created = int(time.time())
-    state.metrics = Metrics(llm, state.names[0])
+    state.metrics = metrics
+    state.running_calls = RunningCalls()
+    state.tracer = None
+    if settings.otlp_traces_endpoint is not None:
+        state.tracer = Tracer.to(settings.otlp_traces_endpoint)
     state.engine_feed = engine_events.EngineFeed(llm)
     state.batch_store = state.batch_runner = None
     if settings.batch_dir is not None:
         state.batch_store = store = BatchStore(Path(settings.batch_dir).expanduser())
         state.batch_runner = BatchRunner(app, store, salt_by_api_key=settings.salt_by_api_key)
     return app
+
+
+def _counted_by(metrics: Metrics) -> Callable[[Scope, int, float], None]:
+    """Counts an answer by the route that gave it: clients choose paths, and there are many."""
+    paths = {call: path for _, path, call in (*ROUTES, *PAGE_ROUTES)}
+
+    def count(scope: Scope, status: int, seconds: float) -> None:
+        endpoint = scope.get("endpoint")
+        handler = paths.get(endpoint, "none") if endpoint is not None else "none"
+        metrics.answered(scope["method"], handler, status, seconds)
+
+    return count
 
 
 class _Mounted:

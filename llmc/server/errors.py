@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
 
@@ -32,6 +33,7 @@ STATUS_NAMES: dict[int, tuple[str, str]] = {
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
     408: ("invalid_request_error", "request_timeout"),
+    409: ("invalid_request_error", "conflict"),
     413: ("invalid_request_error", "body_too_large"),
     415: ("invalid_request_error", "unsupported_media_type"),
     431: ("invalid_request_error", "headers_too_large"),
@@ -71,15 +73,20 @@ class ApiError(Exception):
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    kind, code = STATUS_NAMES.get(error.status, STATUS_NAMES[500])
+    kind, _ = STATUS_NAMES.get(error.status, STATUS_NAMES[500])
     return {
         "error": {
             "message": error.shown,
             "type": kind,
             "param": error.param,
-            "code": error.code or code,
+            "code": code_of(error),
         }
     }
+
+
+def code_of(error: ApiError) -> str:
+    """What programs, and the log, know an error by."""
+    return error.code or STATUS_NAMES.get(error.status, STATUS_NAMES[500])[1]
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
@@ -101,7 +108,8 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(dump_json(value), status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError, path: str) -> Response:
+def error_response(error: ApiError, path: str, request_id: str | None = None) -> Response:
+    """`request_id` is in the body too, where the protocol has a place for it."""
     headers = {}
     if error.status in (429, 503):
         headers["retry-after"] = RETRY_AFTER_S
@@ -114,7 +122,10 @@ def error_response(error: ApiError, path: str) -> Response:
         write = anthropic_error
     elif path.startswith("/api/"):
         write = ollama_error
-    return json_response(write(error), error.status, headers)
+    body = write(error)
+    if request_id is not None and write is not ollama_error:
+        body["request_id"] = request_id
+    return json_response(body, error.status, headers)
 
 
 def as_api_error(exc: Exception) -> ApiError:
@@ -140,10 +151,12 @@ async def unknown_route(request: Request, exc: Exception) -> Response:
     what = {404: "no such path", 405: "this path takes another method"}
     message = what.get(exc.status_code, str(exc.detail))
     asked = f"{request.method} {request.scope['path']!r:.200}"
-    error = ApiError(exc.status_code, f"{message}: {asked}")
-    response = error_response(error, request.scope["path"])
-    if exc.headers and "Allow" in exc.headers:
-        response.headers["allow"] = exc.headers["Allow"]
+    error = request.state.error = ApiError(exc.status_code, f"{message}: {asked}")
+    response = error_response(error, request.scope["path"], request.state.request_id)
+    if exc.status_code == 405:  # of all routes of this path, of which the router names one's
+        routes = request.app.routes
+        same = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        response.headers["allow"] = ", ".join(sorted(set().union(*(r.methods for r in same))))
     return response
 
 

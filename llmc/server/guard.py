@@ -16,15 +16,25 @@ from collections.abc import Callable, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llmc.server.errors import ApiError, as_api_error, error_response
-from llmc.server.page import FILES, PAGE
+from llmc.logs import REQUEST_ID
+from llmc.server.errors import ApiError, as_api_error, code_of, error_response
+from llmc.server.page import DOCS, FILES, PAGE
 from llmc.server.settings import ServerSettings
 
 access = logging.getLogger("llmc.access")
 
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/ping"})
+ADMIN_PATHS = frozenset(
+    {
+        *("/load", "/server_info", "/start_profile", "/stop_profile"),
+        *("/reset_prefix_cache", "/abort_requests"),
+    }
+)
+UNCOUNTED_PATHS = PUBLIC_PATHS | {"/metrics", "/load", "/version"}  # probes
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 CLIENT_CLOSED = 499  # in the log only, as other servers write it
+# an answer's scope, status and seconds
+OnAnswer = Callable[[Scope, int, float], None]
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -32,9 +42,20 @@ class Guard:
     """Decides who may pass, and adds the request id to every response."""
 
     def __init__(
-        self, app: ASGIApp, *, settings: ServerSettings, is_draining: Callable[[], bool]
+        self,
+        app: ASGIApp,
+        *,
+        settings: ServerSettings,
+        is_draining: Callable[[], bool],
+        on_answer: OnAnswer | None = None,
     ) -> None:
         self._app = app
+        self._on_answer = on_answer
+        self._admin_key = (
+            hashlib.sha256(settings.admin_api_key.encode()).digest()
+            if settings.admin_api_key is not None
+            else None
+        )
         self._settings = settings
         self._is_draining = is_draining
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
@@ -53,6 +74,7 @@ class Guard:
             return
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id.decode()
+        token = REQUEST_ID.set(request_id.decode())
         outcome = _Outcome()
 
         async def stamped(message: Message) -> None:
@@ -68,9 +90,13 @@ class Guard:
         try:
             await self._pass(scope, receive, stamped, outcome)
         finally:
+            status = scope["state"].get("log_status", outcome.status) or CLIENT_CLOSED
+            seconds = time.monotonic() - started
             if self._settings.access_log and scope["path"] not in PUBLIC_PATHS:
-                seconds = time.monotonic() - started
-                _log(scope, scope["state"].get("log_status", outcome.status), seconds, request_id)
+                _log(scope, status, seconds)
+            if self._on_answer is not None and scope["path"] not in UNCOUNTED_PATHS:
+                self._on_answer(scope, status, seconds)
+            REQUEST_ID.reset(token)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, outcome: _Outcome) -> None:
         try:
@@ -79,17 +105,22 @@ class Guard:
         except Exception as exc:
             if outcome.status:  # too late for a status: the connection is closed
                 raise
-            await error_response(as_api_error(exc), scope["path"])(scope, receive, send)
+            error = scope["state"]["error"] = as_api_error(exc)
+            request_id = scope["state"]["request_id"]
+            await error_response(error, scope["path"], request_id)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
         path = scope["path"]
         self._check_size(scope)
         if self._check_host:
             self._check_names(scope)
-        if path in PUBLIC_PATHS or path == PAGE or path.startswith(FILES):
+        if path in PUBLIC_PATHS or path in (PAGE, DOCS) or path.startswith(FILES):
+            return
+        if path in ADMIN_PATHS:
+            self._admit_operator(scope)
             return
         if self._keys:
-            key = self._find_key(scope)
+            key = self._find_key(scope, self._keys)
             if key is None:
                 raise ApiError(
                     401, "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
@@ -99,6 +130,25 @@ class Guard:
                 scope["state"]["cache_owner"] = key.hex()
         if self._is_draining():
             raise ApiError(503, "the server is shutting down", code="shutting_down")
+
+    def _admit_operator(self, scope: Scope) -> None:
+        """The operator's routes have a key of their own, and are closed without one."""
+        if self._admin_key is None:
+            raise ApiError(
+                404,
+                f"{scope['path']} is for the operator; start the server with --admin-api-key",
+                code="admin_api_disabled",
+            )
+        if self._find_key(scope, [self._admin_key]) is None:
+            if self._find_key(scope, self._keys) is not None:
+                raise ApiError(
+                    403,
+                    f"{scope['path']} needs the key of --admin-api-key; this is a client's key",
+                    code="admin_api_key_needed",
+                )
+            raise ApiError(
+                401, "the operator's key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+            )
 
     def _check_size(self, scope: Scope) -> None:
         """h11 looks at the size only of a head that has not come to its end."""
@@ -111,8 +161,9 @@ class Guard:
                 f"{settings.max_headers} and {settings.max_header_bytes}",
             )
 
-    def _find_key(self, scope: Scope) -> bytes | None:
-        """The digest of the key that was sent, if it is one of ours."""
+    @staticmethod
+    def _find_key(scope: Scope, ours: Iterable[bytes]) -> bytes | None:
+        """The digest of the key that was sent, if it is one of `ours`."""
         given = [value for name, value in scope["headers"] if name == b"x-api-key"]
         for value in _values(scope, b"authorization"):
             kind, _, key = value.partition(b" ")
@@ -122,7 +173,7 @@ class Guard:
         found = None
         for key in given:
             digest = hashlib.sha256(key).digest()
-            for known in self._keys:
+            for known in ours:
                 if hmac.compare_digest(digest, known):
                     found = known
         return found
@@ -180,13 +231,33 @@ def _request_id(scope: Scope) -> bytes:
     return uuid.uuid4().hex.encode()
 
 
-def _log(scope: Scope, status: int, seconds: float, request_id: bytes) -> None:
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    """One line; the formatter adds the request's id. Of an error: its code, and its parameter."""
+    fields = {
+        "method": scope["method"],
+        "path": scope["path"][:200],
+        "status": status,
+        "seconds": round(seconds, 6),
+    }
+    why = ""
+    error: ApiError | None = scope["state"].get("error")
+    if error is not None:
+        fields["code"] = code_of(error)
+        why = f" code={fields['code']}"
+        if error.param is not None:
+            fields["param"] = error.param[:200]
+            why += f" param={_one_line(fields['param'])}"
     access.info(
-        "%s %s %d %.3fs id=%s",
+        "%s %s %d %.3fs%s",
         scope["method"],
-        # repr: a path may hold control characters, and a log line must stay one line
-        repr(scope["path"][:200])[1:-1],
-        status or CLIENT_CLOSED,
+        _one_line(scope["path"][:200]),
+        status,
         seconds,
-        request_id.decode(),
+        why,
+        extra={"fields": fields},
     )
+
+
+def _one_line(text: str) -> str:
+    """A path or a field's name may hold control characters, and a log line must stay one line."""
+    return repr(text)[1:-1]

@@ -9,67 +9,99 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import psutil
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from llmc.async_llm import AsyncLLM, Stream
 from llmc.frontend.completion import CompletionDelta
+from llmc.frontend.outputs import ActiveRequest
+from llmc.server.engine_metrics import LABELS, EngineCollector
+from llmc.server.vllm_metrics import vllm_registry
 
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
     *(20, 40, 80, 160, 640, 2560),
 )
-TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
-REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
+    *(20, 40, 80),
+)
+REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960),
+    *(1920, 7680),
+)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-LABELS = ("model_name",)
+FEW = (0, 1, 2, 5, 10, 20, 50, 100)
+HTTP_S = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+REASONS = ("stop", "length", "abort", "error")
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # read by prometheus_client when it is imported
 
 
 class Metrics:
-    """All metrics of one server, in a separate registry."""
+    """All metrics of one server, in a separate registry. `vllm_names`: under vLLM's names too."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+    def __init__(self, llm: AsyncLLM, model_name: str, *, vllm_names: bool = False) -> None:
         self._registry = CollectorRegistry()
         self._model_name = model_name
-        engine = _EngineCollector(llm, model_name)
-        self.first_token = self._histogram("time_to_first_token_seconds", FIRST_TOKEN_S)
-        self.inter_token = self._histogram("inter_token_latency_seconds", TOKEN_S)
-        self.per_token = self._histogram("request_time_per_output_token_seconds", TOKEN_S)
-        self.end_to_end = self._histogram("e2e_request_latency_seconds", REQUEST_S)
-        self.prompt_tokens = self._histogram("request_prompt_tokens", TOKENS)
-        self.generation_tokens = self._histogram("request_generation_tokens", TOKENS)
-        self._finished = Counter(
-            "llmc:request_success",
-            "Completions that ended, by reason.",
-            (*LABELS, "finished_reason"),
-            registry=self._registry,
+        made = self._histogram
+        self.first_token = made("time_to_first_token_seconds", FIRST_TOKEN_S)
+        self.inter_token = made("inter_token_latency_seconds", TOKEN_S)
+        self.per_token = made("request_time_per_output_token_seconds", TOKEN_S)
+        self.end_to_end = made("e2e_request_latency_seconds", REQUEST_S)
+        self.queue = made("request_queue_time_seconds", REQUEST_S)
+        self.prefill = made("request_prefill_time_seconds", REQUEST_S)
+        self.decode = made("request_decode_time_seconds", REQUEST_S)
+        self.inference = made("request_inference_time_seconds", REQUEST_S)
+        self.prompt_tokens = made("request_prompt_tokens", TOKENS)
+        self.cached_tokens = made("request_cached_tokens", (0, *TOKENS))
+        self.computed_tokens = made("request_prefill_kv_computed_tokens", (0, *TOKENS))
+        self.generation_tokens = made("request_generation_tokens", TOKENS)
+        self.longest = made("request_max_num_generation_tokens", TOKENS)
+        self.max_tokens = made("request_params_max_tokens", TOKENS)
+        self.n = made("request_params_n", FEW[1:])
+        self.preemptions = made("request_num_preemptions", FEW)
+        self._finished = self._counter(
+            "request_success", "Completions that ended, by reason.", (*LABELS, "finished_reason")
         )
-        self._rejected = Counter(
-            "llmc:admission_rejections",
-            "Calls that were refused, by reason.",
-            (*LABELS, "reason"),
+        for reason in REASONS:
+            self._finished.labels(model_name, reason)  # a rate needs the 0 before the first
+        self._rejected = self._counter(
+            "admission_rejections", "Calls that were refused, by reason.", (*LABELS, "reason")
+        )
+        self._answered = self._counter(
+            "http_requests", "Answers by path and class of status.", ("method", "handler", "status")
+        )
+        self._answer_s = Histogram(
+            "llmc:http_request_duration_seconds",
+            "Seconds to the end of an answer, by path.",
+            ("method", "handler"),
             registry=self._registry,
+            buckets=HTTP_S,
         )
 
         self._shown = self._registry
         if MULTIPROCESS in os.environ:
             self._shown = CollectorRegistry()
             MultiProcessCollector(self._shown)  # type: ignore[no-untyped-call]
-        self._shown.register(engine)
+        self._shown.register(EngineCollector(llm, model_name))
+        self._vllm = vllm_registry(self._shown) if vllm_names else None
 
     def render(self) -> bytes:
-        return generate_latest(self._shown)
+        text = generate_latest(self._shown)
+        return text if self._vllm is None else text + generate_latest(self._vllm)
 
     def finished(self, reason: str) -> None:
         self._finished.labels(self._model_name, reason).inc()
 
     def rejected(self, reason: str) -> None:
         self._rejected.labels(self._model_name, reason).inc()
+
+    def answered(self, method: str, handler: str, status: int, seconds: float) -> None:
+        """An HTTP request is over. `handler` is a route's path, so that there are few."""
+        self._answered.labels(method, handler, f"{status // 100}xx").inc()
+        self._answer_s.labels(method, handler).observe(seconds)
 
     def watch(self, stream: Stream) -> Watch:
         return Watch(self, stream)
@@ -84,6 +116,9 @@ class Metrics:
         )
         return metric.labels(self._model_name)
 
+    def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
+        return Counter(f"llmc:{name}", text, labels, registry=self._registry)
+
 
 class Watch:
     """Times the tokens of one call as they are sent."""
@@ -92,10 +127,15 @@ class Watch:
         self._metrics = metrics
         self._stream = stream
         self._last: dict[tuple[int, int], float] = {}
+        self._begun: set[int] = set()  # requests whose first token was seen
 
     def saw(self, deltas: Sequence[tuple[int, CompletionDelta]]) -> None:
         now = time.monotonic()
         for index, delta in deltas:
+            request = self._stream.requests[index]
+            if index not in self._begun and request.first_token is not None:
+                self._begun.add(index)
+                self._metrics.first_token.observe(request.first_token - request.submitted)
             key = (index, delta.index)
             last = self._last.get(key)
             if last is not None and delta.token_ids:
@@ -112,91 +152,47 @@ class Watch:
         for request in self._stream.requests:
             if request.first_token is None:
                 continue
-            self._metrics.first_token.observe(request.first_token - request.submitted)
             if request.ended is None:
                 self._metrics.finished("abort")
-                continue
-            count = request.num_output_tokens
-            self._metrics.end_to_end.observe(request.ended - request.submitted)
-            self._metrics.prompt_tokens.observe(len(request.source.prompt_token_ids))
-            self._metrics.generation_tokens.observe(count)
-            if count > 1:
-                each = (request.ended - request.first_token) / (count - 1)
-                self._metrics.per_token.observe(each)
+            else:
+                self._record(request)
+
+    def _record(self, request: ActiveRequest) -> None:
+        metrics, sampling = self._metrics, request.source.sampling
+        times = phases(request)
+        num_prompt, num_output = len(request.source.prompt_token_ids), request.num_output_tokens
+        metrics.end_to_end.observe(times["e2e"])
+        metrics.queue.observe(times["queue"])
+        metrics.prefill.observe(times["prefill"])
+        metrics.decode.observe(times["decode"])
+        metrics.inference.observe(times["prefill"] + times["decode"])
+        metrics.prompt_tokens.observe(num_prompt)
+        metrics.cached_tokens.observe(request.num_cached_tokens)
+        metrics.computed_tokens.observe(num_prompt - request.num_cached_tokens)
+        metrics.generation_tokens.observe(num_output)
+        metrics.longest.observe(max(len(one.token_ids) for one in request.candidates))
+        metrics.n.observe(sampling.n)
+        metrics.preemptions.observe(request.num_preemptions)
+        if sampling.max_tokens is not None:
+            metrics.max_tokens.observe(sampling.max_tokens)
+        if num_output > 1:
+            metrics.per_token.observe(times["decode"] / (num_output - 1))
 
 
-class _EngineCollector:
-    """The engine's statistics as metrics, read on each scrape."""
+def phases(request: ActiveRequest) -> dict[str, float]:
+    """Seconds of a request that has a first token: `queue`, `prefill`, `decode`, `ttft`, `e2e`.
 
-    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
-        self._llm = llm
-        self._labels = [model_name]
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._llm.stats()
-        used = 1 - stats.num_free_blocks / max(1, stats.num_blocks)
-        yield self._gauge("num_requests_running", stats.num_running)
-        yield self._gauge("num_requests_waiting", stats.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", used)
-        yield self._counter("num_preemptions", stats.num_preemptions)
-        yield self._counter("prompt_tokens", stats.num_prompt_tokens)
-        yield self._counter("generation_tokens", stats.num_generated_tokens)
-        yield self._counter("engine_steps", stats.num_steps)
-        yield self._counter("failed_engine_steps", stats.num_failed_steps)
-        yield self._counter("wasted_row_steps", stats.num_wasted_row_steps)
-        yield self._counter("num_swaps", stats.num_swaps)
-        yield self._counter("runtime_compiles", stats.num_runtime_compiles)
-        yield self._counter("prefix_cache_queries", stats.prefix_cache_queries)
-        yield self._counter("prefix_cache_hits", stats.prefix_cache_hits)
-        yield self._counter("spec_decode_num_drafts", stats.num_drafts)
-        yield self._counter("spec_decode_num_draft_tokens", stats.num_draft_tokens)
-        yield self._counter("spec_decode_num_accepted_tokens", stats.num_accepted_tokens)
-        yield self._gauge("engine_up", self._llm.is_alive)
-        yield from self._processes()
-
-    def _processes(self) -> Iterator[Metric]:
-        """The processes of the server, `engine` and `api-0` and so on; a dead one is a 0."""
-        known = self._llm.processes()
-        up, memory = (
-            GaugeMetricFamily(f"llmc:{name}", _help(name), labels=(*LABELS, "process"))
-            for name in ("process_up", "process_resident_memory_bytes")
-        )
-        restarts, seconds = (
-            CounterMetricFamily(f"llmc:{name}", _help(name), labels=(*LABELS, "process"))
-            for name in ("process_restarts", "process_cpu_seconds")
-        )
-        for name in sorted({*known.pids, *known.restarts}):
-            labels = [*self._labels, name]
-            used = _usage(known.pids.get(name))
-            up.add_metric(labels, used is not None)
-            restarts.add_metric(labels, known.restarts.get(name, 0))
-            if used is not None:
-                memory.add_metric(labels, used[0])
-                seconds.add_metric(labels, used[1])
-        yield from (up, restarts, memory, seconds)
-
-    def _gauge(self, name: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"llmc:{name}", _help(name), labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
-
-    def _counter(self, name: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"llmc:{name}", _help(name), labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
-
-
-def _usage(pid: int | None) -> tuple[int, float] | None:
-    """(resident bytes, seconds of CPU) of a process; None when it is not there."""
-    try:
-        process = psutil.Process(pid) if pid is not None else None
-        if process is None:
-            return None
-        times = process.cpu_times()
-        return process.memory_info().rss, times.user + times.system
-    except psutil.Error:
-        return None
-
-
-def _help(name: str) -> str:
-    return name.replace("_", " ").capitalize() + "."
+    The queue is the engine's: from a request's arrival there to its first step. The prefill lasts
+    from then to the first token here, and the decode to the last one.
+    """
+    assert request.first_token is not None, "it has begun"
+    end = request.ended if request.ended is not None else time.monotonic()
+    ttft = request.first_token - request.submitted
+    queue = min(request.queue_s or 0.0, ttft)
+    return {
+        "queue": queue,
+        "prefill": ttft - queue,
+        "decode": end - request.first_token,
+        "ttft": ttft,
+        "e2e": end - request.submitted,
+    }

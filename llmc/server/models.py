@@ -20,7 +20,7 @@ def model_name(request: Request, wanted: str | None) -> str:
     """The name to answer with. Absent means the served model; any other name is a 404."""
     names: tuple[str, ...] = request.app.state.names
     if wanted is None:
-        return names[0]
+        wanted = names[0]
     adapters = request.app.state.adapters.by_name
     if wanted not in names and wanted not in adapters:
         known = ", ".join([*names, *adapters])
@@ -30,6 +30,7 @@ def model_name(request: Request, wanted: str | None) -> str:
             param="model",
             code="model_not_found",
         )
+    request.state.model = wanted
     return wanted
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llmc.errors import InvalidRequestError
+from llmc.sampling_params import MAX_STOP_STRINGS
 from llmc.server.errors import ApiError
 from llmc.server.pooling_protocol import MAX_INPUTS
 from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, Int64, ToolBody
@@ -19,19 +20,21 @@ NAMES = {
     **{name: f"options.{name}" for name in ("stop", "temperature", "top_p", "top_k", "seed")},
 }
 # Options of Ollama's runner that have no effect here, or that ask for nothing.
-_FREE = frozenset(
+FREE = frozenset(
     (
         *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa"),
         *("use_mmap", "use_mlock", "low_vram", "f16_kv", "vocab_only", "logits_all"),
         *("mirostat_tau", "mirostat_eta", "penalize_newline"),
     )
 )
-_NEUTRAL: Mapping[str, float] = {
+NEUTRAL: Mapping[str, float] = {
     "mirostat": 0,
     "tfs_z": 1,
     "typical_p": 1,
     "repeat_last_n": -1,  # penalties look at the whole context
 }
+
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class OllamaOptions(BaseModel):
@@ -43,7 +46,7 @@ class OllamaOptions(BaseModel):
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Int64 | None = None
-    stop: str | list[str] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -55,14 +58,16 @@ class OllamaOptions(BaseModel):
             return data
         kept = {}
         for name, value in data.items():
-            if name in _NEUTRAL and value != _NEUTRAL[name]:
+            if value is None:
+                continue
+            if name in NEUTRAL and (isinstance(value, bool) or value != NEUTRAL[name]):
                 raise ApiError(
                     400,
                     f"options.{name} is not supported by this server; leave it out",
                     param=f"options.{name}",
                     code="unsupported_parameter",
                 )
-            if value is not None and name not in _FREE and name not in _NEUTRAL:
+            if name not in FREE and name not in NEUTRAL:
                 kept[name] = value
         return kept
 
@@ -179,7 +184,7 @@ class ShowBody(Body):
 
 def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     """A message of a chat: calls have no ids in Ollama's, and results name the tool."""
-    if message.get("images"):
+    if message.get("images") not in (None, []):
         raise InvalidRequestError(
             f"{where}.images is not supported: this server takes text alone",
             param=f"{where}.images",

@@ -10,9 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import llmc
+from llmc.server.admin import AbortBody
 from llmc.server.anthropic_protocol import CountTokensBody, MessagesBody
 from llmc.server.batches import BatchBody
 from llmc.server.errors import json_response
+from llmc.server.guard import ADMIN_PATHS, PUBLIC_PATHS
 from llmc.server.ollama_protocol import (
     EmbedBody,
     GenerateBody,
@@ -30,6 +32,7 @@ from llmc.server.protocol import (
     UnloadAdapterBody,
 )
 from llmc.server.responses_protocol import ResponsesBody
+from llmc.server.schema_rules import Served, refine
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
@@ -53,6 +56,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/load_lora_adapter": LoadAdapterBody,
     "/v1/unload_lora_adapter": UnloadAdapterBody,
     "/v1/batches": BatchBody,
+    "/abort_requests": AbortBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -106,19 +110,39 @@ ERRORS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# The same key in either header; the operator's routes need another one (server/guard.py).
+SECURITY = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+
+
 async def openapi(request: Request) -> Response:
-    described = describe(request.app.routes)
+    state = request.app.state
+    info, config = state.llm.info, state.llm.config
+    served = Served(
+        models=[*state.names, *state.adapters.by_name],
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        by_priority=config.scheduling_policy == "priority",
+        extra_args=info.extra_args,
+    )
+    described = describe(request.app.routes, served)
+    if state.settings.api_keys:
+        described["security"] = [{"bearer": []}, {"key": []}]
     if root_path := request.app.state.settings.root_path:
         described["servers"] = [{"url": root_path}]
     return json_response(described)
 
 
-def describe(routes: list[Any]) -> dict[str, Any]:
+def describe(routes: list[Any], served: Served) -> dict[str, Any]:
     """An OpenAPI 3.1 document of `routes`."""
     template = "#/components/schemas/{model}"
     _, schemas = models_json_schema(
         [(model, "validation") for model in BODIES.values()], ref_template=template
     )
+    defined = schemas.get("$defs", {})
+    refine(defined, list(BODIES.values()), served)
     paths: dict[str, Any] = {}
     for route in routes:
         if not route.include_in_schema:
@@ -132,7 +156,8 @@ def describe(routes: list[Any]) -> dict[str, Any]:
         "info": {"title": "llmc", "version": llmc.__version__},
         "paths": paths,
         "components": {
-            "schemas": {**schemas.get("$defs", {}), "Error": ERROR, **dict(ERRORS.values())}
+            "schemas": {**defined, "Error": ERROR, **dict(ERRORS.values())},
+            "securitySchemes": SECURITY,
         },
     }
 
@@ -148,6 +173,10 @@ def _operation(route: Any, path: str) -> dict[str, Any]:
             "default": {"description": "an error", "content": failure},
         },
     }
+    if path in PUBLIC_PATHS:
+        operation["security"] = []
+    if path in ADMIN_PATHS:
+        operation["security"] = [{"bearer": []}, {"key": []}]
     if path in BODIES and "POST" in route.methods:
         schema = {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}
         operation["requestBody"] = {

@@ -1,4 +1,6 @@
-"""GET /: a page to chat with the model and to watch the engine, made of files in web/.
+"""GET /: a page to chat with the model and to watch the engine; GET /docs: one about the API.
+
+Both are made of files in web/; /docs is drawn from /openapi.json.
 
 Its files hold no secrets and need no key; what they call does. The policy that they are sent with
 (https://www.w3.org/TR/CSP3/) allows nothing from elsewhere, no script or style in the markup, and
@@ -16,6 +18,7 @@ from starlette.responses import Response
 from llmc.server.errors import ApiError
 
 PAGE = "/"
+DOCS = "/docs"
 FILES = "/ui/"  # where the page's other files are
 
 _TYPES = {
@@ -48,6 +51,11 @@ HEADERS = {
 async def page(request: Request) -> Response:
     """The page."""
     return _answer("index.html")
+
+
+async def docs(request: Request) -> Response:
+    """The API, described for people."""
+    return _answer("docs.html")
 
 
 async def page_file(request: Request) -> Response:

@@ -20,6 +20,7 @@ from llmc.async_llm import AsyncLLM, Stream
 from llmc.errors import QueueFullError
 from llmc.frontend.completion import CompletionDelta
 from llmc.frontend.inputs import Input
+from llmc.server.call_observer import CallObserver
 from llmc.server.errors import ApiError, as_api_error, dump_json, error_body, json_response
 from llmc.server.guard import CLIENT_CLOSED
 from llmc.server.metrics import Metrics, Watch
@@ -89,6 +90,7 @@ class GenerationResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = EventSender(send, self._call.wire)
+        self._observer = CallObserver.of(scope)
         if self._call.stream:
             work = asyncio.create_task(self._stream(events))
         else:
@@ -104,8 +106,10 @@ class GenerationResponse:
             for task in ends:
                 task.cancel()
             await asyncio.wait(ends)
+        error = None if work.cancelled() else work.exception()
+        self._observer.close(error)
         if not work.cancelled():
-            self._note(work.exception())
+            self._note(error)
             work.result()
 
     def _note(self, error: BaseException | None) -> None:
@@ -116,9 +120,13 @@ class GenerationResponse:
     async def _submitted(self) -> AsyncIterator[tuple[Stream, Watch]]:
         interval = self._settings.stream_interval
         async with self._llm.submit(
-            *self._call.sources, priority=self._priority, stream_interval=interval
+            *self._call.sources,
+            request_id=self._observer.engine_id(),
+            priority=self._priority,
+            stream_interval=interval,
         ) as stream:
             watch = self._metrics.watch(stream)
+            self._observer.begin(stream)
             try:
                 yield stream, watch
             finally:

@@ -207,9 +207,14 @@ def _plain(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning(where: str, item: Mapping[str, Any]) -> str:
-    parts = item.get("content") or item.get("summary") or []
-    made = text_parts(f"{where}.content", parts, ("reasoning_text", "summary_text"))
-    return made if isinstance(made, str) else "\n".join(part["text"] for part in made)
+    """Its content, or else its summary."""
+    found = ""
+    for name in ("summary", "content"):
+        parts = [] if item.get(name) is None else item[name]
+        made = text_parts(f"{where}.{name}", parts, ("reasoning_text", "summary_text"))
+        text = made if isinstance(made, str) else "\n".join(part["text"] for part in made)
+        found = text or found
+    return found
 
 
 def _continues(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:

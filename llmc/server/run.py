@@ -15,7 +15,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -26,6 +26,9 @@ from llmc.errors import ConfigError, EngineDeadError
 from llmc.server.batch_runner import BatchRunner
 from llmc.server.settings import ServerSettings
 from llmc.server.throughput import log_throughput
+
+if TYPE_CHECKING:  # it reads the environment that several API processes are to have
+    from llmc.server.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +136,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._llm: AsyncLLM = app.state.llm
+        self._tracer: Tracer | None = app.state.tracer
         self._settings = settings
         self._batches: BatchRunner | None = app.state.batch_runner
         self._on_ready = on_ready
@@ -188,6 +192,8 @@ class Server(uvicorn.Server):
             await self._batches.stop()
         await self._llm.shutdown(drain_timeout=0)
         await super().shutdown(sockets)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     async def _drain(self) -> None:
         deadline = asyncio.get_running_loop().time() + self._settings.shutdown_timeout_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ class ServerSettings:
     runtime_lora_dir: str | None = None  # adapters inside may be loaded over HTTP; None: none
     batch_dir: str | None = None  # folder of files and batches; None: there are none
     api_keys: Sequence[str] = ()  # empty: anyone who reaches the port
+    admin_api_key: str | None = None  # for the operator's routes; None: nobody may use them
+    profile_dir: str = "profiles"  # where /stop_profile writes
     salt_by_api_key: bool = False  # callers of different keys share no cached prefixes
     allowed_hosts: Sequence[str] = ()  # further Host names to accept on loopback without keys
     allowed_origins: Sequence[str] = ()  # of web pages that may call: scheme://host:port, or *
@@ -44,6 +47,8 @@ class ServerSettings:
     idle_connection_s: int = 30
     shutdown_timeout_s: float = 30.0
     access_log: bool = True
+    vllm_metrics: bool = False  # /metrics has vLLM's names too
+    otlp_traces_endpoint: str | None = None  # URL that takes OTLP over HTTP; None: no traces
     ui: bool = True  # the page at /
     certificate: bool = False  # the architecture's check runs, or has run, beside the server
 
@@ -54,6 +59,20 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.ssl_certfile and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ConfigError("ssl_keyfile and ssl_ca_certs need a certificate: ssl_certfile")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                "otlp_traces_endpoint must be a URL like http://localhost:4318/v1/traces, "
+                f"got {endpoint!r}"
+            )
+        if endpoint is not None and not has_opentelemetry():
+            raise ConfigError(
+                "traces need OpenTelemetry's SDK and exporter: pip install 'llmc-engine[otel]'"
+            )
+        if self.admin_api_key is not None and self.admin_api_key in ("", *self.api_keys):
+            raise ConfigError(
+                "admin_api_key must not be empty, nor one of the keys that clients have"
+            )
         if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
             raise ConfigError(f"root_path must be like /llm/v2, got {self.root_path!r}")
         for name in ("stream_interval", "api_workers"):
@@ -75,3 +94,12 @@ class ServerSettings:
                     f"allowed origin {origin!r} must be like https://app.example.com, "
                     "http://localhost:3000, or * for any web page"
                 )
+
+
+def has_opentelemetry() -> bool:
+    """Whether the packages of the extra `otel` are there."""
+    try:
+        needed = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
+        return all(importlib.util.find_spec(name) is not None for name in needed)
+    except ModuleNotFoundError:  # of a parent package
+        return False

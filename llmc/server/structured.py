@@ -26,6 +26,8 @@ FORMATS = ("text", "json_object", "json_schema")
 
 def structured_outputs(body: GenerationBody) -> StructuredOutputs | None:
     """None for free text. InvalidRequestError for a wrong grammar, or more than one."""
+    if body.response_format is not None:
+        _check_keys("response_format", body.response_format, ("type", "json_schema"))
     fields = _asking(body)
     if len(fields) > 1:
         raise InvalidRequestError(
@@ -69,7 +71,6 @@ def _options(field: str, value: Any) -> dict[str, Any]:
 
 
 def _of_response_format(given: dict[str, Any]) -> dict[str, Any]:
-    _check_keys("response_format", given, ("type", "json_schema"))
     kind = given.get("type")
     if kind not in FORMATS:
         raise InvalidRequestError(

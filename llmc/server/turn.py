@@ -274,7 +274,7 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
             f"got {message.get('tool_call_id')!r:.80}",
             param=f"{where}.tool_call_id",
         )
-    if role != "assistant" and message.get("tool_calls"):
+    if role != "assistant" and message.get("tool_calls") not in (None, []):
         raise InvalidRequestError(
             f"{where}.tool_calls is for messages of role assistant", param=f"{where}.tool_calls"
         )

@@ -8,7 +8,6 @@ this one ends too.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from llmc.logs import set_up_logging
 from llmc.processes.parent_watch import die_with_parent, leave_signals_to_parent
 from llmc.processes.server_processes import Listener, ServerProcesses
 from llmc.processes.wire import from_line
@@ -80,8 +80,7 @@ def main() -> int:
     if not line:
         return 0
     order: WorkerOrder = from_line(line, WorkerOrder)
-    logging.basicConfig(format=order.log_format, level=logging.WARNING)
-    logging.getLogger("llmc").setLevel(order.log_level.upper())
+    set_up_logging(order.log_level, order.log_format)
     # Before prometheus_client is imported, which reads it then.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = order.metrics_folder
     parent = MainProcess(order)

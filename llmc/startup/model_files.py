@@ -48,7 +48,7 @@ def resolve_model(config: EngineConfig) -> ModelFiles:
     if found is not None:
         return found
     assert config.model is not None, "no name means the default model, which is local"
-    return ModelFiles(name=config.model, path=_checked(_download(config)), is_default=False)
+    return ModelFiles(name=config.model, path=_checked(download(config)), is_default=False)
 
 
 def find_local(config: EngineConfig) -> ModelFiles | None:
@@ -67,7 +67,7 @@ def find_local(config: EngineConfig) -> ModelFiles | None:
                 name=name.removesuffix(".gguf"), path=model_directory(gguf), is_default=False
             )
         return ModelFiles(name=name, path=_checked(path), is_default=False)
-    if not _HUB_ID.match(config.model) or config.model.startswith((".", "~", "/")):
+    if not is_hub_id(config.model):
         raise CheckpointError(
             f"no model at {config.model!r}: give a directory with config.json and safetensors, "
             "a .gguf file, a hub id like `owner/name`, or no model for the default one"
@@ -96,9 +96,14 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _download(config: EngineConfig) -> Path:
+def is_hub_id(name: str) -> bool:
+    """Whether it is spelled like `owner/name`, and not like a path."""
+    return _HUB_ID.match(name) is not None and not name.startswith((".", "~", "/"))
+
+
+def download(config: EngineConfig) -> Path:
+    """The model's files in the hub's cache, downloaded as far as they are not there."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     assert config.model is not None
     patterns = [p for p in _PATTERNS if config.load_format != "dummy" or "safetensors" not in p]
@@ -116,7 +121,7 @@ def _download(config: EngineConfig) -> Path:
         if dense := _dense_weights(path):
             snapshot_download(config.model, revision=config.revision, allow_patterns=dense)
         return path
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
+    except Exception as e:  # the hub's, the disk's, or any of its HTTP client's
         raise CheckpointError(
             f"{config.model!r} is no local directory and could not be downloaded: {reason_of(e)}"
         ) from e

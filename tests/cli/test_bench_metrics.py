@@ -66,6 +66,17 @@ def test_distributions(metrics: BenchMetrics) -> None:
     assert keys["p50_e2el_ms"] == keys["median_e2el_ms"]
 
 
+@pytest.mark.parametrize("duration_s", [0.3, 1.4, 2.0, 2.99])
+def test_the_peak_is_not_below_the_mean(duration_s: float) -> None:
+    """Of tokens at the two ends, no second has more than half."""
+    ends = [
+        RequestTrace(sent_s=5.0, token_times_s=(5.0 + at,), prompt_tokens=1, output_tokens=10)
+        for at in (0.0, duration_s)
+    ]
+    found = compute_metrics(ends, duration_s)
+    assert found.max_output_tokens_per_s >= found.output_throughput
+
+
 def test_peaks(metrics: BenchMetrics) -> None:
     # Seconds since the first request: [0, 1) has 4 tokens and half of 5, [1, 2) has 2.5 + 1.
     assert metrics.max_output_tokens_per_s == pytest.approx(6.5)
@@ -181,3 +192,22 @@ def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         report.check_can_plot()
+
+
+@pytest.mark.parametrize("values", [[5.0], [1.0, 1.01, 1.02], [1.0, 1000.0], [float(10**7)] * 3])
+def test_labels_of_a_plot_do_not_overlap(values: list[float]) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    title = "a/model-with-a-long-name on a machine with a long name, 100 requests at 4.00 a second"
+    figure = report.draw_plot(title, {"ttft": values, "itl": values})
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    for axes in figure.axes:
+        labels = [text.get_window_extent(renderer) for text in axes.texts]
+        ticks = [t.get_window_extent(renderer) for t in axes.get_yticklabels()]
+        assert len(labels) == 2 and not labels[0].overlaps(labels[1])
+        assert not any(label.overlaps(tick) for label in labels for tick in ticks)
+    drawn_title = figure._suptitle.get_window_extent(renderer)
+    assert drawn_title.x0 >= 0 and drawn_title.x1 <= figure.bbox.x1

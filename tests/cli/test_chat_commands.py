@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from llmc.cli.chat_commands import Action, is_command, run_command
 from llmc.cli.conversation import (
     Conversation,
+    ShownToken,
     TurnStats,
     is_open_block,
     message_text,
@@ -198,3 +200,67 @@ def test_open_blocks_and_commands() -> None:
     assert not is_open_block('"""one"""')
     assert not is_open_block('say """one')
     assert is_command("/help") and not is_command("//help") and not is_command("help")
+
+
+def test_a_file_goes_before_the_question(chat: Conversation, tmp_path: Path) -> None:
+    path = tmp_path / "two words.txt"
+    path.write_text("one\ntwo\n", encoding="utf-8")
+    reply = run_command(chat, f'/file "{path}"')
+    assert "3 lines" in reply.text and reply.action is Action.STAY
+    chat.ask("What is this?")
+    assert chat.turns[-1]["content"] == "two words.txt:\n```\none\ntwo\n```\n\nWhat is this?"
+    chat.ask("And now?")
+    assert chat.turns[-1]["content"] == "And now?"
+    reply = run_command(chat, f'/file "{path}" Count the words.')
+    assert reply.action is Action.ANSWER
+    assert chat.turns[-1]["content"].endswith("```\n\nCount the words.")
+
+
+def test_files_that_can_not_be_read_are_told(chat: Conversation, tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for argument, why in (
+        ("", "Write /file"),
+        (str(tmp_path / "none"), "No such file"),
+        (str(tmp_path), "directory"),
+        (str(binary), "no text in UTF-8"),
+    ):
+        assert why in run_command(chat, f"/file {argument}").text
+    assert not chat.attachments
+
+
+def test_edit_gives_the_question_back(chat: Conversation) -> None:
+    chat.ask("first")
+    chat.answered("reply", make_stats())
+    turns = len(chat.turns)
+    reply = run_command(chat, "/edit")
+    assert (reply.text, reply.action) == ("first", Action.EDIT)
+    assert len(chat.turns) == turns - 2
+
+
+def test_the_model_is_shown_and_chosen(chat: Conversation) -> None:
+    assert "itself" in run_command(chat, "/model other").text
+    chat.models = ("a", "b")
+    assert "there is also" in run_command(chat, "/model").text
+    assert "no model 'c'" in run_command(chat, "/model c").text
+    assert run_command(chat, "/model b").action is Action.MODEL
+    assert chat.model == "b"
+
+
+def test_tokens_are_shown_with_their_probabilities(chat: Conversation) -> None:
+    assert "/tokens on" in run_command(chat, "/tokens").text
+    assert "logprobs" not in chat.asked_settings
+    run_command(chat, "/tokens on")
+    assert chat.asked_settings["logprobs"] == 3
+    places = (("The", math.log(0.5)), (" L", math.log(0.25)))
+    chat.tokens = [ShownToken(text="The", logprob=math.log(0.5), alternatives=places)]
+    assert run_command(chat, "/tokens").text == "   50.0%  'The'  (' L' 25.0%)"
+
+
+def test_settings_show_what_counts(chat: Conversation) -> None:
+    chat.settings.clear()
+    assert chat.in_force("top_k") == "the server's default"
+    chat.defaults = {"top_k": 20, "seed": None}
+    assert chat.in_force("top_k") == "20 (default)" and chat.in_force("seed") == "none"
+    run_command(chat, "/set top_k 3")
+    assert chat.in_force("top_k") == "3"

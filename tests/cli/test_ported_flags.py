@@ -69,13 +69,13 @@ def test_all_that_is_refused_is_told_at_once() -> None:
                 "b",
                 "-pp",
                 "4",
-                "--otlp-traces-endpoint",
+                "--download-dir",
                 "k",
                 "--port",
                 "9",
             ]
         )
-    names = ("--enable-expert-parallel", "--hf-overrides", "-pp 4", "--otlp-traces-endpoint")
+    names = ("--enable-expert-parallel", "--hf-overrides", "-pp 4", "--download-dir")
     for name in (f"{name} (" for name in names):
         assert name in str(caught.value)
 

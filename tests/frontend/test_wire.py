@@ -52,7 +52,8 @@ ASKS_MORE = SamplingParams(
     extra_args={"a": [1, 0.5, "t"], "b": True, "c": 2.0},
 )
 REQUEST = AddRequest(request_id="r", prompt_token_ids=[1, 2], sampling=SAMPLING, priority=-1)
-STATS = EngineStats(**{name: i for i, name in enumerate(EngineStats.__dataclass_fields__)})
+NUMBERS = {name: i for i, name in enumerate(EngineStats.__dataclass_fields__)}
+STATS = EngineStats(**{**NUMBERS, "step_sizes": [3, 1]})
 STATE = EngineState(
     time_s=1.5,
     collect_s=0.001,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +67,21 @@ def enter(row: int, tokens: list[int], **params: Any) -> NewRow:
         seed=0,
         stop_token_ids=(),
     )
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2], ids=["this thread", "another thread"])
+def test_a_profile_shows_the_steps(max_in_flight: int, tmp_path: Path) -> None:
+    runner, _ = make(max_in_flight=max_in_flight)
+    with pytest.raises(RuntimeError, match="start one first"):
+        runner.stop_profile(str(tmp_path))
+    runner.start_profile()
+    with pytest.raises(RuntimeError, match="already"):
+        runner.start_profile()
+    work = RowWork(row=0, start=0, num_tokens=2, sample=True, new_blocks=(0,))
+    runner.submit(StepPlan(step=0, new_rows=[enter(0, [1, 2])], work=[work])).result()
+    path = runner.stop_profile(str(tmp_path / "new"))
+    events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
+    assert any(event.get("name") == "aten::clone" for event in events)  # of the fake step
 
 
 def test_a_compiled_step_never_sees_a_size_below_its_least() -> None:

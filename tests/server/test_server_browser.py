@@ -273,3 +273,31 @@ def test_a_narrow_page_has_no_sideways_scrolling(page: Page, spoken: Live) -> No
     assert page.evaluate(width) == 360
     page.keyboard.press("Escape")
     assert not page.is_visible("#engine")
+
+
+def test_the_api_is_described(page: Page, spoken: Live) -> None:
+    page.set_viewport_size({"width": 360, "height": 700})
+    page.goto(f"http://127.0.0.1:{spoken.port}/docs")
+    page.wait_for_selector(".operation")
+    described = spoken.client.get("/openapi.json").json()["paths"]
+    assert page.locator(".operation").count() == sum(map(len, described.values()))
+    page.fill("#find", "guided_regex")
+    shown = page.locator(".operation:visible")
+    assert shown.count() == 2
+    shown.nth(0).locator("summary").click()
+    inside = page.locator(".operation[open]")
+    assert "temperature" in inside.inner_text() and "curl http" in inside.inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+
+
+def test_an_example_of_the_description_works(page: Page) -> None:
+    with live_server(ServerSettings(api_keys=("sesame",)), max_model_len=600) as live:
+        page.goto(f"http://127.0.0.1:{live.port}/docs")
+        page.fill("#key", "sesame")
+        page.press("#key", "Enter")
+        page.wait_for_selector(".operation")
+        page.fill("#find", "/v1/chat/completions")
+        page.locator(".operation:visible summary").click()
+        command = page.locator(".operation[open] pre").inner_text()
+        body = command[command.index("{") : command.rindex("}") + 1]
+        assert live.post("/v1/chat/completions", json.loads(body)).status_code == 200

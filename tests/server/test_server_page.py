@@ -51,7 +51,11 @@ def test_the_page_is_whole_and_may_load_nothing_else(live: Live) -> None:
     wanted = set(re.findall(r'(?:src|href)="([^"#]+)"', answer.text))
     assert wanted and not any(link.startswith("/") for link in wanted)  # for a proxy's path
     named = {file.name for file in WEB.iterdir()}
-    assert {f"ui/{name}" for name in named - {"index.html"}} >= wanted
+    docs = live.client.get("/docs")
+    assert docs.headers["content-security-policy"] == answer.headers["content-security-policy"]
+    wanted |= set(re.findall(r'(?:src|href)="(ui/[^"#]+)"', docs.text))
+    assert "ui/docs.js" in wanted
+    assert {f"ui/{name}" for name in named if not name.endswith(".html")} >= wanted
     for name in named:
         file = live.client.get(f"/ui/{name}")
         assert file.status_code == 200
@@ -64,8 +68,10 @@ def test_the_page_is_whole_and_may_load_nothing_else(live: Live) -> None:
 
 
 def test_no_script_or_style_stands_in_the_markup() -> None:
-    text = (WEB / "index.html").read_text(encoding="utf-8")
-    assert not re.findall(r"<style|\son\w+=|\sstyle=|<script(?![^>]*\ssrc=)|javascript:", text)
+    for name in ("index.html", "docs.html"):
+        text = (WEB / name).read_text(encoding="utf-8")
+        found = re.findall(r"<style|\son\w+=|\sstyle=|<script(?![^>]*\ssrc=)|javascript:", text)
+        assert not found, name
 
 
 def test_no_text_can_become_markup() -> None:

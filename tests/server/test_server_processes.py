@@ -32,7 +32,8 @@ PLENTY = RestartBudget((0.05,) * 50)
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[LiveProcesses]:
-    with live_processes(delay_s=0.01, budget=PLENTY) as live:
+    settings = ServerSettings(admin_api_key="operator")
+    with live_processes(settings, delay_s=0.01, budget=PLENTY) as live:
         yield live
 
 
@@ -64,6 +65,17 @@ def test_requests_are_answered_over_the_border(live: LiveProcesses) -> None:
     choices = [json.loads(event)["choices"][0] for event in events]
     assert sum((c["token_ids"] for c in choices), []) == (PROMPT * 2)[:7]
     assert choices[-1]["finish_reason"] == "length"
+
+
+def test_an_operators_orders_cross_the_border(live: LiveProcesses) -> None:
+    def operate(path: str) -> tuple[int, str]:
+        response = live.client.post(path, headers={"authorization": "Bearer operator"})
+        return response.status_code, response.text
+
+    assert operate("/reset_prefix_cache")[0] == 200
+    assert operate("/start_profile")[0] == 200
+    assert operate("/start_profile")[0] == 409
+    assert operate("/stop_profile") == (200, '{"message":"profiles/profile"}')
 
 
 def test_the_folder_of_the_sockets_is_private(live: LiveProcesses) -> None:

@@ -17,7 +17,9 @@ from llmc.server.throughput import log_throughput, throughput_line
 
 def stats(**values: int) -> EngineStats:
     zeros = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
-    return EngineStats(**{**zeros, "num_blocks": 40, "num_free_blocks": 40, **values})
+    return EngineStats(
+        **{**zeros, "step_sizes": (), "num_blocks": 40, "num_free_blocks": 40, **values}
+    )
 
 
 def test_the_line_counts_what_came_between() -> None:

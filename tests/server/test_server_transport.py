@@ -217,7 +217,7 @@ def test_wrong_keys(locked: Live, headers: dict[str, str]) -> None:
     "path",
     [
         *("/v1/models", COMPLETIONS, "/v1/chat/completions", "/metrics", "/version", "/tokenize"),
-        *("/detokenize", "/tokenizer_info", "/docs", "/openapi.json", "/nothing", "/health/x"),
+        *("/detokenize", "/tokenizer_info", "/docs/", "/openapi.json", "/nothing", "/health/x"),
         *("/v1/models?/health", "//health", "/health%3f", "/./health"),
     ],
 )

@@ -204,6 +204,12 @@ class FakeRunner:
     def use_idle_time(self) -> bool:
         return False
 
+    def start_profile(self) -> None:
+        raise RuntimeError("this runner has no profiler")
+
+    def stop_profile(self, folder: str) -> str:
+        raise RuntimeError("this runner has no profiler")
+
     def submit(self, plan: StepPlan) -> FakeStep:
         assert len(self.in_flight) < self.max_in_flight
         assert plan.step == self.num_submitted, "steps are numbered in order"

@@ -25,12 +25,24 @@ class ScriptedRunner:
         self.max_in_flight = max_in_flight
         self.num_runtime_compiles = 0
         self.num_steps = 0
+        self.is_profiling = False
         self.delay_s = 0.0
         self.fail_next: Exception | None = None
         self._rows: dict[int, tuple[NewRow, list[int]]] = {}
 
     def use_idle_time(self) -> bool:
         return False
+
+    def start_profile(self) -> None:
+        if self.is_profiling:
+            raise RuntimeError("a profile is being recorded already; stop it first")
+        self.is_profiling = True
+
+    def stop_profile(self, folder: str) -> str:
+        if not self.is_profiling:
+            raise RuntimeError("no profile is being recorded; start one first")
+        self.is_profiling = False
+        return f"{folder}/profile"
 
     def submit(self, plan: StepPlan) -> DoneStep:
         return run_now(self.execute, plan)

@@ -86,6 +86,12 @@ class BlockPool:
                 del self._cached[block]
                 self._blank.append(block)
 
+    def forget_all(self) -> int:
+        """Empty the prefix cache; requests keep the blocks that they use. -> blocks it had."""
+        named = list(self._block_of.values())
+        self.forget(named)
+        return len(named)
+
     def count_lookup(self, num_queried: int, num_hit: int) -> None:
         if self.enable_prefix_caching:
             self.num_queries += num_queried

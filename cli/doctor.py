@@ -1,0 +1,31 @@
+"""`llmc doctor`: what of this machine is used, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from llmc.cli.console import stdout_console
+
+
+def command() -> int:
+    """Say what of this machine llmc uses, and what is missing.
+
+    The exit code is 1 where something is missing that llmc can't run without.
+    """
+    from llmc.load_test.doctor import examine
+
+    findings = list(examine())
+    console = stdout_console()
+    width = max(len(finding.name) for finding in findings)
+    for one in findings:
+        mark = "ok" if one.is_ok else "missing" if one.is_needed else "note"
+        style = {"ok": "green", "missing": "red", "note": "yellow"}[mark]
+        line = Text(f"{mark:<8}", style=style)
+        line.append(f"{one.name:<{width}}  ", style="dim").append(one.value, style="default")
+        console.print(line)
+        if one.advice:
+            console.print(Text(" " * (width + 10) + "-> " + one.advice))
+    num_needed = sum(one.is_needed and not one.is_ok for one in findings)
+    if num_needed:
+        console.print(f"{num_needed} missing")
+    return 1 if num_needed else 0

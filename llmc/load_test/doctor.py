@@ -1,0 +1,188 @@
+"""What of this machine llmc uses, and what is missing: the facts behind `llmc doctor`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import psutil
+import torch
+from packaging.requirements import InvalidRequirement, Requirement
+
+from llmc import __version__
+from llmc.cache_dir import cache_dir
+from llmc.errors import ConfigError
+from llmc.kernels.cpu.build import is_obtainable, library_path
+from llmc.kernels.cpu.levels import pick_level, supported
+from llmc.kernels.cpu.threads import quota_cores
+from llmc.load_test.machine import GIB, processor_name
+
+DISTRIBUTION = "llmc-engine"
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+LEAST_MEMORY = 2 * GIB  # for the default model, compiled
+LEAST_DISK = 2 * GIB  # of what is compiled, and a download
+EXTRAS = {"plot": "plots of llmc bench", "otel": "traces"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line. `advice` is empty where there is nothing to do; `is_needed`: llmc fails without."""
+
+    name: str
+    value: str
+    advice: str = ""
+    is_needed: bool = False
+
+    @property
+    def is_ok(self) -> bool:
+        return not self.advice
+
+
+def examine() -> Iterator[Finding]:
+    """All findings, the machine's first."""
+    yield _processor()
+    yield _kernels()
+    yield _threads()
+    yield _memory()
+    yield from _huge_pages(HUGE_PAGES)
+    yield _gpu()
+    yield _folder()
+    yield Finding(name="Python", value=sys.version.split()[0])
+    yield Finding(name="llmc", value=__version__)
+    yield from _packages(requires(DISTRIBUTION) or ())
+
+
+def _processor() -> Finding:
+    try:
+        level = pick_level()
+    except ConfigError as error:
+        return Finding(name="instructions", value="none", advice=str(error), is_needed=True)
+    if level is None:
+        return Finding(
+            name="instructions",
+            value=f"{processor_name()}: no level that llmc has kernels for",
+            advice="ops run from their references, slowly; use a CPU with AVX2 or NEON",
+        )
+    names = ", ".join(one.name for one in supported())
+    return Finding(name="instructions", value=f"{level.name} (of {names}), {processor_name()}")
+
+
+def _kernels() -> Finding:
+    name = "C++ ops"
+    compiler = next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), None)
+    if not is_obtainable():
+        return Finding(
+            name=name,
+            value="no compiler, and none came with this package",
+            advice="install a C++ compiler (Debian: apt install g++), or a wheel of llmc",
+        )
+    try:
+        return Finding(name=name, value=str(library_path()))
+    except Exception:  # not built yet, or it can't be: the first start says why
+        return Finding(name=name, value=f"built at the first start, by {compiler}")
+
+
+def _threads() -> Finding:
+    count, quota = torch.get_num_threads(), quota_cores()
+    value = f"{count} of {os.cpu_count()} logical CPUs"
+    if quota is not None:
+        value += f"; the container's quota is {quota:g}"
+    given = os.environ.get("OMP_NUM_THREADS")
+    if given is not None and quota is not None and given.isdigit() and int(given) > quota:
+        advice = f"OMP_NUM_THREADS={given} is more than the quota, so threads wait: unset it"
+        return Finding(name="threads", value=value, advice=advice)
+    return Finding(name="threads", value=value)
+
+
+def _memory() -> Finding:
+    memory = psutil.virtual_memory()
+    value = f"{memory.available / GIB:.1f} GiB available of {memory.total / GIB:.1f}"
+    advice = ""
+    if memory.available < LEAST_MEMORY:
+        advice = f"even small models want {LEAST_MEMORY / GIB:g} GiB: end other programs"
+    return Finding(name="memory", value=value, advice=advice)
+
+
+def _huge_pages(file: Path) -> Iterator[Finding]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return
+    chosen = re.search(r"\[(\w+)\]", text)
+    value = chosen.group(1) if chosen else text.strip()
+    advice = ""
+    if value == "never":
+        advice = f"weights are read faster with them: echo madvise | sudo tee {file}"
+    yield Finding(name="huge pages", value=value, advice=advice)
+
+
+def _gpu() -> Finding:
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        count = torch.cuda.device_count()
+        more = f", and {count - 1} more" if count > 1 else ""
+        size = f"{properties.total_memory / GIB:.0f} GiB"
+        return Finding(name="GPU", value=f"{properties.name}, {size}{more}")
+    if shutil.which("nvidia-smi"):
+        return Finding(
+            name="GPU",
+            value=f"not seen by torch {torch.__version__}",
+            advice="install a torch with CUDA (pytorch.org), and a driver that is new enough",
+        )
+    return Finding(name="GPU", value="none; models run on the CPU")
+
+
+def _folder() -> Finding:
+    folder = cache_dir()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    value = f"{folder}, {free / GIB:.1f} GiB free"
+    if not os.access(there, os.W_OK):
+        advice = "it can't be written, so every start compiles anew: set LLMC_CACHE_DIR"
+    elif free < LEAST_DISK:
+        advice = f"have {LEAST_DISK / GIB:g} GiB free, or set LLMC_CACHE_DIR"
+    else:
+        advice = ""
+    return Finding(name="cache folder", value=value, advice=advice)
+
+
+def _packages(texts: object) -> Iterator[Finding]:
+    """What the distribution needs, and of its extras those that people use."""
+    extras: dict[str, list[Requirement]] = {name: [] for name in EXTRAS}
+    assert isinstance(texts, list | tuple)
+    for text in texts:
+        try:
+            need = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if need.marker is None or need.marker.evaluate({"extra": ""}):
+            yield _package(need)
+            continue
+        for name, needs in extras.items():
+            if need.marker.evaluate({"extra": name}):
+                needs.append(need)
+    for name, needs in extras.items():
+        missing = [need.name for need in needs if not _package(need).is_ok]
+        purpose = EXTRAS[name]
+        if needs and missing:
+            advice = f"for {purpose}: pip install '{DISTRIBUTION}[{name}]'"
+            yield Finding(name=f"extra {name}", value=f"no {', '.join(missing)}", advice=advice)
+        elif needs:
+            yield Finding(name=f"extra {name}", value=f"there, for {purpose}")
+
+
+def _package(need: Requirement) -> Finding:
+    install = f"pip install '{need.name}{need.specifier}'"
+    try:
+        found = version(need.name)
+    except PackageNotFoundError:
+        return Finding(name=need.name, value="not installed", advice=install, is_needed=True)
+    if need.specifier.contains(found, prereleases=True):
+        return Finding(name=need.name, value=found)
+    return Finding(name=need.name, value=found, advice=install, is_needed=True)

@@ -1,0 +1,357 @@
+"""What /openapi.json says beyond the types of a body's fields: rules that the server checks itself.
+
+pydantic describes the models (server/protocol.py and its siblings). Added to that are nulls, which
+count as absent; fields that are known and refused, with the values that ask for nothing; the shapes
+of messages, which the server reads as they come; and the limits of the served model.
+Rules between two fields, and what only a template, a grammar or a tokenizer can refuse, no schema
+says: such a request is a 400 that names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from llmc.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS
+from llmc.server import anthropic_protocol, ollama_protocol, responses_protocol, turn
+from llmc.server.protocol import Body
+from llmc.server.settings import MAX_PROMPTS
+from llmc.server.structured import FORMATS
+from llmc.server.tools import CHOICES
+from llmc.structured_outputs import MAX_CHOICES
+from llmc.text.chat import RESERVED
+
+Schema = dict[str, Any]
+TEXT: Schema = {"type": "string"}
+OBJECT: Schema = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What a server's schema depends on."""
+
+    models: Sequence[str]
+    vocab_size: int
+    max_model_len: int
+    by_priority: bool = False
+    extra_args: Sequence[str] = ()
+
+
+def _object(required: Sequence[str] = (), **properties: Schema) -> Schema:
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+def _const(*values: Any) -> Schema:
+    return {"const": values[0]} if len(values) == 1 else {"enum": list(values)}
+
+
+def _any(*schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas)}
+
+
+def _list(items: Schema, **limits: int) -> Schema:
+    return {"type": "array", "items": items, **limits}
+
+
+def _content(*kinds: str) -> Schema:
+    return _any(TEXT, _list(_object(("type", "text"), type=_const(*kinds), text=TEXT)))
+
+
+NULL: Schema = {"type": "null"}
+NO_CALLS = _const(None, [])
+NAME: Schema = {"type": "string", "minLength": 1}
+# JSON in a text, which a schema can't ask for: at least not just any text.
+ARGUMENTS: Schema = {"type": "string", "contentMediaType": "application/json"}
+REASONING = {name: _any(TEXT, NULL) for name in ("reasoning_content", "reasoning", "thinking")}
+
+
+def _call(arguments: Schema) -> Schema:
+    function = _object(("name",), name=NAME, arguments=arguments)
+    return _object(("function",), function=function)
+
+
+def _chat_message(roles: Sequence[str], content: Schema, calls: Schema, tool: Schema) -> Schema:
+    plain = [role for role in roles if role not in ("assistant", "tool")]
+    return _any(
+        _object(
+            ("role", "content"),
+            role=_const(*plain),
+            content=content,
+            tool_calls=NO_CALLS,
+            **REASONING,
+        ),
+        _object(
+            ("role",),
+            role=_const("assistant"),
+            content=_any(content, NULL),
+            tool_calls=_any(_list(calls), NULL),
+            **REASONING,
+        ),
+        tool,
+    )
+
+
+CHAT_CONTENT = _content("text")
+CHAT_MESSAGE = _chat_message(
+    turn.ROLES,
+    CHAT_CONTENT,
+    _call(_any(OBJECT, ARGUMENTS, NULL)),
+    _object(
+        ("role", "content", "tool_call_id"),
+        role=_const("tool"),
+        content=CHAT_CONTENT,
+        tool_call_id=TEXT,
+        tool_calls=NO_CALLS,
+        **REASONING,
+    ),
+)
+OLLAMA_MESSAGE = _chat_message(
+    turn.ROLES,
+    CHAT_CONTENT,
+    _call(_any(OBJECT, ARGUMENTS, NULL)),
+    _object(
+        ("role", "content"),
+        role=_const("tool"),
+        content=CHAT_CONTENT,
+        tool_call_id=TEXT,
+        tool_calls=NO_CALLS,
+        images=NO_CALLS,
+        **REASONING,
+    ),
+)
+for _one in OLLAMA_MESSAGE["anyOf"]:
+    _one["properties"]["images"] = NO_CALLS
+
+_BLOCK_TEXT = _object(("type", "text"), type=_const(*anthropic_protocol.TEXT), text=TEXT)
+ANTHROPIC_MESSAGE = _any(
+    _object(
+        ("role", "content"),
+        role=_const("user"),
+        content=_any(
+            TEXT,
+            _list(
+                _any(
+                    _BLOCK_TEXT,
+                    _object(
+                        ("type", "tool_use_id"),
+                        type=_const("tool_result"),
+                        tool_use_id=TEXT,
+                        content=_any(_content(*anthropic_protocol.TEXT), NULL),
+                    ),
+                )
+            ),
+        ),
+    ),
+    _object(
+        ("role", "content"),
+        role=_const("assistant"),
+        content=_any(
+            TEXT,
+            _list(
+                _any(
+                    _BLOCK_TEXT,
+                    _object(
+                        ("type", "id", "name", "input"),
+                        type=_const("tool_use"),
+                        id=TEXT,
+                        name=NAME,
+                        input=OBJECT,
+                    ),
+                    _object(("type", "thinking"), type=_const("thinking"), thinking=TEXT),
+                    _object(("type",), type=_const("redacted_thinking")),
+                )
+            ),
+        ),
+    ),
+    _object(("role", "content"), role=_const("system"), content=_content(*anthropic_protocol.TEXT)),
+)
+_RESPONSES_TEXT = _any(
+    TEXT,
+    _list(
+        _any(
+            _object(("type", "text"), type=_const(*responses_protocol.TEXT), text=TEXT),
+            _object(("type", "refusal"), type=_const("refusal"), refusal=TEXT),
+        )
+    ),
+)
+_SUMMARY = _any(_content("reasoning_text", "summary_text"), NULL)
+RESPONSES_ITEM = _any(
+    _object(
+        ("role", "content"),
+        type=_const("message"),
+        role=_const(*responses_protocol.ROLES),
+        content=_RESPONSES_TEXT,
+    ),
+    _object(
+        ("type", "call_id", "name", "arguments"),
+        type=_const("function_call"),
+        call_id=TEXT,
+        name=NAME,
+        arguments=ARGUMENTS,
+    ),
+    _object(
+        ("type", "call_id", "output"),
+        type=_const("function_call_output"),
+        call_id=TEXT,
+        output=_content(*responses_protocol.TEXT),
+    ),
+    _object(("type",), type=_const("reasoning"), content=_SUMMARY, summary=_SUMMARY),
+)
+STOP: Schema = {"type": "string", "minLength": 1, "maxLength": 1024}
+JSON_SCHEMA = {
+    **_object(("schema",), schema=_any(OBJECT, {"type": "boolean"}), name={}, description={}),
+    "additionalProperties": False,
+}
+JSON_SCHEMA["properties"]["strict"] = {}
+RESPONSE_FORMAT = _any(
+    {
+        **_object(("type",), type=_const(*FORMATS[:2]), json_schema={}),
+        "additionalProperties": False,
+    },
+    {
+        **_object(("type", "json_schema"), type=_const(FORMATS[2]), json_schema=JSON_SCHEMA),
+        "additionalProperties": False,
+    },
+)
+TOOL_CHOICE = _any(
+    _const(*CHOICES),
+    _object(
+        ("type", "function"),
+        type=_const("function"),
+        function=_object(("name",), name=TEXT),
+    ),
+)
+TEMPLATE_KWARGS: Schema = {
+    "type": "object",
+    "propertyNames": {"not": _const(*sorted(RESERVED))},
+}
+CHOICE = _list(NAME, minItems=1, maxItems=MAX_CHOICES)
+# By field, in every body that has it with these meanings.
+FIELDS: Mapping[str, Schema] = {
+    "stop": _any(STOP, _list(STOP, maxItems=MAX_STOP_STRINGS)),
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "maxProperties": MAX_LOGIT_BIAS,
+    },
+    "response_format": RESPONSE_FORMAT,
+    "guided_regex": NAME,
+    "guided_choice": CHOICE,
+    "guided_grammar": NAME,
+    "tool_choice": TOOL_CHOICE,
+    "chat_template_kwargs": TEMPLATE_KWARGS,
+}
+# By body and field.
+OF_BODY: Mapping[str, Mapping[str, Schema]] = {
+    "ChatBody": {"messages": _list(CHAT_MESSAGE, minItems=1)},
+    "TokenizeBody": {"messages": _list(CHAT_MESSAGE, minItems=1)},
+    "OllamaChatBody": {"messages": _list(OLLAMA_MESSAGE)},
+    "CountTokensBody": {
+        "messages": _list(ANTHROPIC_MESSAGE, minItems=1),
+        "system": _content(*anthropic_protocol.TEXT),
+        "stop_sequences": _list(STOP, maxItems=MAX_STOP_STRINGS),
+    },
+    "ResponsesBody": {
+        "input": _any(TEXT, _list(RESPONSES_ITEM, minItems=1)),
+        "include": _list(_const(*responses_protocol.INCLUDABLE)),
+        "tool_choice": _any(TOOL_CHOICE, _object(("type", "name"), type=_const("function"))),
+    },
+}
+
+
+def refine(schemas: dict[str, Schema], bodies: Sequence[type[BaseModel]], served: Served) -> None:
+    """Add the rules to `schemas`, pydantic's by the names of the models."""
+    limits = _limits(served)
+    for body in bodies:
+        schema = schemas[body.__name__]
+        properties: dict[str, Schema] = schema.get("properties", {})
+        # of the body and of those that it is derived from
+        rules = {k: v for base in reversed(body.__mro__) for k, v in _rules(base, limits).items()}
+        for name in list(properties):
+            if name in rules:
+                properties[name] = _kept(properties[name], rules[name])
+        if issubclass(body, Body):
+            _allow_nulls(schema, body)
+    grammar = schemas.get("StructuredOutputsBody")
+    if grammar is not None:
+        for name, rule in (("regex", NAME), ("grammar", NAME), ("choice", CHOICE)):
+            grammar["properties"][name] = _any(rule, NULL)
+    options = schemas.get("OllamaOptions")
+    if options is not None:
+        _describe_options(options)
+
+
+def _rules(body: type, limits: Mapping[str, Schema]) -> Mapping[str, Schema]:
+    if body is Body:
+        return {**FIELDS, **limits}
+    own = dict(OF_BODY.get(body.__name__, {}))
+    if body.__name__ == "CompletionBody":
+        own["prompt"] = limits["prompt"]
+    if issubclass(body, ollama_protocol.OllamaBody):
+        own["model"] = _any(*(limits[key] for key in ("model", "latest")))
+        own["prompt"] = TEXT
+    if body.__name__ == "TokenizeBody":
+        own["prompt"] = TEXT
+    return own
+
+
+def _limits(served: Served) -> dict[str, Schema]:
+    """Rules that the served model makes."""
+    token: Schema = {"type": "integer", "minimum": 0, "maximum": served.vocab_size - 1}
+    text: Schema = {"type": "string", "minLength": 1}
+    length: Schema = {"type": "integer", "minimum": 1, "maximum": served.max_model_len - 1}
+    several = {"minItems": 1, "maxItems": MAX_PROMPTS}
+    ids = _list(token, minItems=1, maxItems=served.max_model_len - 1)
+    return {
+        "model": _const(*served.models),
+        "latest": _const(*(f"{name}:latest" for name in served.models)),
+        "tokens": _list(token),
+        "stop_token_ids": _list(token, maxItems=1024),
+        "allowed_token_ids": _list(token, minItems=1, maxItems=65536),
+        "bad_words": _list(text, maxItems=64),
+        "max_tokens": length,
+        "max_completion_tokens": length,
+        "max_output_tokens": length,
+        "prompt": _any(text, ids, _list(text, **several), _list(ids, **several)),
+        "priority": {"type": "integer"} if served.by_priority else _const(0),
+        "extra_args": {
+            "type": "object",
+            "properties": {name: {} for name in served.extra_args},
+            "additionalProperties": False,
+        },
+    }
+
+
+def _kept(given: Schema, rule: Schema) -> Schema:
+    """The rule, with the words and the default of the field."""
+    return {**rule, **{key: given[key] for key in ("title", "default") if key in given}}
+
+
+def _allow_nulls(schema: Schema, body: type[Body]) -> None:
+    required = schema.get("required", ())
+    for name, given in schema.get("properties", {}).items():
+        words = {key: value for key, value in given.items() if key in ("title", "default")}
+        rule = {key: value for key, value in given.items() if key not in words}
+        if name not in required and rule and NULL not in rule.get("anyOf", ()):
+            schema["properties"][name] = {**_any(rule, NULL), **words}
+    for name, neutral in body.UNSUPPORTED.items():
+        if name not in body.model_fields:
+            schema["properties"][name] = {
+                **_const(*neutral),
+                "description": "not supported; these values ask for nothing",
+            }
+
+
+def _describe_options(schema: Schema) -> None:
+    properties = schema["properties"]
+    properties["stop"] = _kept(properties["stop"], FIELDS["stop"])
+    for name, given in properties.items():
+        properties[name] = _any(given, NULL)
+    for name in ollama_protocol.FREE:
+        properties[name] = {"description": "no effect"}
+    for name, value in ollama_protocol.NEUTRAL.items():
+        properties[name] = _const(value, None)

@@ -1,0 +1,81 @@
+"""`llmc doctor`: what it finds, and what it says of what is missing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmc.cli.main import main
+from llmc.load_test import doctor
+from llmc.load_test.doctor import Finding
+
+
+def test_this_machine_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    for name in ("instructions", "C++ ops", "threads", "memory", "GPU", "torch", "typer"):
+        assert any(line.split()[1:2] == [name.split()[0]] for line in lines), name
+    assert all(line.split()[0] in ("ok", "note", "missing", "->") for line in lines[:9])
+
+
+def test_huge_pages(tmp_path: Path) -> None:
+    file = tmp_path / "enabled"
+    assert list(doctor._huge_pages(file)) == []
+    file.write_text("always [madvise] never\n")
+    [found] = doctor._huge_pages(file)
+    assert found == Finding(name="huge pages", value="madvise")
+    file.write_text("always madvise [never]\n")
+    [found] = doctor._huge_pages(file)
+    assert "echo madvise" in found.advice
+
+
+def test_packages_that_are_missing_or_too_old() -> None:
+    found = {
+        one.name: one
+        for one in doctor._packages(
+            [
+                "torch>=99",
+                "no-such-package>=1",
+                "typer",
+                "numpy; python_version < '3'",
+                "no-such-exporter>=1; extra == 'otel'",
+            ]
+        )
+    }
+    assert found["torch"].is_needed and "torch>=99" in found["torch"].advice
+    assert found["no-such-package"].value == "not installed"
+    assert found["typer"].is_ok and "numpy" not in found
+    assert found["extra otel"].advice == "for traces: pip install 'llmc-engine[otel]'"
+    assert not found["extra otel"].is_needed
+
+
+def test_missing_things_are_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = Finding(name="x", value="none", advice="install it", is_needed=True)
+    monkeypatch.setattr(doctor, "examine", lambda: iter([needed]))
+    assert main(["doctor"]) == 1
+    assert "-> install it" in capsys.readouterr().out
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "is_obtainable", lambda: False)
+    assert "apt install" in doctor._kernels().advice
+
+
+def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    has_tool: Any = {"nvidia-smi": "/usr/bin/nvidia-smi"}.get
+    monkeypatch.setattr(shutil, "which", has_tool)
+    assert "torch with CUDA" in doctor._gpu().advice
+
+
+def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path / "not" / "yet"))
+    assert doctor._folder().is_ok
+    usage = shutil.disk_usage(tmp_path)._replace(free=1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert "LLMC_CACHE_DIR" in doctor._folder().advice

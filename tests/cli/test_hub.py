@@ -1,0 +1,77 @@
+"""`llmc pull`, `ls` and `rm` against a hub on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_hub import FILES, MODEL, Hub, fake_hub
+
+from llmc.cli.hub import _ago, _size
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with fake_hub() as hub:
+        yield hub
+
+
+def llmc(hub: Hub, home: Path, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    env = {
+        **kept,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
+    command = [sys.executable, "-P", "-m", "llmc.cli", *words]
+    return subprocess.run(command, env=env, input=stdin, capture_output=True, text=True, timeout=60)
+
+
+def test_a_model_is_pulled_listed_and_removed(hub: Hub, tmp_path: Path) -> None:
+    pulled = llmc(hub, tmp_path, "pull", MODEL)
+    assert pulled.returncode == 0, pulled.stderr
+    [file] = tmp_path.rglob("snapshots/*/model.safetensors")
+    assert file.read_bytes() == FILES["model.safetensors"]
+    listed = llmc(hub, tmp_path, "ls").stdout
+    assert MODEL in listed and "24.4 MiB" in listed and "just now" in listed
+    refused = llmc(hub, tmp_path, "rm", MODEL)
+    assert refused.returncode == 2 and "--yes" in refused.stderr
+    assert llmc(hub, tmp_path, "rm", MODEL, "--yes").returncode == 0
+    assert not list(tmp_path.rglob("model.safetensors"))
+    assert "llmc pull owner/name" in llmc(hub, tmp_path, "ls").stderr
+
+
+def test_a_download_that_broke_goes_on(hub: Hub, tmp_path: Path) -> None:
+    hub.breaks_at = 15_000_000  # the hub keeps what came in pieces of 10 MB
+    broken = llmc(hub, tmp_path, "pull", MODEL)
+    if broken.returncode:  # else huggingface_hub went on by itself
+        assert "could not be downloaded" in broken.stderr
+    hub.breaks_at = None
+    assert llmc(hub, tmp_path, "pull", MODEL).returncode == 0
+    assert hub.ranges, "it went on from where it was"
+    [file] = tmp_path.rglob("snapshots/*/model.safetensors")
+    assert file.read_bytes() == FILES["model.safetensors"]
+
+
+def test_what_is_not_there_is_told(hub: Hub, tmp_path: Path) -> None:
+    missing = llmc(hub, tmp_path, "pull", "owner/none")
+    assert missing.returncode != 0 and "owner/none" in missing.stderr
+    assert "owner/name" in llmc(hub, tmp_path, "pull", "./here").stderr
+    assert "not in the cache: a/b" in llmc(hub, tmp_path, "rm", "a/b").stderr
+
+
+def test_sizes_and_ages() -> None:
+    assert (_size(3 * 2**30), _size(2**20)) == ("3.0 GiB", "1.0 MiB")
+    assert [_ago(s) for s in (1, 60, 7200, 90000)] == [
+        "just now",
+        "1 minute ago",
+        "2 hours ago",
+        "1 day ago",
+    ]

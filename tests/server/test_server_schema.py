@@ -1,0 +1,141 @@
+"""/openapi.json against the server, by schemathesis: every route, all checks, seeded.
+
+A request that the schema allows and the server refuses must break one of BEYOND, the rules that a
+schema can't say. CORPUS has what was found before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+
+import schemathesis
+from live_server import Live, live_server
+from schemathesis.config import GenerationConfig
+from schemathesis.engine import Status, events, from_schema
+
+from llmc.server.guard import ADMIN_PATHS
+from llmc.server.settings import ServerSettings
+
+SETTINGS = ServerSettings(api_keys=("client",), admin_api_key="operator", access_log=False)
+# A 400 for what the schema allows: what the message has to say, and of which rule it is.
+BEYOND = {
+    r"maximum context length|no room": "the prompt's tokens are counted by the tokenizer",
+    r"valid integer, got|must be integers": "integers are written without a fraction",
+    r"chat template refused": "the template is a program",
+    r"must be a JSON object as a text": "JSON in a text",
+    r"need a tokenizer|ask for a grammar|give exactly one|grammar": "one grammar, compiled",
+    r"structured_outputs|guided_json|response_format|format": "is no JSON, or no schema",
+    r"tool": "names and schemas of tools are compared with each other",
+    r"needs|must not exceed|whole answer|integer from n": "rules between two fields",
+    r"send either|is empty": "rules between two fields",
+    r"make \d+ sequences": "the limit is for the product of two fields",
+    r"bad word|logit_bias|characters": "counted in tokens, or by number",
+    r"not a text|surrogate": "half characters",
+}
+
+ENDLESS = "/v1/engine/events"  # a stream without an end
+EXAMPLES = 2  # made-up requests of a route, beside one for each rule of its schema
+
+
+@pytest.fixture(scope="module")
+def governed() -> Iterator[Live]:
+    # a long context: made-up texts have hundreds of tokens
+    with live_server(SETTINGS, max_model_len=4096, num_blocks=1024, blocks_per_request=256) as live:
+        yield live
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["client", "operator"])
+def test_the_schema_is_as_strict_as_the_server(governed: Live, key: str) -> None:
+    """About 6,000 requests."""
+    url = f"http://127.0.0.1:{governed.port}"
+    schema = schemathesis.openapi.from_url(
+        f"{url}/openapi.json", headers={"authorization": "Bearer client"}
+    )
+    ours = list(ADMIN_PATHS) if key == "operator" else None
+    schema = schema.include(path=ours) if ours else schema.exclude(path=[*ADMIN_PATHS, ENDLESS])
+    config = schema.config
+    config.update(headers={"authorization": f"Bearer {key}"}, continue_on_failure=True)
+    config.generation = GenerationConfig(max_examples=EXAMPLES, deterministic=True, no_shrink=True)
+    config.phases.stateful.enabled = False
+    config.checks.ignored_auth.enabled = False  # it takes away one of two headers (see transport)
+    config.seed = 1
+
+    @schema.hook
+    def filter_failure(context: Any, failure: Any, case: Any, response: Any) -> bool:
+        beyond = any(re.search(rule, response.text) for rule in BEYOND)
+        return not (beyond and response.status_code == 400 and "alid request" in failure.title)
+
+    failures: set[str] = set()
+    num_requests = 0
+    for event in from_schema(schema).execute():
+        assert not isinstance(event, events.FatalError | events.NonFatalError), event
+        if not isinstance(event, events.ScenarioFinished):
+            continue
+        num_requests += len(event.recorder.interactions)
+        for case, nodes in event.recorder.checks.items():
+            for found in (node.failure_info for node in nodes if node.status is Status.FAILURE):
+                answer = event.recorder.find_response(case_id=case)
+                said = "" if answer is None else answer.text
+                title = f"{found.failure.title}: {found.failure.message}"
+                failures.add(f"{event.label}: {title}\n{said[:500]}\n{found.code_sample[:2000]}")
+    assert not failures, f"{len(failures)} of {num_requests}:\n" + "\n\n".join(sorted(failures))
+    assert num_requests > (50 if key == "operator" else 500)
+
+
+USER = {"role": "user", "content": "count"}
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+OLLAMA, GENERATE, MESSAGES = "/api/chat", "/api/generate", "/v1/messages"
+# What was answered otherwise than the schema said, one request of each cause.
+CORPUS: list[tuple[str, dict[str, Any], int]] = [
+    (CHAT, {"messages": [{}]}, 400),
+    (CHAT, {"messages": [USER], "response_format": {"type": "text", "x": 1}}, 400),
+    (CHAT, {"messages": [{**USER, "tool_calls": {}}]}, 400),
+    (CHAT, {"messages": [{**USER, "tool_calls": []}]}, 200),
+    (CHAT, {"messages": [USER], "stream": None, "n": None, "suffix": ""}, 200),
+    (COMPLETIONS, {"prompt": ""}, 400),
+    (COMPLETIONS, {"prompt": "count", "stop": ""}, 400),
+    (COMPLETIONS, {"prompt": "count", "guided_choice": []}, 400),
+    (MESSAGES, {"max_tokens": 9, "messages": [{}]}, 400),
+    (MESSAGES, {"max_tokens": 9, "messages": [USER], "stop_sequences": [""]}, 400),
+    (RESPONSES, {"input": [{"type": "reasoning", "summary": {}}]}, 400),
+    (RESPONSES, {"input": [{"type": "reasoning", "content": [], "summary": []}, USER]}, 200),
+    (RESPONSES, {"input": "count", "include": ["logprobs"]}, 400),
+    (OLLAMA, {"messages": [{**USER, "images": {}}]}, 400),
+    (OLLAMA, {"messages": [{**USER, "images": []}], "options": {"mirostat": None}}, 200),
+    (OLLAMA, {"messages": [], "options": {"stop": ""}}, 400),
+    (GENERATE, {"prompt": "", "options": {"mirostat": False}}, 400),
+    ("/tokenize", {}, 400),
+    ("/detokenize", {"tokens": [10**6]}, 400),
+    ("/detokenize", {"tokens": [7.0]}, 400),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status"), CORPUS)
+def test_found_before(governed: Live, path: str, body: dict[str, Any], status: int) -> None:
+    assert governed.post(path, body).status_code == status
+
+
+def test_allow_names_all_methods_of_a_path(governed: Live) -> None:
+    response = governed.client.options("/v1/responses/x")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "DELETE, GET, HEAD"
+
+
+def test_the_schema_has_the_limits_of_the_model(governed: Live) -> None:
+    schemas = governed.client.get("/openapi.json").json()["components"]["schemas"]
+    fields = schemas["CompletionBody"]["properties"]
+    assert fields["max_tokens"]["anyOf"][0]["maximum"] == 4095
+    assert fields["model"]["anyOf"][0] == {"const": "scripted"}
+    assert fields["priority"]["anyOf"][0] == {"const": 0}
+    assert fields["suffix"]["enum"] == [None, ""]
+    info = governed.llm.info
+    assert schemas["DetokenizeBody"]["properties"]["tokens"]["items"]["maximum"] == (
+        info.vocab_size - 1
+    )
