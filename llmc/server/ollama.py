@@ -65,7 +65,7 @@ async def chat(request: Request) -> GenerationResponse | Response:
 
 async def generate(request: Request) -> GenerationResponse | Response:
     body = await read_body(request, GenerateBody)
-    if not body.prompt:
+    if not (body.prompt or body.suffix):
         return _loaded(request, body, {"response": ""})
     with naming(NAMES):
         if body.suffix:

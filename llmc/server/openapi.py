@@ -33,6 +33,7 @@ from llmc.server.protocol import (
 )
 from llmc.server.responses_protocol import ResponsesBody
 from llmc.server.schema_rules import Served, refine
+from llmc.text.infill import has_marks
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
@@ -60,6 +61,31 @@ BODIES: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
+POOLING_PATHS = frozenset(
+    {
+        "/v1/embeddings",
+        "/pooling",
+        "/classify",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/api/embed",
+        "/api/embeddings",
+    }
+)
+GENERATING_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/api/chat",
+        "/api/generate",
+    }
+)
+BATCH_PATHS = ("/v1/files", "/v1/batches")
 FILE_FORM = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -125,6 +151,9 @@ async def openapi(request: Request) -> Response:
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
         by_priority=config.scheduling_policy == "priority",
+        pools=info.pooling is not None,
+        infills=state.llm.tokenizer is not None and has_marks(state.llm.tokenizer),
+        has_batches=state.settings.batch_dir is not None,
         extra_args=info.extra_args,
     )
     described = describe(request.app.routes, served)
@@ -145,9 +174,9 @@ def describe(routes: list[Any], served: Served) -> dict[str, Any]:
     refine(defined, list(BODIES.values()), served)
     paths: dict[str, Any] = {}
     for route in routes:
-        if not route.include_in_schema:
-            continue
         path = route.path.replace(":path}", "}")
+        if not route.include_in_schema or not _is_served(path, served):
+            continue
         verbs = sorted(route.methods - {"HEAD"})
         made = {verb.lower(): _operation(route, path) for verb in verbs}
         paths.setdefault(path, {}).update(made)
@@ -160,6 +189,15 @@ def describe(routes: list[Any], served: Served) -> dict[str, Any]:
             "securitySchemes": SECURITY,
         },
     }
+
+
+def _is_served(path: str, served: Served) -> bool:
+    """Whether it answers at all: the others say in a 400 or 404 what the server was started for."""
+    if path.startswith(BATCH_PATHS):
+        return served.has_batches
+    if path in POOLING_PATHS:
+        return served.pools
+    return not (path in GENERATING_PATHS and served.pools)
 
 
 def _operation(route: Any, path: str) -> dict[str, Any]:

@@ -37,6 +37,9 @@ class Served:
     vocab_size: int
     max_model_len: int
     by_priority: bool = False
+    pools: bool = False  # for vectors, not for text
+    infills: bool = False  # the tokenizer has marks for text in the middle
+    has_batches: bool = False
     extra_args: Sequence[str] = ()
 
 
@@ -317,6 +320,7 @@ def _limits(served: Served) -> dict[str, Schema]:
         "max_completion_tokens": length,
         "max_output_tokens": length,
         "prompt": _any(text, ids, _list(text, **several), _list(ids, **several)),
+        "suffix": TEXT if served.infills else _const(None, ""),
         "priority": {"type": "integer"} if served.by_priority else _const(0),
         "extra_args": {
             "type": "object",

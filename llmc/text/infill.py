@@ -64,6 +64,10 @@ def _marks_of(tokenizer: Tokenizer) -> InfillMarks | None:
     return find_marks(tokenizer.added_tokens)
 
 
+def has_marks(tokenizer: Tokenizer) -> bool:
+    return _marks_of(tokenizer) is not None
+
+
 def need_marks(tokenizer: Tokenizer, name: str) -> InfillMarks:
     """Raises InvalidRequestError for a model without marks; `name` is the model's."""
     marks = _marks_of(tokenizer)
