@@ -26,6 +26,7 @@ from llmc.passes.logits_processors import LogitsProcessor, processor_passes
 from llmc.passes.merge_linears import merge_linears
 from llmc.passes.page_attention import page_attention
 from llmc.passes.quantize_linears import quantize_linears
+from llmc.passes.shard_linears import shard_linears
 from llmc.passes.share_rotary import share_rotary
 from llmc.passes.slot_state import slot_state
 from llmc.passes.split_prompts import split_prompts
@@ -43,6 +44,7 @@ class PipelineOptions:
     kept: tuple[tuple[str, Quantization], ...] = ()  # weights that stay as they are stored
     max_loras: int = 0  # LoRA adapters that steps can use at a time
     max_lora_rank: int = 0
+    tensor_parallel_size: int = 1  # ranks that compute a part of each layer
 
 
 def pipeline(
@@ -74,6 +76,9 @@ def pipeline(
         last_token_logits(),
         append_sampler(),  # after last_token_logits: samples the selected rows
         *processor_passes(processors),  # between the model and append_sampler's first op
+        shard_linears(  # before what joins weights and fuses ops: it knows torch's own
+            size=options.tensor_parallel_size
+        ),
         merge_linears(kept=options.kept),
         apply_lora(  # after merge_linears; before what reads halves of merged outputs
             slots=options.max_loras, rank=options.max_lora_rank

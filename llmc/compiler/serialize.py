@@ -21,6 +21,7 @@ from llmc.passes.inputs import (
     ConstantInput,
     Input,
     QuantizedPart,
+    Shard,
     StateInput,
     StepInput,
     WeightInput,
@@ -172,10 +173,15 @@ def _dump_role(node: fx.Node, constants: _Constants) -> Json:
             "parts": list(role.parts),
             "transposed": role.transposed,
             "quantized": None if role.quantized is None else asdict(role.quantized),
+            "shards": [shard and asdict(shard) for shard in role.shards],
         }
     if isinstance(role, AdapterInput):
         return {"kind": "adapter", **asdict(role)}
-    return {"kind": "constant", "tensor": constants.add(node.name, role.tensor)}
+    return {
+        "kind": "constant",
+        "tensor": constants.add(node.name, role.tensor),
+        "shard": role.shard and asdict(role.shard),
+    }
 
 
 def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
@@ -192,6 +198,7 @@ def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
                 parts=tuple(role["parts"]),
                 transposed=role["transposed"],
                 quantized=low and QuantizedPart(**{**low, "to": Quantization(**low["to"])}),
+                shards=tuple(_load_shard(shard) for shard in role["shards"]),
             )
         case "adapter":
             return AdapterInput(
@@ -200,9 +207,16 @@ def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
                 widths=tuple(role["widths"]),
             )
         case "constant":
-            return ConstantInput(tensor=constants[role["tensor"]])
+            return ConstantInput(tensor=constants[role["tensor"]], shard=_load_shard(role["shard"]))
         case other:
             raise ValueError(f"unknown role {other!r}")
+
+
+def _load_shard(shard: Json) -> Shard | None:
+    if shard is None:
+        return None
+    sections = tuple((int(length), int(parts)) for length, parts in shard["sections"])
+    return Shard(dim=int(shard["dim"]), sections=sections, size=int(shard["size"]))
 
 
 # Python's own functions in a graph: picking an item, and arithmetic on sizes.
