@@ -30,7 +30,8 @@ class NotRecordable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _TorchCall:
-    """An op that torch calls again; `results` are None where it writes to its arguments."""
+    """An op that torch calls again; `results` are None where all that it makes is written to its
+    arguments."""
 
     op: Callable[..., Any]
     args: tuple[Any, ...]
@@ -123,10 +124,9 @@ class _Mode(TorchDispatchMode):
             return result
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         made = _tensors(result)
-        if func._schema.is_mutable:
-            self._call_again(_TorchCall(func, args, kwargs, None))
-        elif any(t.untyped_storage()._cdata not in given for t in made):
-            self._call_again(_TorchCall(func, args, kwargs, made))
+        is_new = any(t.untyped_storage()._cdata not in given for t in made)
+        if is_new or func._schema.is_mutable:  # or both: a scan has a result and a state
+            self._call_again(_TorchCall(func, args, kwargs, made if is_new else None))
         return result
 
     def _call_again(self, call: _TorchCall) -> None:

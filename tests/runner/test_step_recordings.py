@@ -69,6 +69,26 @@ def test_an_op_that_reads_values_before_its_kernels_is_called_by_torch() -> None
 
 
 @torch.inference_mode()
+def test_an_op_with_a_result_and_a_state_gives_both_again() -> None:
+    library = torch.library.Library("llmc_test_recording", "FRAGMENT")
+    library.define("scan(Tensor(a!) state, Tensor x) -> Tensor")
+    library.impl("scan", lambda state, x: state.add_(x) * 2, "CompositeExplicitAutograd")
+    x, state = torch.randn(3, 64), torch.zeros(3, 64)
+
+    def run() -> Tensor:
+        made = torch.ops.llmc_test_recording.scan(state, x)
+        return ours("rms_norm", made, None, 1e-5, 0.0)
+
+    recorded = record(run)
+    for _ in range(3):
+        fill(x)
+        before = state.clone()
+        again, moved = recorded.replay().clone(), state.clone()
+        state.copy_(before)
+        assert torch.equal(again, run()) and torch.equal(moved, state)
+
+
+@torch.inference_mode()
 def test_rows_that_had_no_adapter_may_have_one_later() -> None:
     x, base, adapter = torch.randn(2, 32), torch.randn(2, 16), torch.zeros(2, dtype=torch.int32)
     a, b, bounds = torch.randn(1, 1, 4, 32), torch.randn(1, 4, 16), torch.tensor([0, 16]).int()
