@@ -51,6 +51,10 @@ class Group:
         self._processes.broadcast([out], options).wait()
         return out
 
+    def abort(self) -> None:
+        """Make the collective that is under way an error, and all later ones. From any thread."""
+        self._processes.abort()
+
     @property
     def ranks(self) -> range:
         return range(self.size)

@@ -78,6 +78,7 @@ class LLM:
         self.info: ModelInfo = started.info
         self._engine: SearchingEngine | None = started.engine
         self._upgrade = started.upgrade
+        self._end_ranks = started.end_ranks
         self._tokenizer = tokenizer
         self._inputs = InputProcessor(started.info, tokenizer)
         self._outputs = OutputProcessor(tokenizer)
@@ -208,6 +209,7 @@ class LLM:
             self._upgrade = None
             if engine is not None:
                 self._abort_all(engine)
+        self._end_ranks()
 
     def __enter__(self) -> LLM:
         return self

@@ -138,14 +138,16 @@ def load_graph(
 
 
 def _dump_val(val: Any) -> Json:
-    """Shape, strides and dtype of a value; null for a size that is not fixed."""
+    """Shape, strides and dtype of a value; null for a size that is not fixed (in a graph that was
+    loaded all are)."""
     if isinstance(val, list | tuple):
         return {"items": [_dump_val(v) for v in val]}
-    if not isinstance(val, Tensor):
+    if not isinstance(val, Tensor | TensorFacts):
         return None
+    strides = val.strides if isinstance(val, TensorFacts) else val.stride()
     return {
         "shape": [s if isinstance(s, int) else None for s in val.shape],
-        "stride": [s if isinstance(s, int) else None for s in val.stride()],
+        "stride": [s if isinstance(s, int) else None for s in strides],
         "dtype": str(val.dtype).removeprefix("torch."),
     }
 
