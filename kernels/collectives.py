@@ -79,11 +79,13 @@ def _group() -> Group | None:
     return group
 
 
-@op(shape="x")
-def all_reduce(x: Tensor) -> Tensor:
+@op(mutates=("turn",), shape="x")
+def all_reduce(x: Tensor, turn: Tensor) -> Tensor:
     """x of any shape -> the sum of every rank's x, equal on all ranks; x itself on one alone.
 
-    The ranks are those of `ranks(...)`, which all call it in the same order. Summed in x's dtype.
+    The ranks are those of `ranks(...)`, which all call it in the same order: `turn`, of any kind,
+    is said to be written to, so that no compiler moves a collective before another. Summed in x's
+    dtype.
     """
     group = _group()
     parts = [x] if group is None else group.all_of(x)
@@ -93,15 +95,18 @@ def all_reduce(x: Tensor) -> Tensor:
     return total
 
 
-@op(shape="x")
-def first_rank(x: Tensor) -> Tensor:
-    """x of any shape -> the x of rank 0, on every rank: what ranks must agree on to the bit."""
+@op(mutates=("turn",), shape="x")
+def first_rank(x: Tensor, turn: Tensor) -> Tensor:
+    """x of any shape -> the x of rank 0, on every rank: what ranks must agree on to the bit.
+
+    `turn` as for `all_reduce`.
+    """
     group = _group()
     return (x if group is None else group.all_of(x)[0]).clone()
 
 
-def _alone_or(call: Callable[[Group, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def run(x: Tensor) -> Tensor:
+def _alone_or(call: Callable[[Group, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    def run(x: Tensor, turn: Tensor) -> Tensor:
         group = _group()
         return x.clone() if group is None else call(group, x)
 
@@ -118,4 +123,5 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     gen = torch.Generator(device="cpu").manual_seed(0)
     shapes: tuple[Any, ...] = ((1, 1, 64), (1, 7, 33), (5,), (0, 8))
     for shape in shapes:
-        yield (torch.randn(shape, generator=gen).to(device, dtype),)
+        turn = torch.zeros(1, device=device)
+        yield torch.randn(shape, generator=gen).to(device, dtype), turn

@@ -7,7 +7,8 @@ from collections import Counter
 from itertools import accumulate, pairwise
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from llmc.kernels.collectives import all_reduce, first_rank
 from llmc.kernels.expert_linear import expert_linear
@@ -26,7 +27,7 @@ from llmc.passes.edit import (
     update_val,
     val,
 )
-from llmc.passes.inputs import ConstantInput, Shard, WeightInput, input_of
+from llmc.passes.inputs import ConstantInput, Shard, WeightInput, add_constant, input_of
 from llmc.passes.sharding import (
     RESHAPES,
     SPLITS,
@@ -56,8 +57,8 @@ def shard_linears(gm: fx.GraphModule, *, size: int = 1) -> Notes:
     After:
         q = aten.linear(x, wq rows);  k = aten.linear(x, wk rows);  v = aten.linear(x, wv rows)
         a = llmc.paged_attention(q [T, H / size, D], key_cache [blocks, Hkv / size, ...], ...)
-        y = aten.add(llmc.all_reduce(aten.linear(a, wo columns)), bo)
-        token = llmc.first_rank(llmc.sample(...))
+        y = aten.add(llmc.all_reduce(aten.linear(a, wo columns), turn), bo)
+        token = llmc.first_rank(llmc.sample(...), turn)
     """
     if size == 1:
         return ["--tensor-parallel-size is 1"]
@@ -73,10 +74,13 @@ def shard_linears(gm: fx.GraphModule, *, size: int = 1) -> Notes:
             update_val(node)
         elif (cut := region.cuts.get(node)) is not None:
             _cut(node, cut, size)
-    for term in [n for n in graph.nodes if n in region.terms]:
-        _sum(graph, term)
-    for drawn in calls(graph, sample.overload):
-        insert_after(drawn, first_rank.overload)
+    terms, draws = [n for n in graph.nodes if n in region.terms], calls(graph, sample.overload)
+    if terms or draws:
+        turn = _turn(graph)
+    for term in terms:
+        _sum(graph, term, turn)
+    for drawn in draws:
+        insert_after(drawn, first_rank.overload, turn)
     return notes
 
 
@@ -180,7 +184,13 @@ def _cut_size(node: fx.Node, cut: Cut) -> None:
     node.args = (node.args[0], sizes)
 
 
-def _sum(graph: fx.Graph, term: fx.Node) -> None:
+def _turn(graph: fx.Graph) -> fx.Node:
+    """What keeps collectives in one order, whoever compiles the graph."""
+    like = next(n for n in graph.nodes if isinstance(n.meta.get("val"), Tensor))
+    return add_constant(graph, "turn", torch.zeros(1, device=val(like).device), like)
+
+
+def _sum(graph: fx.Graph, term: fx.Node, turn: fx.Node) -> None:
     """Sum the ranks' terms; those of experts where each token's are scaled and added up."""
     bias = arguments(term).bias
     if bias is not None:
@@ -190,6 +200,6 @@ def _sum(graph: fx.Graph, term: fx.Node) -> None:
     while user is not None and is_call(user, *RESHAPES, aten.mul.Tensor, aten.sum.dim_IntList):
         last = user if is_call(user, aten.sum.dim_IntList) else last
         user = only_user(user)
-    total = insert_after(last, all_reduce.overload)
+    total = insert_after(last, all_reduce.overload, turn)
     if bias is not None:
         insert_after(total, aten.add.Tensor, bias)

@@ -10,6 +10,8 @@ from torch import Tensor
 from llmc.kernels.collectives import Group, all_reduce, first_rank
 from llmc.kernels.registry import Op
 
+TURN = torch.zeros(1)
+
 
 def _by_rank(group: Group, x: Tensor) -> Tensor:
     return x * (group.rank + 1) - group.rank
@@ -19,12 +21,12 @@ def _by_rank(group: Group, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_fast_versions_equal_the_reference(op: Op, dtype: torch.dtype, size: int) -> None:
-    cases = [x for maker in op.case_makers for (x,) in maker(torch.device("cpu"), dtype)]
+    cases = [x for maker in op.case_makers for x, _ in maker(torch.device("cpu"), dtype)]
     strided = torch.randn(4, 6).to(dtype).T
 
     def run(group: Group) -> list[tuple[Tensor, Tensor]]:
         given = [_by_rank(group, x) for x in (*cases, strided)]
-        return [(op.run(x), op.reference(x)) for x in given]
+        return [(op.run(x, TURN), op.reference(x, TURN)) for x in given]
 
     results = on_ranks(size, run)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {}
@@ -37,18 +39,18 @@ def test_fast_versions_equal_the_reference(op: Op, dtype: torch.dtype, size: int
 
 def test_the_sum_is_that_of_all_ranks() -> None:
     x = torch.arange(6.0).view(2, 3)
-    results = on_ranks(4, lambda group: all_reduce.run(x + group.rank))
+    results = on_ranks(4, lambda group: all_reduce.run(x + group.rank, TURN))
     assert all(torch.equal(result, 4 * x + 6) for result in results)
     assert all(
         torch.equal(result, x)
-        for result in on_ranks(2, lambda group: first_rank.run(x + group.rank))
+        for result in on_ranks(2, lambda group: first_rank.run(x + group.rank, TURN))
     )
 
 
 @pytest.mark.parametrize("op", [all_reduce, first_rank], ids=lambda op: op.name)
 def test_alone_it_is_a_copy(op: Op) -> None:
     x = torch.arange(5)
-    for made in (op.run(x), op.reference(x)):
+    for made in (op.run(x, TURN), op.reference(x, TURN)):
         assert torch.equal(made, x)
         assert made.data_ptr() != x.data_ptr()
 
@@ -58,7 +60,7 @@ def test_a_rank_that_does_not_come_is_an_error() -> None:
         if group.rank == 1:
             return "left"
         with pytest.raises(RuntimeError) as error:
-            all_reduce.run(torch.ones(3))
+            all_reduce.run(torch.ones(3), TURN)
         return str(error.value)
 
     message, left = on_ranks(2, run, timeout_s=2.0)
