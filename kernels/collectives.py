@@ -1,4 +1,5 @@
-"""`all_reduce`, `first_rank`: what the ranks of a tensor-parallel step tell each other.
+"""`all_reduce`, `all_gather`, `first_rank`, `embed_shard`: what the ranks of a tensor-parallel step
+tell each other, and the one op whose result depends on which rank it is.
 
 A rank is one of `size` processes that run the same graph, each over its own part of the weights.
 The graph does not say whom it talks to: whoever runs it names the group (`ranks`).
@@ -95,6 +96,37 @@ def all_reduce(x: Tensor, turn: Tensor) -> Tensor:
     return total
 
 
+def _gathered(*, x: Tensor, size: int, **others: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] * size)
+
+
+@op(mutates=("turn",), shape=_gathered)
+def all_gather(x: Tensor, size: int, turn: Tensor) -> Tensor:
+    """x [..., N] -> every rank's x, side by side in their order [..., N * size]; alone, x again and
+    again. `size` is the number of ranks, and `turn` as for `all_reduce`.
+    """
+    group = _group()
+    return torch.cat([x] * size if group is None else group.all_of(x), -1)
+
+
+def _embedded(*, ids: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty(*ids.shape, weight.shape[1])
+
+
+@op(shape=_embedded)
+def embed_shard(ids: Tensor, weight: Tensor) -> Tensor:
+    """ids of any shape, weight [V, K] -> [..., K]: rows of a table of which each rank holds V.
+
+    The ranks' rows follow each other; what another rank holds is 0, so that their sum is the whole
+    table's embedding.
+    """
+    group = _group()
+    own = ids - (0 if group is None else group.rank * weight.shape[0])
+    is_here = (own >= 0) & (own < weight.shape[0])
+    rows = torch.nn.functional.embedding(own.clamp(0, weight.shape[0] - 1), weight)
+    return rows.masked_fill(~is_here.unsqueeze(-1), 0)
+
+
 @op(mutates=("turn",), shape="x")
 def first_rank(x: Tensor, turn: Tensor) -> Tensor:
     """x of any shape -> the x of rank 0, on every rank: what ranks must agree on to the bit.
@@ -115,6 +147,8 @@ def _alone_or(call: Callable[[Group, Tensor], Tensor]) -> Callable[[Tensor, Tens
 
 torch_impl(all_reduce)(_alone_or(Group.total))
 torch_impl(first_rank)(_alone_or(Group.of_first))
+torch_impl(all_gather)(all_gather.reference)
+torch_impl(embed_shard)(embed_shard.reference)
 
 
 @all_reduce.cases
@@ -125,3 +159,18 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     for shape in shapes:
         turn = torch.zeros(1, device=device)
         yield torch.randn(shape, generator=gen).to(device, dtype), turn
+
+
+@all_gather.cases
+def _gather_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    for x, turn in _cases(device, dtype):
+        yield x, 3, turn
+
+
+@embed_shard.cases
+def _embed_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    gen = torch.Generator(device="cpu").manual_seed(0)
+    weight = torch.randn(6, 16, generator=gen).to(device, dtype)
+    several: tuple[Any, ...] = ([[0, 5, 6, 11, 17]], [3], [[]])
+    for ids in several:
+        yield torch.tensor(ids, dtype=torch.int64, device=device), weight

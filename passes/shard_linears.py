@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from llmc.kernels.collectives import all_reduce, first_rank
+from llmc.kernels.collectives import all_gather, all_reduce, embed_shard, first_rank
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.sample import sample
@@ -19,15 +19,25 @@ from llmc.passes.edit import (
     arguments,
     aten,
     calls,
+    emit,
     insert_after,
     is_call,
     only_user,
     positional,
+    replace,
     set_arguments,
+    through,
     update_val,
     val,
 )
-from llmc.passes.inputs import ConstantInput, Shard, WeightInput, add_constant, input_of
+from llmc.passes.inputs import (
+    ConstantInput,
+    Shard,
+    StepInput,
+    WeightInput,
+    add_constant,
+    input_of,
+)
 from llmc.passes.sharding import (
     RESHAPES,
     SPLITS,
@@ -46,6 +56,7 @@ def shard_linears(gm: fx.GraphModule, *, size: int = 1) -> Notes:
     Every rank runs this graph, over its own part of the weights and of the cache, and the parts of
     a layer's output are summed. What is cut is found from attention and linears outward, by the
     rules of `sharding.py`; what they do not prove stays whole, and every rank computes all of it.
+    Embedding and output head are cut by the vocabulary.
 
     The drawn tokens are those of rank 0, since a tie may fall another way elsewhere.
 
@@ -53,11 +64,12 @@ def shard_linears(gm: fx.GraphModule, *, size: int = 1) -> Notes:
         q = aten.linear(x, wq);  k = aten.linear(x, wk);  v = aten.linear(x, wv)
         a = llmc.paged_attention(q [T, H, D], key_cache [blocks, Hkv, ...], value_cache, ...)
         y = aten.linear(a, wo, bo)
-        token = llmc.sample(...)
+        logits = aten.linear(h, head);  token = llmc.sample(...)
     After:
         q = aten.linear(x, wq rows);  k = aten.linear(x, wk rows);  v = aten.linear(x, wv rows)
         a = llmc.paged_attention(q [T, H / size, D], key_cache [blocks, Hkv / size, ...], ...)
         y = aten.add(llmc.all_reduce(aten.linear(a, wo columns), turn), bo)
+        logits = llmc.all_gather(aten.linear(h, head rows), size, turn)
         token = llmc.first_rank(llmc.sample(...), turn)
     """
     if size == 1:
@@ -74,9 +86,12 @@ def shard_linears(gm: fx.GraphModule, *, size: int = 1) -> Notes:
             update_val(node)
         elif (cut := region.cuts.get(node)) is not None:
             _cut(node, cut, size)
+    vocabulary = _vocabulary(graph, region)
     terms, draws = [n for n in graph.nodes if n in region.terms], calls(graph, sample.overload)
-    if terms or draws:
+    if terms or draws or vocabulary:
         turn = _turn(graph)
+    for weight in vocabulary:
+        _cut_vocabulary(graph, weight, size, turn)
     for term in terms:
         _sum(graph, term, turn)
     for drawn in draws:
@@ -182,6 +197,59 @@ def _cut_size(node: fx.Node, cut: Cut) -> None:
     if sizes[cut.dim] != -1:
         sizes[cut.dim] = cut.length
     node.args = (node.args[0], sizes)
+
+
+def _vocabulary(graph: fx.Graph, region: Region) -> list[fx.Node]:
+    """Weights with a row for each token of the vocabulary that can be dealt out to the ranks:
+    those that only embeddings of the step's tokens and the output head read."""
+    head = _head(graph)
+    head_weight = arguments(head).weight if head is not None else None
+    found = []
+    for node in graph.find_nodes(op="placeholder"):
+        role = input_of(node)
+        if not isinstance(role, WeightInput) or role.transposed or node in region.cuts:
+            continue
+        readers = [n for n in node.users if n is not head or node is not head_weight]
+        is_read_so = all(is_call(n, aten.embedding.default) and _of_tokens(n) for n in readers)
+        if is_read_so and int(val(node).shape[0]) % region.size == 0 and val(node).dim() == 2:
+            found.append(node)
+    return found
+
+
+def _of_tokens(embedding: fx.Node) -> bool:
+    ids = through(arguments(embedding).indices, aten.unsqueeze.default)
+    return input_of(ids) == StepInput(name="token_ids")
+
+
+def _head(graph: fx.Graph) -> fx.Node | None:
+    """The linear whose output, but for scaling and caps, are the logits."""
+    results = graph.output_node().args[0]
+    node = results[1] if isinstance(results, tuple | list) and len(results) == 2 else None
+    while isinstance(node, fx.Node) and not is_call(node, aten.linear.default):
+        sources = [n for n in node.all_input_nodes if n.op == "call_function"]
+        is_plain = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        is_plain |= is_call(node, aten.to.dtype, aten.squeeze.dim, *RESHAPES)
+        node = sources[0] if is_plain and len(sources) == 1 else None
+    return node if isinstance(node, fx.Node) else None
+
+
+def _cut_vocabulary(graph: fx.Graph, weight: fx.Node, size: int, turn: fx.Node) -> None:
+    rows = Cut(0, ((int(val(weight).shape[0]), size),))
+    _cut(weight, rows, size)
+    for reader in list(weight.users):
+        given = arguments(reader)
+        if is_call(reader, aten.embedding.default):
+            with graph.inserting_before(reader):
+                own = emit(graph, embed_shard.overload, given.indices, weight)
+                total = emit(graph, all_reduce.overload, own, turn)
+            replace(reader, total)
+            continue
+        if given.bias is not None:
+            set_arguments(reader, bias=None)
+        update_val(reader)
+        whole = insert_after(reader, all_gather.overload, size, turn)
+        if given.bias is not None:
+            insert_after(whole, aten.add.Tensor, given.bias)
 
 
 def _turn(graph: fx.Graph) -> fx.Node:

@@ -7,7 +7,7 @@ import torch
 from on_ranks import on_ranks
 from torch import Tensor
 
-from llmc.kernels.collectives import Group, all_reduce, first_rank
+from llmc.kernels.collectives import Group, all_gather, all_reduce, embed_shard, first_rank
 from llmc.kernels.registry import Op
 
 TURN = torch.zeros(1)
@@ -45,6 +45,26 @@ def test_the_sum_is_that_of_all_ranks() -> None:
         torch.equal(result, x)
         for result in on_ranks(2, lambda group: first_rank.run(x + group.rank, TURN))
     )
+
+
+def test_what_ranks_hold_side_by_side() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    for result in on_ranks(3, lambda group: all_gather.run(x.T.T + group.rank, 3, TURN)):
+        assert torch.equal(result, torch.cat((x, x + 1, x + 2), -1))
+    assert torch.equal(all_gather.run(x, 2, TURN), torch.cat((x, x), -1))
+
+
+def test_each_token_is_embedded_by_the_rank_that_holds_its_row() -> None:
+    table, ids = torch.randn(12, 5), torch.tensor([[0, 3, 4, 11, 7]])
+
+    def run(group: Group) -> Tensor:
+        return embed_shard.run(ids, table[4 * group.rank :][:4])
+
+    parts = on_ranks(3, run)
+    assert torch.equal(torch.stack(parts).sum(0), table[ids])
+    assert [int((part != 0).any(-1).sum()) for part in parts] == [2, 2, 1]
+    alone = embed_shard.run(torch.tensor([11, 12, -1]), table)
+    assert torch.equal(alone, torch.stack((table[11], torch.zeros(5), torch.zeros(5))))
 
 
 @pytest.mark.parametrize("op", [all_reduce, first_rank], ids=lambda op: op.name)

@@ -185,9 +185,9 @@ def test_a_hidden_state_that_something_else_reads_stays_whole() -> None:
         "v": weight("v", rand(HIDDEN, WIDTH)),
     }
 
-    def fn(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def fn(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         y = F.silu(F.linear(x, w))
-        return F.linear(y, v), y
+        return F.linear(y, v), x, y
 
     _, report = check(inputs, fn, 2)
     assert not report.added
@@ -196,6 +196,47 @@ def test_a_hidden_state_that_something_else_reads_stays_whole() -> None:
 def test_a_weight_that_two_ops_read_in_two_ways_stays_whole() -> None:
     inputs = {"x": step(rand(1, TOKENS, WIDTH), dynamic=1), "w": weight("w", rand(WIDTH, WIDTH))}
     _, report = check(inputs, lambda x, w: F.linear(F.silu(F.linear(x, w)), w), 2)
+    assert not report.added
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("vocab", [30, 31])
+def test_embedding_and_head_are_cut_by_the_vocabulary(tied: bool, vocab: int) -> None:
+    def fn(token_ids: Tensor, table: Tensor, head: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.embedding(token_ids.unsqueeze(0), table) * 2
+        y = F.linear(h, table) if tied else F.linear(h, head, bias)
+        logits = (torch.tanh(y / 30.0) * 30.0).squeeze(0)
+        return logits.argmax(-1), logits
+
+    inputs = {
+        "token_ids": step(torch.tensor([0, 29, 14, 15, 3])),
+        "table": weight("table", rand(vocab, HIDDEN)),
+        "head": weight("head", rand(vocab, HIDDEN) + 0.1),
+        "bias": weight("bias", rand(vocab)),
+    }
+    sharded, report = check(inputs, fn, 2)
+    if vocab == 31:
+        assert not report.added
+        return
+    assert report.added["llmc.embed_shard.default"] == 1
+    assert report.added["llmc.all_reduce.default"] == report.added["llmc.all_gather.default"] == 1
+    rows = cut(0, (vocab, 2))
+    found = shards(sharded)
+    assert found["table"] == rows and (tied or (found["head"], found["bias"]) == (rows, None))
+
+
+def test_a_table_that_is_read_in_another_way_stays_whole() -> None:
+    inputs = {
+        "token_ids": step(torch.tensor([0, 5, 3])),
+        "positions": step(torch.tensor([0, 1, 2])),
+        "table": weight("table", rand(30, HIDDEN)),
+        "places": weight("places", rand(30, HIDDEN)),
+    }
+
+    def fn(token_ids: Tensor, positions: Tensor, table: Tensor, places: Tensor) -> Tensor:
+        return F.embedding(token_ids, table) + F.embedding(positions, places) + table.sum(0)
+
+    _, report = check(inputs, fn, 2)
     assert not report.added
 
 
