@@ -54,6 +54,8 @@ def main() -> int:
         _report(channel, f"{type(error).__name__}: {error}"[:2000])
         return 1
     _report(channel, None)
+    if _read_line(channel) is None:  # all have loaded: until then nothing is timed
+        return 0
     group = open_group(order.folder, order.rank, order.size, model.program.device, order.timeout_s)
     follower = Follower(model, Ranks(group=group))
     try:
@@ -76,7 +78,7 @@ def load_rank(order: RankOrder) -> LoadedModel:
     else:
         limit_threads()
         torch.set_num_threads(order.threads)
-    build = start_kernels(device)
+    start_kernels(device)  # they are built, or looked for, while weights load
     program = ProgramCache(Path(order.folder)).load(PROGRAM, device)
     if program is None:
         raise EngineDeadError("the program of rank 0 can't be read")
@@ -88,7 +90,6 @@ def load_rank(order: RankOrder) -> LoadedModel:
         key="",
         built=None,
     )
-    kernels_are_built(build)
     return load_model(compiled, order.rank)
 
 
@@ -98,6 +99,7 @@ class Follower:
     def __init__(self, model: LoadedModel, ranks: Ranks) -> None:
         self._model = model
         self._ranks = ranks
+        self._build = start_kernels(model.program.device)
         self._runner: ModelRunner | None = None
 
     def obey(self, order: Order) -> None:
@@ -114,7 +116,7 @@ class Follower:
     def _make(
         self, num_blocks: int, max_model_len: int, max_in_flight: int, level: int, serves: int
     ) -> None:
-        is_built = kernels_are_built(start_kernels(self._model.program.device))
+        is_built = kernels_are_built(self._build)
         mode = StepMode(
             level=level, kernels_built=is_built, max_in_flight=max_in_flight, ranks=self._ranks
         )

@@ -3,7 +3,8 @@
     rank 0 (start_engine)                              rank 1 ... (startup/rank_process.py)
       RankProcesses: starts them          -- nothing -->  import torch
       compile, .send(model, program)      -- RankOrder -> load its part of the weights
-      load its own part, .join()          <- RankReady -  join the group
+      load its own part, .join()          <- ready -----
+                                          -- all are --->  join the group
       runner                              -- Order ---->  runner
 
 A rank is a process with a channel, which is a pair of sockets that nobody else has. What ranks sum
@@ -201,6 +202,8 @@ class RankProcesses:
             error = json.loads(line)["error"]
             if error is not None:
                 raise EngineDeadError(f"rank {rank} did not start: {error}")
+        for channel in self._channels:
+            self._write(channel, b"\n")
         group = open_group(self._folder, 0, self.size, device, TIMEOUT_S)
         watch = threading.Thread(
             target=_watch, args=(tuple(self._channels), group), name="llmc-ranks", daemon=True
