@@ -54,7 +54,9 @@ class Group:
 
     def abort(self) -> None:
         """Make the collective that is under way an error, and all later ones. From any thread."""
-        self._processes.abort()
+        abort = getattr(self._processes, "abort", None)
+        if abort is not None:  # gloo's of older versions; it notices by itself that a rank ended
+            abort()
 
     @property
     def ranks(self) -> range:
