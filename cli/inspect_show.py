@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -25,6 +25,7 @@ def show(inspection: Inspection, machine: Machine) -> None:
     from llmc.inspect.fit import fit
 
     console = stdout_console()
+    machine = _of_rank(inspection, machine)
     _head(console, inspection)
     _section(console, "layers", _layers(inspection))
     rows = fit(inspection.sizes, machine.memory_bytes, machine.bandwidth)
@@ -42,6 +43,19 @@ def show(inspection: Inspection, machine: Machine) -> None:
         console.print(Text(f"\n  {text}", style="dim"))
 
 
+def _of_rank(inspection: Inspection, machine: Machine) -> Machine:
+    """What each rank has of the machine: on CPU they share it, and GPUs they have one each."""
+    size = inspection.tensor_parallel_size
+    if size == 1 or inspection.device != "cpu":
+        return machine
+    memory, bandwidth = machine.memory_bytes, machine.bandwidth
+    return replace(
+        machine,
+        memory_bytes=None if memory is None else memory // size,
+        bandwidth=None if bandwidth is None else bandwidth / size,
+    )
+
+
 def _head(console: Console, inspection: Inspection) -> None:
     sizes = inspection.sizes
     active = ""
@@ -55,6 +69,10 @@ def _head(console: Console, inspection: Inspection) -> None:
     cache = [f"{say_bytes(sizes.kv_bytes_per_token)} a token"] if sizes.kv_bytes_per_token else []
     if sizes.state_bytes:
         cache.append(f"{say_bytes(sizes.state_bytes)} of state a request, however long")
+    ranks = []
+    if inspection.tensor_parallel_size > 1:
+        each = f"{inspection.tensor_parallel_size}, each with these weights and this cache"
+        ranks = [("ranks", f"{each}; {inspection.num_collectives} collectives a step")]
     for name, value in (
         ("parameters", f"{say_count(inspection.num_parameters)}{active}"),
         (
@@ -63,6 +81,7 @@ def _head(console: Console, inspection: Inspection) -> None:
         ),
         ("context", f"{inspection.max_model_len:,} tokens, vocabulary {inspection.vocab_size:,}"),
         ("cache", ", ".join(cache)),
+        *ranks,
     ):
         table.add_row(Text(name, style="dim"), value)
     print_table(console, table)
@@ -155,7 +174,8 @@ def _fit_title(inspection: Inspection, machine: Machine) -> str:
         said.append(f"at {machine.bandwidth / 1e9:,.0f} GB/s{whose}")
     if not said:
         return "what fits: give --memory and --bandwidth"
-    return "what fits " + ", how fast ".join(said)
+    where = "on each rank " if inspection.tensor_parallel_size > 1 else ""
+    return f"what fits {where}" + ", how fast ".join(said)
 
 
 def _fit(rows: Sequence[Row], machine: Machine) -> Table:
@@ -210,6 +230,7 @@ def _kernels(inspection: Inspection) -> Table:
 def print_json(inspection: Inspection, machine: Machine) -> None:
     from llmc.inspect.fit import BATCHES, fit
 
+    machine = _of_rank(inspection, machine)
     data: dict[str, Any] = {
         f.name: _plain(getattr(inspection, f.name))
         for f in fields(inspection)

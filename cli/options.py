@@ -252,6 +252,13 @@ ENGINE_OPTIONS = (
         help="Share of the GPU's memory to use, weights included.",
     ),
     EngineOption(
+        field="tensor_parallel_size",
+        panel=BATCH_PANEL,
+        metavar="RANKS",
+        help="Processes that compute a part of every layer each, on this machine: a GPU each, or "
+        "the CPU's cores shared out. Memory of the KV cache is that of each.",
+    ),
+    EngineOption(
         field="enable_prefix_caching",
         panel=BATCH_PANEL,
         flags=("--enable-prefix-caching/--no-enable-prefix-caching",),

@@ -80,7 +80,8 @@ class AsyncLLM:
         started = start(config, on_phase)
         engine, info = started.engine, started.info
         tokenizer = load_tokenizer(config, info)
-        self._attach(EngineThread(engine), info, engine.stats(), config, tokenizer)
+        link = EngineThread(engine, started.end_ranks)
+        self._attach(link, info, engine.stats(), config, tokenizer)
 
     @classmethod
     def from_started(
@@ -88,7 +89,7 @@ class AsyncLLM:
     ) -> AsyncLLM:
         """An AsyncLLM on an engine that is already there. `tokenizer` None: token ids only."""
         engine = started.engine
-        link = EngineThread(engine)
+        link = EngineThread(engine, started.end_ranks)
         return cls.from_link(link, started.info, engine.stats(), config, tokenizer)
 
     @classmethod

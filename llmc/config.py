@@ -11,6 +11,7 @@ from llmc.pooling import POOLINGS, TASKS
 from llmc.speculative_config import SpeculativeConfig
 
 MOST_LORAS, MOST_LORA_RANK = 1024, 512
+MOST_RANKS = 64
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {
     "half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
@@ -63,6 +64,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     swap_space: int = 0  # host memory for the blocks of preempted requests
     gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1  # ranks, each a process, that compute a part of every layer
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None  # plan a step while the one before it runs
     scheduling_policy: SchedulingPolicy = "fcfs"
@@ -107,6 +109,12 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
+        _positive("tensor_parallel_size", self.tensor_parallel_size)
+        if self.tensor_parallel_size > MOST_RANKS:
+            raise ConfigError(
+                f"tensor_parallel_size must be at most {MOST_RANKS}, got "
+                f"{self.tensor_parallel_size}"
             )
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         if isinstance(self.speculative_config, Mapping):

@@ -79,6 +79,7 @@ class LLM(PoolingMethods):
         self.info: ModelInfo = started.info
         self._engine: SearchingEngine | None = started.engine
         self._upgrade = started.upgrade
+        self._end_ranks = started.end_ranks
         self._tokenizer = tokenizer
         self._inputs = InputProcessor(started.info, tokenizer)
         self._outputs = OutputProcessor(tokenizer)
@@ -212,6 +213,7 @@ class LLM(PoolingMethods):
             self._upgrade = None
             if engine is not None:
                 self._abort_all(engine)
+        self._end_ranks()
 
     def __enter__(self) -> LLM:
         return self

@@ -59,16 +59,55 @@ class StateInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """What a rank of a tensor-parallel engine holds of a tensor: a part of each section of `dim`.
+
+    `sections` are (length, parts), end to end: a section of one part is on all ranks. Where it has
+    fewer parts than there are ranks (`size`), neighbours hold the same one.
+    """
+
+    dim: int
+    sections: tuple[tuple[int, int], ...]
+    size: int
+
+    @property
+    def length(self) -> int:
+        """Of `dim`, on each rank."""
+        return sum(length // parts for length, parts in self.sections)
+
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
+        """(start, length) in the whole dimension of what this rank holds, in order."""
+        found, start = [], 0
+        for length, parts in self.sections:
+            part = rank * parts // self.size
+            found.append((start + part * (length // parts), length // parts))
+            start += length
+        return found
+
+    def of(self, tensor: Tensor, rank: int) -> Tensor:
+        """This rank's part of the whole tensor."""
+        pieces = [tensor.narrow(self.dim, start, n) for start, n in self.ranges(rank)]
+        return torch.cat(pieces, self.dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightInput:
     """A recipe over the model's parameters: `parts` by name, concatenated along dimension 0.
 
     `transposed`: each part is stored [in, out] and is turned to [out, in] first.
     `quantized`: the result in few bits, its scales or zeros.
+    `shards`: what of each part, once it is turned, is taken; () takes all.
     """
 
     parts: tuple[str, ...]
     transposed: bool = False
     quantized: QuantizedPart | None = None
+    shards: tuple[Shard | None, ...] = ()
+
+    @property
+    def pieces(self) -> list[tuple[str, Shard | None]]:
+        """Each part and what is taken of it."""
+        return list(zip(self.parts, self.shards or [None] * len(self.parts), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +127,7 @@ class ConstantInput:
     """A tensor known at capture: a buffer that the model computes from its config, or a table."""
 
     tensor: Tensor
+    shard: Shard | None = None
 
 
 Input = StepInput | CacheInput | StateInput | WeightInput | AdapterInput | ConstantInput

@@ -72,13 +72,16 @@ def _why_not(group: list[fx.Node]) -> str | None:
 
 
 def _cat_input(graph: fx.Graph, sources: list[fx.Node]) -> fx.Node:
-    roles = [input_of(s) for s in sources]
-    parts = tuple(p for r in roles if isinstance(r, WeightInput) for p in r.parts)
-    first = roles[0]
-    assert isinstance(first, WeightInput)
+    roles = [role for s in sources if isinstance(role := input_of(s), WeightInput)]
+    pieces = [piece for role in roles for piece in role.pieces]
+    shards = tuple(shard for _, shard in pieces)
     rows = sum(int(val(s).shape[0]) for s in sources)
     fake = val(sources[0]).new_empty(rows, *val(sources[0]).shape[1:])
-    role = WeightInput(parts=parts, transposed=first.transposed)
+    role = WeightInput(
+        parts=tuple(part for part, _ in pieces),
+        transposed=roles[0].transposed,
+        shards=shards if any(shards) else (),
+    )
     return add_input(graph, f"{sources[0].name}_merged", role, fake)
 
 

@@ -27,6 +27,7 @@ from llmc.passes.merge_linears import merge_linears
 from llmc.passes.page_attention import page_attention
 from llmc.passes.pool import pool, running_pool
 from llmc.passes.quantize_linears import quantize_linears
+from llmc.passes.shard_linears import shard_linears
 from llmc.passes.share_rotary import share_rotary
 from llmc.passes.slot_state import slot_state
 from llmc.passes.split_prompts import split_prompts
@@ -46,6 +47,7 @@ class PipelineOptions:
     max_loras: int = 0  # LoRA adapters that steps can use at a time
     max_lora_rank: int = 0
     pooling: Method | None = None  # None: tokens are sampled
+    tensor_parallel_size: int = 1  # ranks that compute a part of each layer
 
 
 def pipeline(
@@ -79,6 +81,9 @@ def pipeline(
         # after last_token_logits: the selected rows
         append_sampler() if options.pooling is None else pool(),
         *processor_passes(processors),  # between the model and append_sampler's first op
+        shard_linears(  # before what joins weights and fuses ops: it knows torch's own
+            size=options.tensor_parallel_size
+        ),
         merge_linears(kept=options.kept),
         apply_lora(  # after merge_linears; before what reads halves of merged outputs
             slots=options.max_loras, rank=options.max_lora_rank

@@ -28,6 +28,8 @@ class Identity:
 
 
 def identify(config: EngineConfig) -> Identity:
+    """What one rank would run: how ranks share it out is proven op by op (passes/sharding.py)."""
+    config = replace(config, tensor_parallel_size=1)
     source = resolve(config, pick_device(config.device))
     if source.pooling is not None:
         raise ConfigError(

@@ -28,6 +28,7 @@ from llmc.kernels.registry import OPS
 from llmc.passes.base import Pass, run_passes
 from llmc.passes.canonicalize import canonicalize
 from llmc.passes.lower_kernels import lower_kernels
+from llmc.weights.checkpoint import SomeOf
 from llmc.weights.load import WeightSource
 
 
@@ -160,9 +161,9 @@ class RoundedWeights:
     def blocks(self, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
         return self._source.blocks(name, to)
 
-    def fill(self, name: str, out: Tensor) -> None:
+    def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
         rounded = torch.empty(out.shape, dtype=self._dtype, device=out.device)
-        self._source.fill(name, rounded)
+        self._source.fill(name, rounded, part)
         out.copy_(rounded)
 
 

@@ -244,11 +244,17 @@ def open_weights(
     return CheckpointWeights(make_module(), tensors)
 
 
-def load_weights(program: Program, source: WeightSource) -> dict[str, Tensor]:
-    """Every weight of the program in its final form, by placeholder name."""
+def load_weights(program: Program, source: WeightSource, rank: int = 0) -> dict[str, Tensor]:
+    """Every weight of the program in its final form, by placeholder name; of what is sharded, that
+    rank's part."""
     source.check(part for _, role in program.weight_inputs() for part in role.parts)
     return graph_weights(
-        program.graph, program.parameters, source, dtype=program.dtype, device=program.device
+        program.graph,
+        program.parameters,
+        source,
+        dtype=program.dtype,
+        device=program.device,
+        rank=rank,
     )
 
 
@@ -259,6 +265,7 @@ def graph_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    rank: int = 0,
 ) -> dict[str, Tensor]:
     """The same for any graph of a model, whose dtype is `dtype`."""
     made: dict[WeightInput, Tensor] = {}
@@ -269,7 +276,7 @@ def graph_weights(
             continue
         if role not in made:
             own = dtype if role.quantized else node.meta["val"].dtype
-            made |= make_weights(role, parameters.shapes, own, source, device)
+            made |= make_weights(role, parameters.shapes, own, source, device, rank)
         weights[node.name] = made[role]
     return weights
 
@@ -279,8 +286,9 @@ def bind(
     weights: Mapping[str, Tensor],
     caches: Sequence[tuple[Tensor, Tensor]],
     states: Sequence[Tensor] = (),
+    rank: int = 0,
 ) -> dict[str, Tensor]:
-    """The tensor of every placeholder that is no step input.
+    """The tensor of every placeholder that is no step input, on this rank.
 
     `caches[layer]` is (key, value); `states` are in the order of the program's. Slots of adapters
     are made here, and are empty.
@@ -299,5 +307,6 @@ def bind(
                 tuple(value.shape), dtype=value.dtype, device=program.device
             )
         elif isinstance(role, ConstantInput):
-            bound[node.name] = role.tensor.to(program.device)
+            tensor = role.tensor if role.shard is None else role.shard.of(role.tensor, rank)
+            bound[node.name] = tensor.to(program.device)
     return bound

@@ -21,6 +21,7 @@ from llmc.passes.inputs import (
     ConstantInput,
     Input,
     QuantizedPart,
+    Shard,
     StateInput,
     StepInput,
     WeightInput,
@@ -137,14 +138,16 @@ def load_graph(
 
 
 def _dump_val(val: Any) -> Json:
-    """Shape, strides and dtype of a value; null for a size that is not fixed."""
+    """Shape, strides and dtype of a value; null for a size that is not fixed (in a graph that was
+    loaded all are)."""
     if isinstance(val, list | tuple):
         return {"items": [_dump_val(v) for v in val]}
-    if not isinstance(val, Tensor):
+    if not isinstance(val, Tensor | TensorFacts):
         return None
+    strides = val.strides if isinstance(val, TensorFacts) else val.stride()
     return {
         "shape": [s if isinstance(s, int) else None for s in val.shape],
-        "stride": [s if isinstance(s, int) else None for s in val.stride()],
+        "stride": [s if isinstance(s, int) else None for s in strides],
         "dtype": str(val.dtype).removeprefix("torch."),
     }
 
@@ -172,10 +175,15 @@ def _dump_role(node: fx.Node, constants: _Constants) -> Json:
             "parts": list(role.parts),
             "transposed": role.transposed,
             "quantized": None if role.quantized is None else asdict(role.quantized),
+            "shards": [shard and asdict(shard) for shard in role.shards],
         }
     if isinstance(role, AdapterInput):
         return {"kind": "adapter", **asdict(role)}
-    return {"kind": "constant", "tensor": constants.add(node.name, role.tensor)}
+    return {
+        "kind": "constant",
+        "tensor": constants.add(node.name, role.tensor),
+        "shard": role.shard and asdict(role.shard),
+    }
 
 
 def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
@@ -192,6 +200,7 @@ def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
                 parts=tuple(role["parts"]),
                 transposed=role["transposed"],
                 quantized=low and QuantizedPart(**{**low, "to": Quantization(**low["to"])}),
+                shards=tuple(_load_shard(shard) for shard in role["shards"]),
             )
         case "adapter":
             return AdapterInput(
@@ -200,9 +209,16 @@ def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
                 widths=tuple(role["widths"]),
             )
         case "constant":
-            return ConstantInput(tensor=constants[role["tensor"]])
+            return ConstantInput(tensor=constants[role["tensor"]], shard=_load_shard(role["shard"]))
         case other:
             raise ValueError(f"unknown role {other!r}")
+
+
+def _load_shard(shard: Json) -> Shard | None:
+    if shard is None:
+        return None
+    sections = tuple((int(length), int(parts)) for length, parts in shard["sections"])
+    return Shard(dim=int(shard["dim"]), sections=sections, size=int(shard["size"]))
 
 
 # Python's own functions in a graph: picking an item, and arithmetic on sizes.

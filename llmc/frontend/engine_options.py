@@ -50,6 +50,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_memory: int | None
     swap_space: int
     gpu_memory_utilization: float
+    tensor_parallel_size: int
     enable_prefix_caching: bool
     async_scheduling: bool | None
     scheduling_policy: SchedulingPolicy

@@ -16,7 +16,7 @@ import logging
 import os
 import queue
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,10 +44,11 @@ class Stop:
 
 
 class EngineThread:
-    """Runs `engine` and reports each turn."""
+    """Runs `engine` and reports each turn. `on_end` is called when it runs no more."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, on_end: Callable[[], None] = lambda: None) -> None:
         self._engine = engine
+        self._on_end = on_end
         self._inbox: queue.SimpleQueue[Message | Stop] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._report: Publish | None = None
@@ -86,6 +87,8 @@ class EngineThread:
             log.exception("the engine failed")
             reason = f"{type(exc).__name__}: {exc}"[:500]
             self._publish(EngineLost(reason=reason, is_final=True))
+        finally:
+            self._on_end()
 
     def _turn(self) -> bool:
         """Empty the inbox, run one step, publish the outputs. False: a Stop was in the inbox."""

@@ -13,7 +13,7 @@ from llmc.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_ONE_DEVICE = "llmc runs on one device; start one server for each"
+_ONE_STAGE = "layers are cut across, not dealt out: use --tensor-parallel-size"
 _TEMPLATE = "the format is read off the model's chat template"
 
 # The same value under another name.
@@ -26,6 +26,8 @@ RENAMED: Mapping[str, str] = {
     "--model-path": "--model",
     "--mem-fraction-static": "--gpu-memory-utilization",
     "--max-running-requests": "--max-num-seqs",
+    "-tp": "--tensor-parallel-size",
+    "--tp-size": "--tensor-parallel-size",
 }
 # Switches that are written otherwise.
 WRITTEN: Mapping[str, tuple[str, ...]] = {
@@ -41,7 +43,7 @@ NOT_NEEDED: Mapping[str, str] = {
     "--disable-log-stats": "--log-level sets what is logged",
     "--enable-prompt-tokens-details": "usage always has them",
     "--enable-request-id-headers": "answers always have them",
-    "--disable-custom-all-reduce": "there is one device",
+    "--disable-custom-all-reduce": "ranks sum over NCCL or gloo alone",
     "--disable-fastapi-docs": "--no-ui leaves out all pages",
     "--no-enable-log-outputs": "outputs are never logged",
     "--enable-log-requests": "the access log is on",
@@ -53,7 +55,7 @@ NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
     "--generation-config": "the model's own is used; requests override it",
     "--guided-decoding-backend": "grammars have one implementation",
     "--structured-outputs-config": "grammars have one implementation",
-    "--distributed-executor-backend": "there is one device",
+    "--distributed-executor-backend": "ranks are processes of this machine",
     "--max-seq-len-to-capture": "graphs are captured by batch size (--cuda-graph-buckets)",
     "--max-parallel-loading-workers": "weights are read once, in order",
     "--tokenizer-pool-size": "--api-workers answer HTTP, tokenizers included",
@@ -63,10 +65,8 @@ NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
 }
 # Left out for these values alone; what to do for others.
 VALUES: Mapping[str, tuple[frozenset[str], str]] = {
-    "--tensor-parallel-size": (frozenset({"1"}), _ONE_DEVICE),
-    "-tp": (frozenset({"1"}), _ONE_DEVICE),
-    "--pipeline-parallel-size": (frozenset({"1"}), _ONE_DEVICE),
-    "-pp": (frozenset({"1"}), _ONE_DEVICE),
+    "--pipeline-parallel-size": (frozenset({"1"}), _ONE_STAGE),
+    "-pp": (frozenset({"1"}), _ONE_STAGE),
     "--data-parallel-size": (frozenset({"1"}), "start one llmc server for each device"),
     "-dp": (frozenset({"1"}), "start one llmc server for each device"),
     "--num-scheduler-steps": (frozenset({"1"}), "a step draws one token a request"),
@@ -79,7 +79,7 @@ VALUES: Mapping[str, tuple[frozenset[str], str]] = {
 REFUSED: Mapping[str, str] = {
     "--compilation-config": "choose a level with -O0 to -O3, and passes with --disable-pass",
     "--no-enable-chunked-prefill": "chunked prefill is always on; raise --max-num-batched-tokens",
-    "--enable-expert-parallel": _ONE_DEVICE,
+    "--enable-expert-parallel": "experts are cut by width, with --tensor-parallel-size",
     "--tool-parser-plugin": _TEMPLATE + "; leave the option out",
     "--hf-overrides": "change config.json in a copy of the model's directory",
     "--rope-scaling": "change config.json in a copy of the model's directory",

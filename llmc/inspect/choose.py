@@ -16,11 +16,13 @@ import torch
 from torch import fx
 
 from llmc.inspect.stages import Stage
+from llmc.kernels.collectives import all_gather, all_reduce, first_rank
 from llmc.kernels.cpu.build import is_obtainable
 from llmc.kernels.registry import OPS
 from llmc.passes.base import op_name
 from llmc.passes.edit import positional
 
+COLLECTIVES = (all_reduce.name, all_gather.name, first_rank.name)
 _LANGUAGES = {"cpu": "C++", "triton": "Triton", "torch": "torch"}
 _PLAIN = {torch.ops.aten.linear.default: "linear"}  # torch's own op, which one of ours may replace
 

@@ -16,7 +16,7 @@ from llmc.compiler.build import BuiltModel
 from llmc.config import EngineConfig
 from llmc.engine.kv.layout import WHOLE, AttentionWindow
 from llmc.errors import CompileError
-from llmc.inspect.choose import KernelChoice, choose_kernels
+from llmc.inspect.choose import COLLECTIVES, KernelChoice, choose_kernels
 from llmc.inspect.facts import LayerFacts, layer_facts, num_bytes, size_hint, total
 from llmc.inspect.fit import Sizes, cache_kinds
 from llmc.inspect.shorten import Shortened, shorten
@@ -66,7 +66,9 @@ class Inspection:
     layers: dict[int, LayerFacts]
     passes: tuple[PassFacts, ...]
     kernels: tuple[KernelChoice, ...]
-    sizes: Sizes
+    sizes: Sizes  # of each rank
+    tensor_parallel_size: int
+    num_collectives: int  # in a step
     stages: tuple[Stage, ...]
 
 
@@ -95,6 +97,7 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
     facts = layer_facts(stages, shortened)
     model_len = source.model_len
     sizes = _sizes(config, facts, stages[-1], model_len, captured.vocab_size)
+    kernels = choose_kernels(stages[-1], device, shortened.copies)
     idle = sizes.expert_bytes * (1 - sizes.num_chosen / max(1, sizes.num_experts))
     return Inspection(
         model=source.files.name,
@@ -110,8 +113,10 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
         capture_seconds=seconds,
         layers=facts,
         passes=_pass_facts(stages, shortened, {p.name for p in options.extra}),
-        kernels=choose_kernels(stages[-1], device, shortened.copies),
+        kernels=kernels,
         sizes=sizes,
+        tensor_parallel_size=config.tensor_parallel_size,
+        num_collectives=sum(k.count for k in kernels if k.op in COLLECTIVES),
         stages=tuple(stages),
     )
 

@@ -81,7 +81,10 @@ def _serve(
     with zmq.Context() as context, bind(context, order.address) as socket:
         started = load(order.config, report)
         report(Ready(info=started.info, stats=started.engine.stats()))
-        EngineHost(started.engine, socket, is_stopped).run()
+        try:
+            EngineHost(started.engine, socket, is_stopped).run()
+        finally:
+            started.end_ranks()  # one that hangs is killed
 
 
 def _watch_parent(folder: str, stopped: threading.Event) -> None:

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from llmc.compiler.lower import StepFunction
 from llmc.engine.plan import PendingStep, StepPlan, StepResult
+from llmc.errors import EngineDeadError
+from llmc.kernels.collectives import ranks as ranks_of
 from llmc.kernels.prepare_step import WORK_WORDS
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.record_tokens import record_tokens
@@ -35,6 +37,7 @@ from llmc.runner.graphs import StepGraphs, StepOutputs, StepShape
 from llmc.runner.kv_cache import copy_blocks
 from llmc.runner.logprobs import chosen_tokens, gather_logprobs, read_result, read_vectors
 from llmc.runner.profiler import StepProfiler
+from llmc.runner.ranks import Kind, Order, Ranks, ToldStep, step_order
 from llmc.runner.rows import RowTables
 from llmc.runner.step_buffers import StepBuffers, StepInputs
 from llmc.runner.step_recordings import StepRecordings
@@ -75,6 +78,7 @@ class ModelRunner:
         use_graphs: bool = False,
         max_in_flight: int = 1,
         pools: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self.step = step
         self.rows = rows
@@ -83,6 +87,8 @@ class ModelRunner:
         self.caches = tuple(caches)
         self.swap_space = swap_space
         self._adapters = adapters
+        self._ranks = ranks
+        self._group = None if ranks is None else ranks.group
         self._device = device or HostDevice()
         # a step's least size may ask for two dummies
         self._buffers = StepBuffers(
@@ -114,7 +120,7 @@ class ModelRunner:
         try:
             launched = self.launch(plan)
         except Exception as error:
-            pending.set_exception(classified(error))
+            pending.set_exception(self.classified(error))
             return pending
         return _Pending(self, launched)
 
@@ -135,11 +141,21 @@ class ModelRunner:
         try:
             return self.collect(self.launch(plan))
         except Exception as error:
-            raise classified(error) from error
+            raise self.classified(error) from error
+
+    def classified(self, error: Exception) -> Exception:
+        """`error` itself, or an EngineDeadError where no later step can succeed either."""
+        if self._ranks is not None and not isinstance(error, EngineDeadError):
+            why = self._ranks.why() or f"{type(error).__name__}: {error}"
+            return EngineDeadError(
+                f"a step of {self._ranks.size} tensor-parallel ranks failed, which are not in step "
+                f"any more: {why}; restart the engine"
+            )
+        return classified(error)
 
     def launch(self, plan: StepPlan) -> Launched:
         """Send the plan's delta, queue the step, and start the copy of its tokens to the host."""
-        with torch.inference_mode(), self._watch.launching():
+        with torch.inference_mode(), self._watch.launching(), ranks_of(self._group):
             step = self.step  # another thread may swap it meanwhile
             shape = self._shape(plan, step)
             delta, sent = self._send(plan, shape)
@@ -168,7 +184,7 @@ class ModelRunner:
 
     def logits(self, plan: StepPlan) -> Tensor:
         """The unprocessed logits [rows that sample, V] of a plan; its draws are dropped."""
-        with torch.inference_mode():
+        with torch.inference_mode(), ranks_of(self._group):
             shape = self._shape(plan, self.step)
             delta, sent = self._send(plan, shape)
             _, logits = self._run(self.step, self._prepare(delta, sent))
@@ -176,8 +192,30 @@ class ModelRunner:
 
     def dummy_run(self, rows: int, tokens_each: int = 1) -> None:
         """Run a step of dummies, which write to no request's cache: for its memory and kernels."""
-        with torch.inference_mode():
+        self._tell(Order(kind=Kind.DUMMY_RUN, numbers=(rows, tokens_each)))
+        with torch.inference_mode(), ranks_of(self._group):
             self._run(self.step, self._dummies(StepShape(rows * tokens_each, rows, rows)))
+
+    def follow(self, order: Order) -> None:
+        """Do what rank 0's runner does: a step, a dummy run or a capture. Its results are there."""
+        if order.kind == Kind.DUMMY_RUN:
+            self.dummy_run(*order.numbers)
+        elif order.kind == Kind.CAPTURE and self._graphs is not None:
+            if self._offered is not None:
+                self.step, self._offered = self._offered, None
+            self._graphs.next_shape(self.step, ())  # it follows the step
+            self._capture(StepShape(*order.numbers))
+        else:
+            self._follow_step(ToldStep.of(order))
+
+    def _follow_step(self, told: ToldStep) -> None:
+        with torch.inference_mode(), self._watch.launching(), ranks_of(self._group):
+            step, delta = self.step, told.delta
+            sent = self._device.upload(delta.words)
+            self._swap(told.out_slots, told.back_slots, sent[delta.swaps :])
+            self._apply(delta, sent)
+            if delta.num_requests:
+                self._compute(step, told.shape, self._prepare(delta, sent))
 
     def warm_up(self) -> None:
         """Run the shapes by which kernels are chosen: rows and tokens by powers of two.
@@ -212,22 +250,28 @@ class ModelRunner:
             assert self._adapters is not None, "the plan has adapters, but the runner has no slots"
             self._adapters.copy(copy.slot, copy.adapter)
         delta = encode(self.rows, plan, shape.requests - len(plan.work), shape.tokens)
+        self._tell(step_order(plan, shape, delta) if self._ranks is not None else None)
         sent = self._device.upload(delta.words)
-        self._swap(plan, sent[delta.swaps :])
+        out_slots = [copy.target for copy in plan.swap_out]
+        self._swap(out_slots, [copy.source for copy in plan.swap_in], sent[delta.swaps :])
         self._apply(delta, sent)
         return delta, sent
 
-    def _swap(self, plan: StepPlan, blocks: Tensor) -> None:
+    def _tell(self, order: Order | None) -> None:
+        """On rank 0, what the other ranks are to do with it."""
+        if self._ranks is not None and order is not None:
+            self._ranks.tell(order)
+
+    def _swap(self, out_slots: Sequence[int], in_slots: Sequence[int], blocks: Tensor) -> None:
         """Blocks of preempted requests to host memory, then those of returning ones back."""
-        if not (plan.swap_out or plan.swap_in):
+        if not (out_slots or in_slots):
             return
         assert self.swap_space is not None, "the plan swaps, but the runner was given no room"
-        out = len(plan.swap_out)
-        if plan.swap_out:
-            self.swap_space.swap_out(blocks[:out], [copy.target for copy in plan.swap_out])
-        if plan.swap_in:
-            came = blocks[out : out + len(plan.swap_in)]
-            self.swap_space.swap_in([copy.source for copy in plan.swap_in], came)
+        out = len(out_slots)
+        if out_slots:
+            self.swap_space.swap_out(blocks[:out], out_slots)
+        if in_slots:
+            self.swap_space.swap_in(in_slots, blocks[out : out + len(in_slots)])
 
     def _apply(self, delta: Delta, sent: Tensor) -> None:
         """What the delta changes in rows and caches."""
@@ -334,13 +378,22 @@ class ModelRunner:
             return None
         step = self.step
         shape = self._graphs.next_shape(step, self.buckets.sizes)
-        if shape is None:
-            return None
-        with torch.inference_mode():
+        return shape if shape is not None and self._capture(shape) else None
+
+    def _capture(self, shape: StepShape) -> bool:
+        """False where the step can't be captured."""
+        assert self._graphs is not None, "asked for the next shape before"
+        self._tell(Order(kind=Kind.CAPTURE, numbers=shape))
+        step = self.step
+        with torch.inference_mode(), ranks_of(self._group):
             inputs = self._with_prompts(self._dummies(shape), NO_PROMPTS)
-            if not self._graphs.capture(step, shape, lambda: self._run(step, inputs), inputs):
-                return None
-        return shape
+            return self._graphs.capture(step, shape, lambda: self._run(step, inputs), inputs)
+
+    @property
+    def takes_any_shape(self) -> bool:
+        """Whether the step may be given fewer rows than it was compiled for: those of a graph, or
+        as rank 0's step takes them."""
+        return self.has_graphs or self._ranks is not None
 
     @property
     def has_graphs(self) -> bool:
@@ -372,4 +425,4 @@ class _Pending:
         try:
             return self._runner.collect(self._launched)
         except Exception as error:
-            raise classified(error) from error
+            raise self._runner.classified(error) from error

@@ -86,7 +86,7 @@ def _with_inductor(model: BoundModel, *, level: int, cache_dir: Path) -> StepFun
     step = compile_step(
         graph, model.bound, model.runner.rows.tables, level=level, cache_dir=cache_dir
     )
-    if model.runner.has_graphs:  # a batch of one needs no padding in a graph of the plain step
+    if model.runner.takes_any_shape:  # a batch of one needs no padding in a graph of the plain step
         step = replace(step, small=lower(graph, model.bound))
     return step
 

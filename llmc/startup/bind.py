@@ -18,6 +18,7 @@ from llmc.runner import kv_cache
 from llmc.runner.adapter_store import AdapterStore, lora_targets
 from llmc.runner.device import open_device
 from llmc.runner.model_runner import ModelRunner
+from llmc.runner.ranks import Kind, Order, Ranks
 from llmc.runner.row_states import RowStates
 from llmc.runner.rows import RowTables
 from llmc.runner.swap_space import SwapSpace
@@ -35,6 +36,7 @@ class StepMode:
     level: int  # the optimization level that will run in the end
     kernels_built: bool  # False: on references while the C++ ops are built
     max_in_flight: int
+    ranks: Ranks | None = None  # among which each step runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +83,14 @@ def make_runner(
     max_model_len: int,
     can_swap: bool = True,
 ) -> BoundModel:
-    """Allocates the cache and binds `graph`, the program with its kernels chosen; runs nothing."""
+    """Allocates the cache and binds `graph`, the program with its kernels chosen; runs nothing.
+
+    The other ranks of a tensor-parallel engine are told to do the same.
+    """
     config, program = model.source.config, model.program
+    if mode.ranks is not None:
+        sizes = (num_blocks, max_model_len, mode.max_in_flight, mode.level, can_swap)
+        mode.ranks.tell(Order(kind=Kind.MAKE_RUNNER, numbers=sizes))
     caches = kv_cache.allocate(
         program.caches, num_blocks=num_blocks, block_size=config.block_size, device=program.device
     )
@@ -97,7 +105,8 @@ def make_runner(
         extra=RowStates(program.processors, program.vocab_size).tables,
         num_groups=cache_layout(model).num_groups,
     )
-    bound = bind(program, model.weights, caches, states)
+    rank = 0 if mode.ranks is None else mode.ranks.rank
+    bound = bind(program, model.weights, caches, states, rank)
     # those of sparse indexers have keys alone
     halves = [half for layer in caches for half in layer if half.numel()]
     adapters = _adapters(config, program, bound)
@@ -113,6 +122,7 @@ def make_runner(
         use_graphs=mode.level >= 2,
         max_in_flight=mode.max_in_flight,
         pools=model.source.pooling is not None,
+        ranks=mode.ranks,
     )
     return BoundModel(
         runner=runner,

@@ -74,6 +74,7 @@ def rewrite_options(source: ModelSource, kept: KeptWeights | None = None) -> Rew
             max_loras=config.max_loras if config.enable_lora else 0,
             max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
             pooling=_method(source),
+            tensor_parallel_size=config.tensor_parallel_size,
         ),
         switches=config.passes,
         extra=user_passes(config.extra_passes),
@@ -220,8 +221,11 @@ class LoadedModel:
         return list({id(weight): weight for weight in self.weights.values()}.values())
 
 
-def load_model(model: CompiledModel) -> LoadedModel:
-    """Raises CheckpointError where the checkpoint lacks a weight, or has it in another shape."""
+def load_model(model: CompiledModel, rank: int = 0) -> LoadedModel:
+    """The weights, or the parts of them that this rank of a tensor-parallel engine holds.
+
+    Raises CheckpointError where the checkpoint lacks a weight, or has it in another shape.
+    """
     source, program = model.source, model.program
 
     def make_module() -> nn.Module:
@@ -232,9 +236,10 @@ def load_model(model: CompiledModel) -> LoadedModel:
         opened = DummyWeights(source.config.seed)
     else:
         tensors = source.open_tensors()
-        opened = weights = open_weights(program, tensors, make_module)
+        opened = plain = open_weights(program, tensors, make_module)
         if source.stored is not None and source.config.quantization is None:
             roles = (role for _, role in program.weight_inputs())
             kept = {p for r in roles if r.quantized and r.quantized.kept for p in r.parts}
-            tell_widened(tensors, (t for name in kept for t in weights.stored(name)))
-    return LoadedModel(source=source, program=program, weights=load_weights(program, opened))
+            tell_widened(tensors, (t for name in kept for t in plain.stored(name)))
+    weights = load_weights(program, opened, rank)
+    return LoadedModel(source=source, program=program, weights=weights)

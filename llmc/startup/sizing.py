@@ -15,6 +15,7 @@ from torch import fx
 from llmc.config import EngineConfig
 from llmc.engine.kv.layout import CacheLayout
 from llmc.errors import ConfigError
+from llmc.runner.ranks import Kind, Order, Ranks
 
 # Of what is free on a machine that also runs other programs.
 _CPU_SHARE = 0.4
@@ -82,15 +83,31 @@ def free_bytes(device: torch.device, config: EngineConfig) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         return int(free - total * (1 - config.gpu_memory_utilization))
-    return int(psutil.virtual_memory().available * _CPU_SHARE)
+    ranks = config.tensor_parallel_size  # which all take from this memory
+    return int(psutil.virtual_memory().available * _CPU_SHARE / ranks)
+
+
+def least_free_bytes(device: torch.device, config: EngineConfig, ranks: Ranks | None) -> int:
+    """`free_bytes`, of the rank that has the least of it. Every rank calls it."""
+    free = free_bytes(device, config)
+    if ranks is None:
+        return free
+    ranks.tell(Order(kind=Kind.LEAST_MEMORY))
+    found = ranks.group.all_of(torch.tensor([free], device=device))
+    return int(torch.cat(found).min())
 
 
 def size_pools(
-    config: EngineConfig, device: torch.device, models: Sequence[ModelProfile], model_len: int
+    config: EngineConfig,
+    device: torch.device,
+    models: Sequence[ModelProfile],
+    model_len: int,
+    ranks: Ranks | None = None,
 ) -> PoolSize:
     """The blocks that fit of each model's cache: all have as many, of their own size.
 
-    `config` and `model_len` are those of the first model, which is the one that is served.
+    `config` and `model_len` are those of the first model, which is the one that is served. All
+    ranks have as many blocks.
     """
     beside = sum(model.bytes_beside for model in models)
     return size_pool(
@@ -98,7 +115,7 @@ def size_pools(
         models[0].layout,
         bytes_per_token=sum(model.bytes_per_token for model in models),
         model_len=model_len,
-        available=free_bytes(device, config) - beside,
+        available=least_free_bytes(device, config, ranks) - beside,
     )
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from llmc.startup.bind import BoundModel
     from llmc.startup.compile import LoadedModel
     from llmc.startup.sizing import ModelProfile, PoolSize
+    from llmc.startup.tensor_parallel import RankProcesses
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,12 @@ class Started:
     info: ModelInfo
     phases: list[Phase]
     upgrade: Upgrade | None = None  # steps being compiled, which will replace the one that runs
+    rank_processes: RankProcesses | None = None  # of a tensor-parallel engine: they end with it
+
+    def end_ranks(self) -> None:
+        """End the processes of the other ranks. Safe to call again."""
+        if self.rank_processes is not None:
+            self.rank_processes.end()
 
 
 class PhaseClock:
@@ -74,8 +81,24 @@ class PhaseClock:
 
 
 def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Started:
-    """Raises ConfigError, CheckpointError or CompileError."""
+    """Raises ConfigError, CheckpointError or CompileError; EngineDeadError where another rank of a
+    tensor-parallel engine does not start."""
     clock = PhaseClock(on_phase)
+    if config.tensor_parallel_size == 1:
+        return _start(config, clock, None)
+    from llmc.startup.tensor_parallel import RankProcesses, check_tensor_parallel
+
+    check_tensor_parallel(config)
+    check_paths(config)
+    processes = RankProcesses(config.tensor_parallel_size)
+    try:
+        return _start(config, clock, processes)
+    except BaseException:
+        processes.end()
+        raise
+
+
+def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | None) -> Started:
     check_paths(config)
     files = find_local(config)
     if files is None:
@@ -97,6 +120,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         from llmc.startup.draft_model import draft_in_flight, load_draft, resolve_draft, speculate
         from llmc.startup.profile import profile_model
         from llmc.startup.sizing import size_pools
+        from llmc.startup.tensor_parallel import check_source, share_threads
 
     device = pick_device(config.device)
     level = pick_level(config.opt_level, device)
@@ -114,6 +138,10 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         log.warning("left out, as this model is wrong with them: %s", ", ".join(disabled))
     if device.type == "cpu":
         limit_threads()
+    if processes is not None:
+        check_source(source)
+        if device.type == "cpu":
+            share_threads(processes.size)
     build = start_kernels(device)
     with clock.phase("compile") as detail:
         compiled = compile_model(source, programs)
@@ -123,12 +151,18 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         detail += [f"{program.num_layers} layers", *notes]
         detail += [f"{matched} passes matched", f"-O{level}"]
         detail += ["from cache"] if program.from_cache else []
+        if processes is not None:
+            processes.send(source, program)
     with clock.phase("load weights") as detail:
         model = load_model(compiled)
         detail += [
             f"{model.num_parameters / 1e6:.1f}M parameters",
             f"{model.weight_bytes / 2**20:.0f} MiB",
         ]
+        ranks = None
+        if processes is not None:
+            ranks = processes.join(device)
+            detail.append(f"on each of {ranks.size} ranks")
 
     drafting = _speculation_config(config, model)
     compiled_models, models = [compiled], [model]
@@ -142,7 +176,10 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
 
     with clock.phase("profile"):
         built = kernels_are_built(build)
-        modes = [StepMode(level=level, kernels_built=built, max_in_flight=n) for n in in_flight]
+        modes = [
+            StepMode(level=level, kernels_built=built, max_in_flight=n, ranks=ranks)
+            for n in in_flight
+        ]
         profiles = [
             profile_model(one, mode, key=each.key, cache=programs)
             for each, one, mode in zip(compiled_models, models, modes, strict=True)
@@ -150,7 +187,7 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         for each in compiled_models:  # verified by now
             keep(each, programs)
     with clock.phase("size cache") as detail:
-        pool = size_pools(config, device, profiles, source.model_len)
+        pool = size_pools(config, device, profiles, source.model_len, ranks)
         bound = [
             bind_model(
                 one,
@@ -180,7 +217,12 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
     )
     upgrade = compile_in_background(bound, level, cache_dir())
     return Started(
-        engine=engine, runner=bound[0].runner, info=info, phases=clock.phases, upgrade=upgrade
+        engine=engine,
+        runner=bound[0].runner,
+        info=info,
+        phases=clock.phases,
+        upgrade=upgrade,
+        rank_processes=processes,
     )
 
 

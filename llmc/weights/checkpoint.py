@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +34,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _COMPARED_AT_ONCE = 4 << 20  # bytes
+_READ_AT_ONCE = 16 << 20  # bytes of rows of which a part is taken
 
 
 class Readable(Protocol):
@@ -85,6 +86,12 @@ class StoredTensor:
                 done += count
         return out
 
+    def rows(self, start: int, count: int) -> StoredTensor:
+        """Some of its rows, along the first dimension."""
+        size = self.num_bytes // max(1, self.shape[0])
+        shape = (count, *self.shape[1:])
+        return replace(self, offset=self.offset + start * size, shape=shape)
+
     def equals(self, other: Readable) -> bool:
         """Whether both are the same, byte for byte."""
         if not isinstance(other, StoredTensor) or (self.shape, self.dtype) != (
@@ -100,6 +107,37 @@ class StoredTensor:
                 if f.read(count) != g.read(count):
                     return False
         return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SomeOf:
+    """(start, length) pairs along a dimension of a tensor of this shape, end to end."""
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        pieces = [tensor.narrow(self.dim, start, length) for start, length in self.ranges]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def read(self, stored: Readable, out: Tensor) -> None:
+        """Into `out`; of a plain tensor some rows at a time, so that it is never whole in memory.
+
+        What is stored in another form is made whole first, and let go of.
+        """
+        if not isinstance(stored, StoredTensor):
+            out.copy_(self.of(stored.read()))
+        elif self.dim == 0:
+            at = 0
+            for start, length in self.ranges:
+                out[at : at + length].copy_(stored.rows(start, length).read())
+                at += length
+        else:
+            rows = max(1, _READ_AT_ONCE * self.shape[0] // max(1, stored.num_bytes))
+            for at in range(0, self.shape[0], rows):
+                count = min(rows, self.shape[0] - at)
+                out[at : at + count].copy_(self.of(stored.rows(at, count).read()))
 
 
 def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

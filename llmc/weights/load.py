@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from llmc.errors import CheckpointError
 from llmc.kernels.cpu.pages import empty_in_huge_pages
 from llmc.kernels.quantized_linear import CHANNELS, Part, Quantization, quantize
-from llmc.passes.inputs import WeightInput
+from llmc.passes.inputs import Shard, WeightInput
 from llmc.weights.assignment import Assignment
-from llmc.weights.checkpoint import Readable, staging
+from llmc.weights.checkpoint import Readable, SomeOf, staging
 from llmc.weights.gguf.tensors import GgufTensor
 from llmc.weights.parameters import Parameters
 from llmc.weights.quantized.kept_quantized import blocks_of
@@ -31,8 +31,8 @@ _MOST_DRAWN = 262_139
 class WeightSource(Protocol):
     """Gives the model's parameters by name."""
 
-    def fill(self, name: str, out: Tensor) -> None:
-        """Write parameter `name` into `out`, casting to its dtype."""
+    def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
+        """Write parameter `name`, or this part of it, into `out`, casting to its dtype."""
 
     def blocks(self, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
         """Parameter `name` as it is stored, in the form of `quantized_linear`: some channels at a
@@ -54,7 +54,12 @@ class DummyWeights:
     def blocks(self, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
         raise AssertionError("no checkpoint, so no weight is stored in its own way")
 
-    def fill(self, name: str, out: Tensor) -> None:
+    def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
+        if part is not None:
+            whole = staging(part.shape, out.dtype)
+            self.fill(name, whole)
+            out.copy_(part.of(whole))
+            return
         gen = torch.Generator(device=out.device)
         # 32 bits: the CPU's generator ignores the rest
         gen.manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
@@ -97,11 +102,11 @@ class DirectWeights:
         if missing:
             raise CheckpointError(f"the checkpoint has no fitting {', '.join(missing[:5])}")
 
-    def fill(self, name: str, out: Tensor) -> None:
+    def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
         stored = self._find(name)
         if stored is None:
             raise CheckpointError(f"the checkpoint has no tensor for {name}")
-        _copy(stored, out)
+        _copy(stored, out, part)
 
     def stored(self, name: str) -> tuple[Readable, ...]:
         """The tensor that a parameter is."""
@@ -147,10 +152,10 @@ class CheckpointWeights:
                 f"the checkpoint does not fit its config.json: {'; '.join(problems[:5])}{more}"
             )
 
-    def fill(self, name: str, out: Tensor) -> None:
+    def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
         stored = self._from.find(name)
         if stored is not None:
-            _copy(stored, out)
+            _copy(stored, out, part)
             return
         alias = self._from.convertible(name)
         if alias is None:
@@ -158,12 +163,13 @@ class CheckpointWeights:
         if alias not in self._converted:
             self._converted |= self._from.convert(alias)
         value = self._converted.pop(alias, None)
-        if value is None or tuple(value.shape) != tuple(out.shape):
+        wanted = tuple(out.shape) if part is None else part.shape
+        if value is None or tuple(value.shape) != wanted:
             got = None if value is None else list(value.shape)
             raise CheckpointError(
-                f"{name} has shape {got} after conversion, config.json asks for {list(out.shape)}"
+                f"{name} has shape {got} after conversion, config.json asks for {list(wanted)}"
             )
-        out.copy_(value)
+        out.copy_(value if part is None else part.of(value))
 
     def stored(self, name: str) -> tuple[Readable, ...]:
         """The tensors that a kept parameter is made of."""
@@ -175,7 +181,10 @@ class CheckpointWeights:
             yield from _blocks(stored, name, to)
 
 
-def _copy(stored: Readable, out: Tensor) -> None:
+def _copy(stored: Readable, out: Tensor, part: SomeOf | None = None) -> None:
+    if part is not None:
+        part.read(stored, out)
+        return
     if isinstance(stored, GgufTensor) and tuple(out.shape) == stored.shape:
         stored.read(out)  # piece by piece, whatever its dtype
         return
@@ -198,13 +207,17 @@ def make_weights(
     dtype: torch.dtype,
     source: WeightSource,
     device: torch.device,
+    rank: int = 0,
 ) -> dict[WeightInput, Tensor]:
     """One recipe, filled, and those that come of the same reading: a quantized weight's scales.
 
-    `dtype` is that of the parameters; what is quantized is rounded from it.
+    `dtype` is that of the parameters; what is quantized is rounded from it. Of what is sharded,
+    `rank` says which part.
     """
     if role.quantized is None:
-        return {role: make_weight(role, shapes, dtype, source, device)}
+        return {role: make_weight(role, shapes, dtype, source, device, rank=rank)}
+    if role.shards:
+        raise CheckpointError("quantized weights can't be sharded yet; give --quantization none")
     to, plain = role.quantized.to, dataclasses.replace(role, quantized=None)
     size = _shape(plain, shapes)
     if to.transposed:
@@ -252,8 +265,29 @@ def _low_bit(
 
 def _shape(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Of what a plain recipe makes."""
-    sizes = [shapes[p][::-1] if role.transposed else shapes[p] for p in role.parts]
+    sizes = _sizes(role, shapes)
     return (sum(s[0] for s in sizes), *sizes[0][1:]) if sizes[0] else ()
+
+
+def _sizes(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Of its parts, as they are concatenated."""
+    sizes = []
+    for name, shard in role.pieces:
+        size = list(shapes[name][::-1] if role.transposed else shapes[name])
+        if shard is not None:
+            size[shard.dim] = shard.length
+        sizes.append(tuple(size))
+    return sizes
+
+
+def _some_of(
+    shard: Shard | None, shape: tuple[int, ...], transposed: bool, rank: int
+) -> SomeOf | None:
+    """What is taken of a parameter of this shape, as it is stored."""
+    if shard is None:
+        return None
+    dim = 1 - shard.dim if transposed else shard.dim
+    return SomeOf(shape=shape, dim=dim, ranges=tuple(shard.ranges(rank)))
 
 
 def _whole_blocks(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> list[WeightInput]:
@@ -277,22 +311,24 @@ def make_weight(
     device: torch.device,
     *,
     passing: bool = False,
+    rank: int = 0,
 ) -> Tensor:
     """One recipe, filled: parts read into their slices, turned as it says.
 
     `passing`: the tensor is soon let go of, and its memory should go back at once.
     """
-    sizes = [shapes[p][::-1] if role.transposed else shapes[p] for p in role.parts]
+    sizes = _sizes(role, shapes)
     shape = _shape(role, shapes)
     out = staging(shape, dtype) if passing else empty_in_huge_pages(shape, dtype, device)
     start = 0
-    for part, size in zip(role.parts, sizes, strict=True):
+    for (part, shard), size in zip(role.pieces, sizes, strict=True):
+        some = _some_of(shard, shapes[part], role.transposed, rank)
         if role.transposed:
-            plain = staging(shapes[part], dtype)
-            source.fill(part, plain)
+            plain = staging(size[::-1], dtype)
+            source.fill(part, plain, some)
             out[start : start + size[0]].copy_(plain.T)
         elif size:
-            source.fill(part, out[start : start + size[0]])
+            source.fill(part, out[start : start + size[0]], some)
         else:
             source.fill(part, out)
         start += size[0] if size else 0

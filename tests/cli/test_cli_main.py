@@ -88,10 +88,10 @@ def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 MISTAKES = {
     "unknown flag": (["serve", "--max-model-length", "9"], "did you mean --max-model-len?"),
-    "vllm flag": (["serve", "--tensor-parallel-size", "2"], "llmc runs on one device"),
-    "elsewhere": (["check", "-tp", "2"], "hint: llmc runs on one device"),
+    "vllm flag": (["serve", "--pipeline-parallel-size", "2"], "use --tensor-parallel-size"),
+    "elsewhere": (["check", "-pp", "2"], "hint: layers are cut across"),
     "no typo": (["serve", "--quantum-leap"], "hint: see `llmc serve --help`"),
-    "short vllm flag": (["serve", "-tp", "2"], "can't have -tp 2"),
+    "short vllm flag": (["serve", "-pp", "2"], "can't have -pp 2"),
     "eager": (["check", "--enforce-eager"], "hint: write -O0"),
     "unknown command": (["server"], "Did you mean 'serve'?"),
     "not a number": (["serve", "--max-model-len", "many"], "--max-model-len"),

@@ -23,8 +23,8 @@ from llmc.frontend.ported_options import (
 )
 
 LINES = {
-    "m -tp 1 --enforce-eager --max-model-len 99": "m -O0 --max-model-len 99",
-    "m --tensor_parallel_size=1 --max_seq_len=99": "m --max-model-len 99",
+    "m -tp 2 -pp 1 --enforce-eager": "m --tensor-parallel-size 2 -O0",
+    "m --pipeline_parallel_size=1 --max_seq_len=99": "m --max-model-len 99",
     "m --quantization awq --kv-cache-dtype fp8": "m --kv-cache-dtype fp8_e4m3",
     "m --quantization=int8 --kv-cache-dtype auto": "m --quantization int8 --kv-cache-dtype auto",
     "m --swap-space 4 --port 9": "m --swap-space 4G --port 9",
@@ -113,7 +113,8 @@ def test_names_are_those_of_the_docs() -> None:
 def test_keywords_are_written_as_ours(caplog: pytest.LogCaptureFixture) -> None:
     theirs = {
         "enforce_eager": True,
-        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "tensor_parallel_size": 2,
         "quantization": "awq",
         "kv_cache_dtype": "fp8",
         "swap_space": 4,
@@ -123,9 +124,10 @@ def test_keywords_are_written_as_ours(caplog: pytest.LogCaptureFixture) -> None:
     config = make_config("m", theirs)
     assert (config.opt_level, config.quantization, config.max_model_len) == (0, None, 99)
     assert (config.kv_cache_dtype, config.swap_space) == ("fp8_e4m3", 4 * 2**30)
-    assert "tensor_parallel_size (1 is what llmc does)" in caplog.text
+    assert config.tensor_parallel_size == 2
+    assert "pipeline_parallel_size (1 is what llmc does)" in caplog.text
     assert "quantization" in caplog.text and "disable_custom_all_reduce" in caplog.text
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 \(.*rope_theta \("):
-        make_config("m", {"tensor_parallel_size": 2, "rope_theta": 1.0})
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 \(.*rope_theta \("):
+        make_config("m", {"pipeline_parallel_size": 2, "rope_theta": 1.0})
     with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
         make_config("m", {"max_num_seq": 2})

@@ -17,10 +17,11 @@ from llmc.compiler.build import build
 from llmc.compiler.program import load_weights, rewrite
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
-from llmc.passes.inputs import WeightInput
+from llmc.passes.inputs import Shard, WeightInput
 from llmc.startup.compile import build_as_stored, rewrite_options
 from llmc.startup.resolve import resolve
-from llmc.weights.checkpoint import open_checkpoint
+from llmc.weights import checkpoint
+from llmc.weights.checkpoint import SomeOf, StoredTensor, open_checkpoint
 from llmc.weights.load import CheckpointWeights, DummyWeights, make_weight
 
 CPU = torch.device("cpu")
@@ -30,8 +31,9 @@ class Plain:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
 
-    def fill(self, name: str, out: Tensor) -> None:
-        out.copy_(self.tensors[name])
+    def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
+        whole = self.tensors[name]
+        out.copy_(whole if part is None else part.of(whole))
 
 
 A, B = torch.randn(6, 8).bfloat16(), torch.randn(4, 8).bfloat16()
@@ -63,6 +65,56 @@ def test_transposed_parts() -> None:
     got = make_weight(role, shapes, torch.bfloat16, source, CPU)
     assert torch.equal(got, torch.cat((A.T, source.tensors["c"].T)))
     assert got.is_contiguous()
+
+
+def shard(dim: int, *sections: tuple[int, int], size: int = 2) -> Shard:
+    return Shard(dim=dim, sections=sections, size=size)
+
+
+def test_shards_of_parts() -> None:
+    def of(rank: int, *parts: str, shards: tuple[Shard | None, ...], **options: Any) -> Tensor:
+        role = WeightInput(parts=parts, shards=shards, **options)
+        return make_weight(role, SHAPES, torch.bfloat16, SOURCE, CPU, rank=rank)
+
+    rows, columns = shard(0, (6, 2)), shard(1, (8, 4), size=4)
+    assert torch.equal(of(1, "a", shards=(rows,)), A[3:])
+    assert torch.equal(of(2, "a", shards=(columns,)), A[:, 4:6])
+    assert torch.equal(of(1, "a", "b", shards=(rows, None)), torch.cat((A[3:], B)))
+    assert torch.equal(of(1, "a", transposed=True, shards=(shard(0, (8, 2)),)), A.T[4:])
+    assert torch.equal(of(0, "a", transposed=True, shards=(shard(1, (6, 3), size=3),)), A.T[:, :2])
+    fused = shard(0, (4, 4), (1, 1), (1, 1), size=4)  # four query heads over one of key and value
+    assert torch.equal(of(2, "a", shards=(fused,)), A[[2, 4, 5]])
+    doubled = shard(0, (4, 2), size=4)  # two heads over four ranks
+    assert [of(r, "b", shards=(doubled,)).tolist() for r in range(4)] == [
+        half.tolist() for half in (B[:2], B[:2], B[2:], B[2:])
+    ]
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_shard_is_read_some_rows_at_a_time(
+    dim: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.randn(12, 8, 10).bfloat16()
+    save_file({"other": torch.ones(3), "w": whole}, tmp_path / "model.safetensors")
+    stored = open_checkpoint(tmp_path)["w"]
+    row = stored.num_bytes // 12
+    monkeypatch.setattr(checkpoint, "_READ_AT_ONCE", 5 * row)
+    read: list[int] = []
+    read_whole = StoredTensor.read
+
+    def spy(self: StoredTensor, out: Tensor | None = None) -> Tensor:
+        read.append(self.num_bytes)
+        return read_whole(self, out)
+
+    monkeypatch.setattr(StoredTensor, "read", spy)
+    size = whole.shape[dim]
+    part = SomeOf(shape=stored.shape, dim=dim, ranges=((1, 2), (size - 3, 3)))
+    want = torch.cat((whole.narrow(dim, 1, 2), whole.narrow(dim, size - 3, 3)), dim)
+    out = torch.empty(want.shape, dtype=dtype)
+    part.read(stored, out)
+    assert torch.equal(out, want.to(dtype))
+    assert max(read) <= 5 * row
 
 
 # A whole program

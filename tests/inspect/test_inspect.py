@@ -55,6 +55,17 @@ def test_config_json_is_enough_and_one_layer_of_each_kind_is_captured(
     assert (first.heads, first.kv_heads, first.head_dim) == (4, 2, 8)
 
 
+def test_each_rank_has_its_part(mixed: tuple[Path, Inspection]) -> None:
+    path, one = mixed
+    two = inspect_model(options(path, tensor_parallel_size=2))
+    # a sum for the embedding, two for each layer; the logits, and what was drawn
+    assert (one.num_collectives, two.num_collectives) == (0, 1 + 2 * 6 + 2)
+    assert two.sizes.kv_bytes_per_token == one.sizes.kv_bytes_per_token // 2
+    assert two.num_parameters == one.num_parameters
+    norms = 4 * (6 * (4 * 32 + 2 * 8) + 32)  # of hidden states and of heads: on both ranks
+    assert 2 * two.sizes.weight_bytes == one.sizes.weight_bytes + norms
+
+
 def test_short_and_whole_captures_agree(mixed: tuple[Path, Inspection]) -> None:
     path, short = mixed
     whole = inspect_model(options(path), all_layers=True)

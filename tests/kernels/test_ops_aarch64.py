@@ -20,7 +20,7 @@ from llmc.kernels.cpu.levels import AARCH64, Level
 from llmc.kernels.registry import OPS
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-NAMES = sorted(name for name in OPS if OPS[name].impls and name != "attention")
+NAMES = sorted(set(OPS) - op_cases.WITHOUT_KERNELS)
 pytestmark = pytest.mark.slow
 
 

@@ -16,6 +16,7 @@ from llmc.passes.pipeline import PipelineOptions, pipeline
 OPTIONS = PipelineOptions(block_size=16, max_positions=64, device_type="cpu")
 PASSES = pipeline(OPTIONS)
 REQUIRED = {
+    "shard_linears",
     "canonicalize",
     "page_attention",
     "slot_state",

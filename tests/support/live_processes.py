@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,11 +71,12 @@ def live_processes(
     *,
     delay_s: float = 0.0,
     budget: RestartBudget | None = None,
+    command: Sequence[str] | None = None,
     **config: Any,
 ) -> Iterator[LiveProcesses]:
     options = EngineConfig(**{"max_num_seqs": 8, **config})
     settings = settings or ServerSettings()
-    command = scripted_process.command(delay_s)
+    command = scripted_process.command(delay_s) if command is None else command
     budget = budget or RestartBudget((0.05, 0.05, 0.05))
     with Supervisor(options, command=command, budget=budget) as supervisor:
         engine = supervisor.wait_ready()

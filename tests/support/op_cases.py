@@ -17,6 +17,7 @@ from llmc.kernels import (  # noqa: F401
     causal_conv,
     choose_blocks,
     choose_keys,
+    collectives,
     decayed_softmax,
     delta_rule,
     fused_linear,
@@ -40,6 +41,10 @@ from llmc.kernels.fp8 import FP8
 from llmc.kernels.registry import OPS, Case, Impl, Op
 
 CPU = torch.device("cpu")
+# What talks to other ranks is torch.distributed's (tests/kernels/test_collectives.py), and the
+# marker of attention never runs.
+COLLECTIVES = {"all_reduce", "all_gather", "first_rank", "embed_shard"}
+WITHOUT_KERNELS = {"attention", *COLLECTIVES}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {  # of results that are rounded once from float32
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},

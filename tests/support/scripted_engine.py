@@ -123,6 +123,9 @@ class Scripted:
     phases: list[Any] = field(default_factory=list)
     upgrade: Any = None
 
+    def end_ranks(self) -> None:
+        """There are none."""
+
     def assert_idle(self) -> None:
         """Nothing of any request is left."""
         stats = self.engine.stats()

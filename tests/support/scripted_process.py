@@ -91,6 +91,9 @@ class ScriptedStart:
 
     upgrade = None
 
+    def end_ranks(self) -> None:
+        """There are none."""
+
     def __init__(self, delay_s: float, failure: str) -> None:
         self._delay_s = delay_s
         self._failure = failure

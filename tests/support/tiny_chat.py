@@ -64,6 +64,9 @@ class TinyChat:
     tokenizer: Tokenizer
     config: EngineConfig
 
+    def end_ranks(self) -> None:
+        """There are none."""
+
 
 def start_tiny_chat(model: Path | None = None, **options: Any) -> TinyChat:
     """Started as live_server takes one, at -O0 in float32; `options` are EngineConfig's."""

@@ -31,6 +31,7 @@ from llmc.passes.inputs import (
     WeightInput,
     input_of,
 )
+from llmc.weights.checkpoint import SomeOf
 from llmc.weights.load import make_weights
 
 
@@ -86,8 +87,9 @@ class _Plain:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
 
-    def fill(self, name: str, out: Tensor) -> None:
-        out.copy_(self.tensors[name])
+    def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
+        whole = self.tensors[name]
+        out.copy_(whole if part is None else part.of(whole))
 
 
 def draw_adapter(role: AdapterInput, shape: tuple[int, ...]) -> Tensor:
@@ -103,6 +105,7 @@ class Values:
     step: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
     caches: Mapping[tuple[int, str], Tensor] | None = None
+    rank: int = 0
 
     @staticmethod
     def of(caches: Mapping[tuple[int, str], Tensor] | None = None, **inputs: Arg) -> Values:
@@ -123,7 +126,7 @@ class Values:
         if isinstance(role, StepInput):
             return self.step[role.name]
         if isinstance(role, ConstantInput):
-            return role.tensor
+            return role.tensor if role.shard is None else role.shard.of(role.tensor, self.rank)
         if isinstance(role, CacheInput):
             caches = self.caches
             return torch.empty(0) if caches is None else caches[role.layer, role.part]
@@ -133,7 +136,7 @@ class Values:
         shapes = {name: tuple(t.shape) for name, t in self.weights.items()}
         dtype = torch.float32 if role.quantized else node.meta["val"].dtype
         source = _Plain(self.weights)
-        return make_weights(role, shapes, dtype, source, torch.device("cpu"))[role]
+        return make_weights(role, shapes, dtype, source, torch.device("cpu"), self.rank)[role]
 
 
 def run(gm: fx.GraphModule, values: Values) -> Any:

@@ -1,0 +1,149 @@
+"""Rank 0 of a tensor-parallel engine tells the others each step; they run the same one.
+
+    rank 0: plan -> delta -> step            (the engine's runner)
+                 \\ Order                     in words, over a channel to each rank
+    rank 1:       -> delta -> step           (a runner in a process of its own)
+
+An order is what the device is sent for a step, which is small and knows nothing of requests. So
+the other ranks have no engine, no tokenizer and no host state of rows; whatever the engine does to
+device state is in the orders, in the order in which it was done.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+from llmc.engine.plan import StepPlan
+from llmc.kernels.collectives import Group
+from llmc.kernels.prompts import Prompts
+from llmc.runner.delta import Delta
+from llmc.runner.graphs import StepShape
+from llmc.runner.rows import Words
+
+_MOST_BYTES = 1 << 30  # of an order: more is no order
+
+
+class Kind(IntEnum):
+    """What the other ranks are to do; `numbers` of the order say with what."""
+
+    STEP = 0  # see `step_order`
+    DUMMY_RUN = 1  # rows, tokens of each
+    CAPTURE = 2  # tokens, requests, samples
+    MAKE_RUNNER = 3  # blocks, context, steps in flight, whether it swaps, whether it will serve
+    LEAST_MEMORY = 4  # nothing: all ranks find the least of what they have free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    kind: Kind
+    numbers: Sequence[int] = ()
+    words: Words = field(default_factory=lambda: np.empty(0, np.int32))
+
+    def pack(self) -> bytes:
+        """Kind and both counts, then the numbers (all int64), then the words (int32)."""
+        head = np.array([self.kind, len(self.numbers), len(self.words)], np.int64)
+        return head.tobytes() + np.array(self.numbers, np.int64).tobytes() + self.words.tobytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This rank's place among the ranks of its engine. `tell` is rank 0's; others are told."""
+
+    group: Group
+    tell: Callable[[Order], None] = lambda order: None
+    why: Callable[[], str] = lambda: ""  # which rank has ended and how; "" while all run
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+
+def step_order(plan: StepPlan, shape: StepShape, delta: Delta) -> Order:
+    """The plan's delta and what else of the plan a runner acts on."""
+    prompts = delta.prompts
+    out = [copy.target for copy in plan.swap_out]
+    back = [copy.source for copy in plan.swap_in]
+    numbers = (
+        *shape, delta.num_segments, delta.work, delta.num_requests, delta.num_tokens,
+        delta.num_samples, delta.copies, delta.num_copies, delta.swaps,
+        prompts.first_request, prompts.first_token, len(out), len(back),
+        *out, *back, *prompts.lengths,
+    )  # fmt: skip
+    return Order(kind=Kind.STEP, numbers=numbers, words=delta.words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldStep:
+    """What `step_order` holds. Nothing is drawn from a delta but on rank 0, which reads results."""
+
+    shape: StepShape
+    delta: Delta
+    out_slots: Sequence[int]  # of host memory
+    back_slots: Sequence[int]
+
+    @staticmethod
+    def of(order: Order) -> ToldStep:
+        n = [int(number) for number in order.numbers]
+        rest = n[15:]
+        out, back, lengths = (
+            rest[: n[13]], rest[n[13] : n[13] + n[14]], rest[n[13] + n[14] :]
+        )  # fmt: skip
+        delta = Delta(
+            words=order.words,
+            num_segments=n[3],
+            work=n[4],
+            num_requests=n[5],
+            num_tokens=n[6],
+            num_samples=n[7],
+            num_sampled=n[7],
+            picks=0,
+            picked=(),
+            wanted=(),
+            scored=frozenset(),
+            copies=n[8],
+            num_copies=n[9],
+            swaps=n[10],
+            prompts=Prompts(first_request=n[11], first_token=n[12], lengths=tuple(lengths)),
+        )
+        return ToldStep(
+            shape=StepShape(n[0], n[1], n[2]), delta=delta, out_slots=out, back_slots=back
+        )
+
+
+def receive(channel: socket.socket) -> Order | None:
+    """The next order; None at the end of the channel, when rank 0 has ended."""
+    head = _read(channel, 24)
+    if head is None:
+        return None
+    kind, numbers, words = np.frombuffer(head, np.int64).tolist()
+    if min(numbers, words) < 0 or 8 * numbers + 4 * words > _MOST_BYTES:
+        raise ValueError(f"an order of {numbers} numbers and {words} words is none")
+    body = _read(channel, 8 * numbers + 4 * words)
+    if body is None:
+        return None
+    return Order(
+        kind=Kind(kind),
+        numbers=np.frombuffer(body, np.int64, numbers).tolist(),
+        words=np.frombuffer(body, np.int32, words, 8 * numbers),
+    )
+
+
+def _read(channel: socket.socket, count: int) -> bytearray | None:
+    """Exactly so many bytes."""
+    data = bytearray(count)
+    view, done = memoryview(data), 0
+    while done < count:
+        got = channel.recv_into(view[done:])
+        if got == 0:
+            return None
+        done += got
+    return data

@@ -1,0 +1,158 @@
+"""One of the other ranks of a tensor-parallel engine: `python -P -m llmc.startup.rank_process FD`.
+
+    RankOrder (a line on its channel) -> its part of the weights -> orders, until the channel ends
+
+It has a runner and nothing else of an engine. Rank 0 starts it (tensor_parallel.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from llmc.cache_dir import cache_dir
+from llmc.compiler.cache import ProgramCache
+from llmc.compiler.program import lowered
+from llmc.errors import EngineDeadError
+from llmc.kernels.cpu.threads import limit_threads
+from llmc.runner.model_runner import ModelRunner
+from llmc.runner.ranks import Kind, Order, Ranks, receive
+from llmc.startup.background import compile_in_background, kernels_are_built, start_kernels
+from llmc.startup.bind import StepMode, make_runner
+from llmc.startup.compile import CompiledModel, LoadedModel, load_model, rewrite_options
+from llmc.startup.config_facts import FactsCache
+from llmc.startup.resolve import pick_device, resolve
+from llmc.startup.sizing import least_free_bytes
+from llmc.startup.tensor_parallel import PROGRAM, RankOrder, _read_line, open_group
+
+log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Exit code 0: rank 0 closed the channel, or ended."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all; rank 0 decides
+        signal.signal(number, signal.SIG_IGN)
+    channel = socket.socket(fileno=int(sys.argv[-1]))
+    line = _read_line(channel)
+    if line is None:
+        return 0
+    order = RankOrder.of(line)
+    logging.basicConfig(format=f"rank {order.rank}: {logging.BASIC_FORMAT}", level=logging.WARNING)
+    logging.getLogger("llmc").setLevel(order.log_level)
+    try:
+        model = load_rank(order)
+    except Exception as error:
+        log.debug("it did not start", exc_info=error)
+        _report(channel, f"{type(error).__name__}: {error}"[:2000])
+        return 1
+    _report(channel, None)
+    if _read_line(channel) is None:  # all have loaded: until then nothing is timed
+        return 0
+    group = open_group(order.folder, order.rank, order.size, model.program.device, order.timeout_s)
+    follower = Follower(model, Ranks(group=group))
+    try:
+        while (told := receive(channel)) is not None:
+            follower.obey(told)
+    except Exception as error:
+        if _has_ended(channel):
+            return 0  # a collective that rank 0 left
+        log.error("it failed and ends", exc_info=error)
+        return 1
+    return 0
+
+
+def load_rank(order: RankOrder) -> LoadedModel:
+    """The program that rank 0 compiled, with this rank's part of the weights."""
+    config = order.engine_config()
+    device = pick_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(order.rank)
+    else:
+        limit_threads()
+        torch.set_num_threads(order.threads)
+    start_kernels(device)  # they are built, or looked for, while weights load
+    program = ProgramCache(Path(order.folder)).load(PROGRAM, device)
+    if program is None:
+        raise EngineDeadError("the program of rank 0 can't be read")
+    source = resolve(config, device, facts_cache=FactsCache(cache_dir()))
+    processors = rewrite_options(source, ()).processors
+    compiled = CompiledModel(
+        source=source,
+        program=dataclasses.replace(program, processors=processors),
+        key="",
+        built=None,
+    )
+    return load_model(compiled, order.rank)
+
+
+class Follower:
+    """Does what rank 0 tells it."""
+
+    def __init__(self, model: LoadedModel, ranks: Ranks) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._build = start_kernels(model.program.device)
+        self._runner: ModelRunner | None = None
+
+    def obey(self, order: Order) -> None:
+        match order.kind:
+            case Kind.LEAST_MEMORY:
+                least_free_bytes(self._model.program.device, self._model.source.config, self._ranks)
+            case Kind.MAKE_RUNNER:
+                self._runner = None  # its cache goes back first
+                self._make(*order.numbers)
+            case _:
+                assert self._runner is not None, "rank 0 makes one before its first step"
+                self._runner.follow(order)
+
+    def _make(
+        self, num_blocks: int, max_model_len: int, max_in_flight: int, level: int, serves: int
+    ) -> None:
+        is_built = kernels_are_built(self._build)
+        mode = StepMode(
+            level=level, kernels_built=is_built, max_in_flight=max_in_flight, ranks=self._ranks
+        )
+        made = make_runner(
+            self._model,
+            lowered(self._model.program),
+            mode,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            can_swap=bool(serves),
+        )
+        self._runner = made.runner
+        if serves:
+            compile_in_background([made], level, cache_dir())
+
+
+def _report(channel: socket.socket, error: str | None) -> None:
+    channel.sendall(json.dumps({"error": error}).encode() + b"\n")
+
+
+def _has_ended(channel: socket.socket) -> bool:
+    """Whether rank 0 has closed its end; what it may have sent before is dropped."""
+    channel.settimeout(1.0)
+    try:
+        while channel.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a compilation in the background would be waited for

@@ -1,0 +1,303 @@
+"""Tensor parallel: the processes of an engine's other ranks, and what a model must be for it.
+
+    rank 0 (start_engine)                              rank 1 ... (startup/rank_process.py)
+      RankProcesses: starts them          -- nothing -->  import torch
+      compile, .send(model, program)      -- RankOrder -> load its part of the weights
+      load its own part, .join()          <- ready -----
+                                          -- all are --->  join the group
+      runner                              -- Order ---->  runner
+
+A rank is a process with a channel, which is a pair of sockets that nobody else has. What ranks sum
+goes over gloo or NCCL, on this machine alone. A rank ends when its channel does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmc.compiler.cache import ProgramCache
+from llmc.compiler.program import Program
+from llmc.config import EngineConfig
+from llmc.errors import CompileError, ConfigError, EngineDeadError, reason_of
+from llmc.kernels.collectives import Group
+from llmc.runner.ranks import Order, Ranks
+from llmc.startup.resolve import ModelSource
+
+log = logging.getLogger(__name__)
+_dist: Any = dist  # groups of its own for each engine, which torch leaves untyped
+
+MODULE = "llmc.startup.rank_process"
+TIMEOUT_S = 30.0  # for a rank that takes part in no collective: then it counts as stuck
+END_S = 5.0  # for a rank to end after its channel was closed
+PROGRAM = "program"  # the name under which rank 0 keeps it for the others
+
+
+def check_tensor_parallel(config: EngineConfig) -> None:
+    """ConfigError for what can't be had together with it, all named at once."""
+    if config.tensor_parallel_size == 1:
+        return
+    drafting = config.speculative_config
+    refused = {
+        "enable_lora": config.enable_lora,
+        "speculative_config with a draft model": drafting is not None
+        and drafting.method != "ngram",
+        f"quantization={config.quantization!r}": config.quantization not in (None, "none"),
+        "passes given as objects (give module:name)": any(
+            not isinstance(p, str) for p in config.extra_passes
+        ),
+        "logits processors given as objects (give module:name)": any(
+            not isinstance(p, str) for p in config.logits_processors
+        ),
+    }
+    named = [name for name, is_asked in refused.items() if is_asked]
+    if named:
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} can't be had with "
+            f"{', '.join(named)} yet; leave that out, or serve on one rank"
+        )
+
+
+def check_source(source: ModelSource) -> None:
+    """ConfigError for a model that can't be served on several ranks on this machine."""
+    config = source.config
+    if source.stored is not None and config.quantization != "none" and not source.is_dummy:
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} can't be had with weights that "
+            "are stored quantized yet; widen them with quantization='none' (--quantization none), "
+            "or serve on one rank"
+        )
+    if source.pooling is not None:
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} can't be had with a model that is "
+            f"served for vectors yet (task {config.task!r}); serve it on one rank"
+        )
+    if source.device.type == "cuda" and torch.cuda.device_count() < config.tensor_parallel_size:
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} takes a GPU for each rank, and "
+            f"torch sees {torch.cuda.device_count()}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOrder:
+    """What a rank is to be. One line of JSON, the first on its channel."""
+
+    config: Mapping[str, Any]  # fields of EngineConfig
+    folder: str  # private: the program, and where ranks find each other
+    rank: int
+    size: int
+    threads: int
+    timeout_s: float
+    log_level: int
+
+    def line(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+
+    @staticmethod
+    def of(line: bytes) -> RankOrder:
+        return RankOrder(**json.loads(line))
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(**self.config)
+
+
+def open_group(folder: str, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
+    """Waits until all ranks have come. RuntimeError after `timeout_s`."""
+    store = _dist.FileStore(str(Path(folder) / "ranks"), size)
+    timeout = timedelta(seconds=timeout_s)
+    store.set_timeout(timeout)
+    processes = (_nccl if device.type == "cuda" else _gloo)(store, rank, size, timeout)
+    group = Group(processes)
+    group.total(torch.zeros(1, device=device))  # none goes on before all are connected
+    return group
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Over the loopback interface: all ranks are on this machine."""
+    options = _dist.ProcessGroupGloo._Options()
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timeout
+    options._threads = 1
+    return _dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = _dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return _dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+class RankProcesses:
+    """The ranks beside this one. They end with this object, or with this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._folder = tempfile.mkdtemp(prefix="llmc-ranks-")  # mode 0700
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[socket.socket] = []
+        self.end = weakref.finalize(self, _end, self._processes, self._channels, self._folder)
+        try:
+            for _ in range(1, size):
+                self._start()
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno())]
+            process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+        self._processes.append(process)
+        self._channels.append(ours)
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return [process.pid for process in self._processes]
+
+    def send(self, source: ModelSource, program: Program) -> None:
+        """Have them load their parts of the weights of this program."""
+        ProgramCache(Path(self._folder)).save(PROGRAM, program)
+        if not (Path(self._folder) / "programs" / PROGRAM).is_dir():
+            raise CompileError(
+                "the program can't be given to other ranks: a pass put a tensor of its own into "
+                "the graph to be written to; leave the pass out, or serve on one rank"
+            )
+        for rank, channel in enumerate(self._channels, start=1):
+            order = RankOrder(
+                config=_plain_config(source),
+                folder=self._folder,
+                rank=rank,
+                size=self.size,
+                threads=torch.get_num_threads(),
+                timeout_s=TIMEOUT_S,
+                log_level=logging.getLogger("llmc").getEffectiveLevel(),
+            )
+            self._write(channel, order.line())
+
+    def join(self, device: torch.device) -> Ranks:
+        """Wait until they have loaded, and make the group. EngineDeadError where one has not."""
+        for rank, channel in enumerate(self._channels, start=1):
+            line = _read_line(channel)
+            if line is None:
+                raise EngineDeadError(f"rank {rank} did not start: {self.why() or 'it has ended'}")
+            error = json.loads(line)["error"]
+            if error is not None:
+                raise EngineDeadError(f"rank {rank} did not start: {error}")
+        for channel in self._channels:
+            self._write(channel, b"\n")
+        group = open_group(self._folder, 0, self.size, device, TIMEOUT_S)
+        watch = threading.Thread(
+            target=_watch, args=(tuple(self._channels), group), name="llmc-ranks", daemon=True
+        )
+        watch.start()
+        return Ranks(group=group, tell=self.tell, why=self.why)
+
+    def tell(self, order: Order) -> None:
+        packed = order.pack()
+        for channel in self._channels:
+            self._write(channel, packed)
+
+    def _write(self, channel: socket.socket, data: bytes) -> None:
+        try:
+            channel.sendall(data)
+        except OSError as error:
+            why = self.why() or f"its channel broke: {reason_of(error)}"
+            raise EngineDeadError(f"{why}; restart the engine") from error
+
+    def why(self) -> str:
+        """Which rank has ended, and how. One that is about to end is waited for, briefly."""
+        until = time.monotonic() + 1.0
+        while True:
+            for rank, process in enumerate(self._processes, start=1):
+                code = process.poll()
+                if code is not None:
+                    how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+                    return f"rank {rank} (process {process.pid}) ended with {how}"
+            if time.monotonic() > until:
+                return ""
+            time.sleep(0.02)
+
+
+def _watch(channels: Sequence[socket.socket], group: Group) -> None:
+    """Until a rank ends: then abort what waits for it. Ranks say nothing once they have joined, so
+    what can be read of a channel is its end."""
+    while all(channel.fileno() >= 0 for channel in channels):
+        try:
+            ended, _, _ = select.select(channels, [], [], 1.0)
+        except (OSError, ValueError):  # closed meanwhile: the engine ends
+            return
+        if ended:
+            log.debug("a rank has ended")
+            group.abort()
+            return
+
+
+def _end(
+    processes: Sequence[subprocess.Popen[bytes]], channels: Sequence[socket.socket], folder: str
+) -> None:
+    for channel in channels:
+        with contextlib.suppress(OSError):
+            channel.shutdown(socket.SHUT_RDWR)
+        channel.close()
+    until = time.monotonic() + END_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _plain_config(source: ModelSource) -> dict[str, Any]:
+    """The config's fields, without what is rank 0's alone."""
+    config = dataclasses.replace(
+        source.config,
+        model=str(source.files.path),
+        revision=None,
+        tokenizer=None,
+        chat_template=None,
+        speculative_config=None,
+    )
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+
+
+def _read_line(channel: socket.socket) -> bytes | None:
+    """A short line, byte by byte: what follows is not for this reader."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = channel.recv(1)
+        if not byte:
+            return None
+        line += byte
+    return line
+
+
+def share_threads(size: int) -> None:
+    """All ranks compute on this machine's cores; a number in OMP_NUM_THREADS is for each rank."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // size))

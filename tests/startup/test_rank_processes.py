@@ -1,0 +1,182 @@
+"""Ranks as processes: they start, share the work, and end with the engine or bring it down."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from live_processes import live_processes
+from scripted_process import has_ended, wait_for
+from tiny_chat import tiny_chat_model
+from tiny_models import save_checkpoint
+
+from llmc.config import EngineConfig
+from llmc.engine.plan import BlockCopy, NewRow, RowWork, StepPlan
+from llmc.errors import ConfigError, EngineDeadError
+from llmc.kernels.prompts import Prompts
+from llmc.llm import LLM
+from llmc.runner.delta import encode
+from llmc.runner.graphs import StepShape
+from llmc.runner.ranks import Kind, Order, ToldStep, receive, step_order
+from llmc.runner.rows import RowTables
+from llmc.sampling_params import SamplingParams
+from llmc.startup import tensor_parallel
+from llmc.startup.start import start_engine
+from llmc.structured_outputs import StructuredOutputs
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "opt_level": 0, "max_model_len": 256, "block_size": 8,
+    "max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory": 2**20,
+}  # fmt: skip
+ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 240, "ignore_eos": True}
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    found = psutil.Process(pid).children(recursive=True)
+    return [p for p in found if tensor_parallel.MODULE in p.cmdline()]
+
+
+@pytest.mark.slow
+def test_two_processes_answer_as_one_and_a_killed_rank_ends_the_engine() -> None:
+    path = str(tiny_chat_model())
+    number = StructuredOutputs(regex=r"[0-9]{3} [a-z]{2}")
+    params = [
+        SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=2),
+        SamplingParams(max_tokens=12, structured_outputs=number, seed=4),
+    ]
+    texts = ["This License", "You may", "A number:"]
+
+    def answers(llm: LLM) -> list[Any]:
+        return [o.outputs[0].token_ids for o in llm.generate(texts, params, progress=False)]
+
+    with LLM(path, **OPTIONS) as one:
+        want, weights = answers(one), one.info.weight_bytes
+    with LLM(path, tensor_parallel_size=2, **OPTIONS) as two:
+        [rank] = ranks_of(os.getpid())
+        assert answers(two) == want
+        assert two.info.weight_bytes < weights
+        os.kill(rank.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="rank 1 .* ended with signal 9"):
+            answers(two)
+    wait_for(lambda: not ranks_of(os.getpid()))
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_rank_that_dies_under_a_server_is_an_error_and_then_another_engine() -> None:
+    options = {**OPTIONS, "tensor_parallel_size": 2, "model": str(tiny_chat_model())}
+    with live_processes(command=(), **options) as live:
+        answered: list[httpx.Response] = []
+
+        def ask() -> None:
+            answered.append(live.client.post("/v1/completions", json=ENDLESS))
+
+        asker = threading.Thread(target=ask)
+        asker.start()
+        wait_for(lambda: live.llm.stats().num_running == 1)
+        [rank] = ranks_of(live.engine_pid)
+        os.kill(rank.pid, signal.SIGKILL)
+        asker.join(30)
+        assert answered[0].status_code == 503
+        assert answered[0].json()["error"]["code"] == "engine_dead"
+        assert live.status("/health") in (200, 503)  # the port is open
+        wait_for(lambda: live.status("/ready") == 200, 60)
+        assert live.client.post("/v1/completions", json={**ENDLESS, "max_tokens": 3}).is_success
+        [again] = ranks_of(live.engine_pid)
+        os.kill(live.engine_pid, signal.SIGKILL)  # no rank outlives its engine
+        wait_for(lambda: has_ended(again.pid))
+
+
+def test_a_rank_that_can_not_start_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_checkpoint("llama", tmp_path)
+    monkeypatch.setattr(tensor_parallel, "MODULE", "llmc.no_such_module")
+    before = psutil.Process().children()
+    with pytest.raises(EngineDeadError, match=r"rank 1 .*(ended|did not start)"):
+        start_engine(EngineConfig(model=str(path), tensor_parallel_size=2, **OPTIONS))
+    assert psutil.Process().children() == before
+
+
+class Draft:
+    """Stands for a pass that is no name."""
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"enable_lora": True}, "enable_lora"),
+        ({"speculative_config": {"method": "draft_model", "model": "m"}}, "draft model"),
+        ({"quantization": "int8", "enable_lora": True}, "enable_lora, quantization='int8'"),
+        ({"extra_passes": (Draft(),)}, "passes given as objects"),
+        ({"logits_processors": (Draft,)}, "logits processors given as objects"),
+    ],
+)
+def test_what_it_can_not_be_had_with_is_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        start_engine(EngineConfig(model="nowhere", tensor_parallel_size=2, **options))
+
+
+@pytest.mark.parametrize("size", [0, -1, 65, 2.0, True])
+def test_sizes_that_are_none(size: Any) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be"):
+        EngineConfig(tensor_parallel_size=size)
+
+
+def test_orders_hold_what_a_step_needs() -> None:
+    import socket
+
+    rows = RowTables(
+        num_rows=4, max_model_len=32, block_size=4, vocab_size=50, device=torch.device("cpu")
+    )
+    new = NewRow(
+        row=1, request_id="a", token_ids=[3, 4, 5], num_prompt_tokens=3,
+        sampling=SamplingParams(logprobs=2), seed=1, stop_token_ids=(),
+    )  # fmt: skip
+    plan = StepPlan(
+        step=3,
+        new_rows=[new],
+        work=[RowWork(row=1, start=0, num_tokens=3, sample=True, new_blocks=[7])],
+        block_copies=[BlockCopy(source=1, target=2)],
+        swap_out=[BlockCopy(source=5, target=11), BlockCopy(source=6, target=12)],
+        swap_in=[BlockCopy(source=13, target=8)],
+    )
+    delta = dataclasses.replace(
+        encode(rows, plan, 1, 4), prompts=Prompts(first_request=1, first_token=2, lengths=(9, 8))
+    )
+    shape = StepShape(4, 2, 2)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with ours:
+            ours.sendall(step_order(plan, shape, delta).pack())
+            ours.sendall(Order(kind=Kind.DUMMY_RUN, numbers=(3, 1)).pack())
+        order, dummy, end = (receive(theirs) for _ in range(3))
+    assert order is not None and dummy is not None and end is None
+    assert (dummy.kind, list(dummy.numbers)) == (Kind.DUMMY_RUN, [3, 1])
+    told = ToldStep.of(order)
+    assert told.shape == shape
+    assert (told.out_slots, told.back_slots) == ([11, 12], [13])
+    assert told.delta.words.tolist() == delta.words.tolist()
+    read_there_alone = {"words", "num_sampled", "picks", "picked", "wanted", "scored"}
+    for field in dataclasses.fields(delta):
+        if field.name not in read_there_alone:
+            assert getattr(told.delta, field.name) == getattr(delta, field.name), field.name
+
+
+def test_an_order_without_bounds_is_none() -> None:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(torch.tensor([0, 1 << 40, 0]).numpy().tobytes())
+        with pytest.raises(ValueError, match="is none"):
+            receive(theirs)
