@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import bench_package  # noqa: F401
 import tiny_configs
 
 from bench.coverage import read_results, summary, table
