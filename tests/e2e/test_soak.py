@@ -32,7 +32,7 @@ GOOD = (Choice(token_ids=(7,), text="x", finish_reason="length"),)
 @pytest.mark.slow
 def test_a_short_soak() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "bench.soak", "--minutes", "0.8"],
+        [sys.executable, "-m", "bench.soak", "--minutes", "0.4"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},  # two processes, and clients
         capture_output=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,13 +116,14 @@ def test_answers_are_counted_by_route(both: Live) -> None:
     for path in ("/nothing/1", "/nothing/2", "/v1/models/none", "/health", "/metrics"):
         both.client.get(path)
     both.complete()
-    after = samples(both)
     found: dict[tuple[str, ...], float] = {}
-    for sample in after["http_requests_total"]:
-        labels = sample.labels
-        key = labels["method"], labels["handler"], labels["status"]
-        old = value(before, sample.name, **labels) if sample.name in before else 0
-        found[key] = sample.value - old
+    deadline = time.monotonic() + 10
+    while not found.get(("POST", "/v1/completions", "2xx")) and time.monotonic() < deadline:
+        for sample in samples(both)["http_requests_total"]:  # counted once the answer is sent
+            labels = sample.labels
+            key = labels["method"], labels["handler"], labels["status"]
+            old = value(before, sample.name, **labels) if sample.name in before else 0
+            found[key] = sample.value - old
     assert found["GET", "none", "4xx"] == 2
     assert found["GET", "/v1/models/{name:path}", "4xx"] == 1
     assert found["POST", "/v1/completions", "2xx"] == 1
