@@ -10,10 +10,11 @@ second, and what is kept of the speed beside the other process. Weights are rand
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import random
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -49,21 +50,15 @@ LOADS = (
 )
 
 
-def _spin() -> None:
-    while True:
-        pass
-
-
 @contextmanager
 def busy_neighbour() -> Iterator[None]:
-    process = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
-    process.start()
-    time.sleep(0.5)  # until it has started
-    try:
-        yield
-    finally:
-        process.kill()
-        process.join()
+    with subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) as process:
+        time.sleep(0.5)  # until it has started
+        try:
+            yield
+            assert process.poll() is None, "nothing was beside what was measured"
+        finally:
+            process.kill()
 
 
 def rate(llm: LLM, load: Load, gen: random.Random) -> float:
