@@ -12,6 +12,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 Depth = Literal["one of each", "to last kind", "whole"]
 _DEPTHS: tuple[Depth, ...] = ("one of each", "to last kind", "whole")
 _MOST_PARAMETERS = 400_000_000
+_MOST_ROUNDING = 1e-3  # of the logits, relative
+_STEADY = 4  # times the layer before
 _BUILD_ERRORS = (  # of transformers, for a config that shrinking made inconsistent
     ArithmeticError,
     AssertionError,
@@ -69,6 +72,11 @@ def check_architecture(
         except (LlmcError, *_BUILD_ERRORS) as e:  # the next one is closer to the model
             reason = reason or reason_of(e)
             continue
+        if not found.certified and is_rounding(found):
+            return ArchitectureCertificate.not_checked(
+                "its small model amplifies rounding: the first layers agree, and the logits differ "
+                f"by {found.logits.relative:.1e} at the end, with the same tokens"
+            )
         return _describe(found, shrunken, time.perf_counter() - start)
     return ArchitectureCertificate.not_checked(reason or "its config can't be made small")
 
@@ -156,6 +164,19 @@ def _check(
             logits_processors=(),
         )
         return find_certificate(small) or check_model(small, on_phase=on_phase)
+
+
+def is_rounding(found: Certificate) -> bool:
+    """Whether a difference is rounding that layers of random weights amplify: within the limit at
+    first, then growing a little with each layer, and tokens and probabilities stay the same."""
+    steps = [layer.relative for layer in found.layers]
+    is_same = (
+        found.logits.kl_max <= found.limit.kl
+        and found.logits.top1 >= found.limit.top1
+        and found.logits.relative < _MOST_ROUNDING
+    )
+    is_steady = all(b <= _STEADY * max(a, found.limit.relative / 10) for a, b in pairwise(steps))
+    return is_same and len(steps) > 1 and steps[0] <= found.limit.relative and is_steady
 
 
 def _describe(found: Certificate, shrunken: Shrunken, seconds: float) -> ArchitectureCertificate:

@@ -6,12 +6,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tiny_models import save_checkpoint
 
-from llmc.check.architecture import check_architecture
+from llmc.check.architecture import check_architecture, is_rounding
 from llmc.check.background import BackgroundCheck
 from llmc.cli.verify import require_certificate
 from llmc.config import EngineConfig
@@ -52,6 +53,26 @@ def check(given: EngineConfig, info: Any) -> ArchitectureCertificate:
         assert ended.wait(600)
     [certificate] = found
     return certificate
+
+
+@pytest.mark.parametrize(
+    ("layers", "kl", "expected"),
+    [
+        ((3e-6, 6e-6, 1.2e-5, 3e-5, 1e-4), 9e-7, True),
+        ((3e-6, 6e-6, 2e-4, 3e-4), 9e-7, False),  # a jump at one layer
+        ((3e-5, 6e-5, 2e-4), 9e-7, False),  # from the first layer on
+        ((3e-6, 6e-6, 1.2e-5, 3e-5, 1e-4), 1e-4, False),  # other probabilities
+    ],
+)
+def test_rounding_that_layers_amplify_is_no_difference(
+    layers: tuple[float, ...], kl: float, expected: bool
+) -> None:
+    found: Any = SimpleNamespace(
+        layers=[SimpleNamespace(relative=relative) for relative in layers],
+        logits=SimpleNamespace(kl_max=kl, top1=1.0, relative=layers[-1]),
+        limit=SimpleNamespace(kl=1e-6, top1=1.0, relative=2e-5),
+    )
+    assert is_rounding(found) == expected
 
 
 def test_a_wrong_pass_is_found_beside_the_engine_and_left_out_at_the_next_start(
