@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from llmc.errors import InvalidRequestError
 from llmc.server.errors import ApiError
 from llmc.server.settings import ServerSettings
 
@@ -74,3 +75,24 @@ async def _read(request: Request, limit: int) -> bytes:
 
 def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes; send less in one call")
+
+
+def split_inputs(given: str | list[Any], *, name: str, most: int) -> list[str | list[int]]:
+    """str, [str], [int] or [[int]] -> a list of texts and token ids. `name` is the field's."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidRequestError(f"{name} must not be an empty list", param=name)
+    if not isinstance(given[0], list | str):
+        return [given]  # token ids, each of which is checked later
+    if len(given) > most:
+        raise InvalidRequestError(
+            f"{len(given)} {name}s in one call; the limit is {most}", param=name
+        )
+    for index, one in enumerate(given):
+        if not isinstance(one, list | str):
+            raise InvalidRequestError(
+                f"{name}[{index}] must be text or a list of token ids, got {one!r:.80}",
+                param=f"{name}[{index}]",
+            )
+    return list(given)

@@ -14,7 +14,7 @@ from llmc.frontend.inputs import Input, Prompt
 from llmc.frontend.outputs import ActiveRequest
 from llmc.server import answer
 from llmc.server.adapters import adapter_named
-from llmc.server.body import read_body
+from llmc.server.body import read_body, split_inputs
 from llmc.server.models import model_name
 from llmc.server.protocol import CompletionBody
 from llmc.server.respond import OPENAI, Deltas, GenerationResponse
@@ -32,7 +32,7 @@ async def create_completion(request: Request) -> GenerationResponse:
     state = request.app.state
     body = await read_body(request, CompletionBody)
     model = model_name(request, body.model)
-    prompts: list[Prompt] = [*split_prompts(body.prompt)]
+    prompts: list[Prompt] = [*_prompts(body)]
     if not body.add_special_tokens:
         prompts = [
             {"prompt": one, "add_special_tokens": False} if isinstance(one, str) else one
@@ -72,8 +72,9 @@ async def create_completion(request: Request) -> GenerationResponse:
 
 async def _infill(llm: AsyncLLM, body: CompletionBody) -> tuple[list[Prompt], frozenset[int]]:
     """Prompts for what comes between each prompt and the suffix, and what ends an answer."""
-    before = [one for one in split_prompts(body.prompt) if isinstance(one, str)]
-    if len(before) < len(split_prompts(body.prompt)):
+    prompts = _prompts(body)
+    before = [one for one in prompts if isinstance(one, str)]
+    if len(before) < len(prompts):
         raise InvalidRequestError(
             "suffix is for prompts of text; token ids can have the model's marks inside",
             param="suffix",
@@ -94,25 +95,8 @@ def _prompt_logprobs(body: CompletionBody) -> int | None:
     return max((count for count in counts if count is not None), default=None)
 
 
-def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """str, [str], [int] or [[int]] -> a list of prompts."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise InvalidRequestError("prompt must not be an empty list", param="prompt")
-    if isinstance(prompt[0], list | str):
-        if len(prompt) > MAX_PROMPTS:
-            raise InvalidRequestError(
-                f"{len(prompt)} prompts in one call; the limit is {MAX_PROMPTS}", param="prompt"
-            )
-        for index, one in enumerate(prompt):
-            if not isinstance(one, list | str):
-                raise InvalidRequestError(
-                    f"prompt[{index}] must be text or a list of token ids, got {one!r:.80}",
-                    param=f"prompt[{index}]",
-                )
-        return list(prompt)
-    return [prompt]  # token ids, each of which is checked later
+def _prompts(body: CompletionBody) -> list[str | list[int]]:
+    return split_inputs(body.prompt, name="prompt", most=MAX_PROMPTS)
 
 
 class CompletionCall:

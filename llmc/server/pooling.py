@@ -14,12 +14,11 @@ from typing import Any
 from starlette.requests import Request
 
 from llmc.async_llm import AsyncLLM, Stream
-from llmc.errors import InvalidRequestError
 from llmc.frontend.inputs import Input, Prompt
 from llmc.frontend.pooling import check_params, classification
 from llmc.pooling import PoolingParams, embedding, values_of
 from llmc.server import answer
-from llmc.server.body import read_body
+from llmc.server.body import read_body, split_inputs
 from llmc.server.models import model_name
 from llmc.server.pooling_protocol import (
     MAX_INPUTS,
@@ -176,7 +175,7 @@ async def respond(
 ) -> GenerationResponse:
     """The answer to texts or token ids."""
     llm: AsyncLLM = request.app.state.llm
-    prompts: list[Prompt] = [*_inputs(given)]
+    prompts: list[Prompt] = [*split_inputs(given, name="input", most=MAX_INPUTS)]
     if not body.add_special_tokens:
         prompts = [
             {"prompt": one, "add_special_tokens": False} if isinstance(one, str) else one
@@ -195,27 +194,6 @@ def submit(
     call = PooledCall([source.salted(salt) for source in sources], made)
     rank = priority(state.llm, body)
     return GenerationResponse(state.llm, call, state.settings, state.metrics, priority=rank)
-
-
-def _inputs(given: str | list[Any]) -> list[str | list[int]]:
-    """str, [str], [int] or [[int]] -> a list of inputs."""
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise InvalidRequestError("input must not be an empty list", param="input")
-    if not isinstance(given[0], list | str):
-        return [given]  # token ids, each of which is checked later
-    if len(given) > MAX_INPUTS:
-        raise InvalidRequestError(
-            f"{len(given)} inputs in one call; the limit is {MAX_INPUTS}", param="input"
-        )
-    for index, one in enumerate(given):
-        if not isinstance(one, list | str):
-            raise InvalidRequestError(
-                f"input[{index}] must be text or a list of token ids, got {one!r:.80}",
-                param=f"input[{index}]",
-            )
-    return list(given)
 
 
 def written(values: array[float], encoding: str) -> list[float] | str:
