@@ -21,7 +21,7 @@ from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError
 from llmc.weights.gguf.files import INDEX
 
-_LAYOUT = 4  # of the directory: one made by another version is not used
+_LAYOUT = 5  # of the directory: one made by another version is not used
 
 
 def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> Path:
