@@ -136,7 +136,7 @@ class _Vocabulary:
         split = _rules()["splits"].get(rule)
         if split is None:
             log.warning("unknown rule %r of splitting text: the common one is used", rule)
-            split = _rules()["splits"]["default"]
+            split = _rules()["splits"]["gpt-2"]
         splits = [
             pre_tokenizers.Split(Regex(_rules()["patterns"].get(p, p)), behavior="isolated")
             for p in split["patterns"]

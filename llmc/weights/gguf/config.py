@@ -16,10 +16,9 @@ import numpy as np
 
 from llmc.errors import CheckpointError, reason_of
 from llmc.weights.gguf.blocks import kept_as
-from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo
+from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo, shown
 from llmc.weights.gguf.rules import rule_of, rules, squashed
 
-_MOST_LAYERS = 1000
 _FREE = 0.9  # of the weights that keep their bits
 _MARKS = (3, 4)  # types of tokens: control, and those of users
 _SCALINGS = ("linear", "yarn", "longrope")
@@ -41,7 +40,6 @@ _COMMON = {  # for processors of architectures that transformers has no map of
 def read_config(header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]]:
     """(config.json, the fields in the names of transformers' map, which its processors ask for)."""
     from transformers import CONFIG_MAPPING
-    from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
     rule = rule_of(header)
     default = CONFIG_MAPPING[rule["as"]]()
@@ -88,7 +86,9 @@ def _fields(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def _quotient(values: Mapping[str, Any], above: str, below: str | int) -> int:
     one, other = (n if isinstance(n, int) else values.get(n) for n in (above, below))
     if not (type(one) is int and type(other) is int and one > 0 and other > 0):
-        raise CheckpointError(f"the metadata has {above} {one!r}, which {below} {other!r} divides")
+        raise CheckpointError(
+            f"the metadata has {above} {shown(one)}, which {below} {shown(other)} divides"
+        )
     return one // other
 
 
@@ -96,12 +96,22 @@ def _ours(header: GgufHeader) -> dict[str, Any]:
     """Metadata of the architecture, without its prefix; float32 as the decimals it came from."""
     prefix = f"{header.architecture}."
     values = {k.removeprefix(prefix): v for k, v in header.metadata.items() if k.startswith(prefix)}
-    ahead, layers = values.get("nextn_predict_layers"), values.get("block_count")
-    if isinstance(ahead, int) and isinstance(layers, int):  # which only speculation takes
-        values["block_count"] = layers - ahead
+    values["block_count"] = _layers(values, header)
     if values.get("feed_forward_length") == 0:  # a model without such layers
         del values["feed_forward_length"]
     return {k: _decimal(v) if isinstance(v, float) else v for k, v in values.items()}
+
+
+def _layers(values: Mapping[str, Any], header: GgufHeader) -> int:
+    """How many a model has: no more than the file, so that none is built by a claim alone."""
+    stated = values.get("block_count")
+    ahead = values.get("nextn_predict_layers", 0)  # which only speculation takes
+    named = len({name.split(".")[1] for name in header.tensors if name.startswith("blk.")})
+    if type(stated) is not int or type(ahead) is not int or not 0 <= ahead < stated <= named:
+        raise CheckpointError(
+            f"{header.files[0].name} states {shown(stated)} layers, but holds tensors of {named}"
+        )
+    return stated - ahead
 
 
 def _decimal(value: float) -> float:
@@ -113,14 +123,15 @@ def _decimal(value: float) -> float:
 def _add_rules(
     config: dict[str, Any], values: Mapping[str, Any], header: GgufHeader, known: Mapping[str, Any]
 ) -> None:
+    for names, fields in rules()["flags"].items():
+        is_there = any(name in header.tensors for name in names.split("|"))
+        config.update({f: is_there for f in fields if f in known})
+    for tensor, fields in rules()["absent_flags"].items():
+        config.update({f: tensor not in header.tensors for f in fields if f in known})
     for key, fields in rules()["fields"].items():
         for field in fields:
             if key in values and (field in known or field in _ROTARY):
                 config[field] = values[key]
-    for tensor, fields in rules()["flags"].items():
-        config.update({f: tensor in header.tensors for f in fields if f in known})
-    for tensor, fields in rules()["absent_flags"].items():
-        config.update({f: tensor not in header.tensors for f in fields if f in known})
 
 
 def _add_layers(
@@ -134,8 +145,8 @@ def _add_layers(
     if isinstance(counts, list) and 0 in counts:
         config["layer_types"] = ["full_attention" if n else "conv" for n in counts]
         config["block_auto_adjust_ff_dim"] = False
-    pattern, layers = values.get("attention.sliding_window_pattern"), values.get("block_count")
-    if isinstance(pattern, int) and pattern and isinstance(layers, int) and layers <= _MOST_LAYERS:
+    pattern, layers = values.get("attention.sliding_window_pattern"), values["block_count"]
+    if isinstance(pattern, int) and pattern:
         pattern = [bool((i + 1) % pattern) for i in range(layers)]
     if isinstance(pattern, list) and "layer_types" in known:
         kinds = ("full_attention", "sliding_attention")
@@ -217,7 +228,7 @@ def _scaling(
         return {}
     if kind not in _SCALINGS:
         raise CheckpointError(
-            f"{header.files[0].name} scales rotary positions by {kind!r}, of which llmc reads "
+            f"{header.files[0].name} scales rotary positions by {shown(kind)}, of which llmc reads "
             f"{', '.join(_SCALINGS)}"
         )
     if kind == "linear":

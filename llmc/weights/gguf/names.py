@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from gguf import MODEL_ARCH_NAMES
 
 from llmc.errors import CheckpointError, reason_of
 from llmc.weights.gguf.processors import other_half, parameter_of, processor_of
-from llmc.weights.gguf.reader import GgufHeader
+from llmc.weights.gguf.reader import GgufHeader, shown
 from llmc.weights.gguf.rules import rules, squashed
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
@@ -69,12 +70,24 @@ def map_parameters(header: GgufHeader, hf_config: Any, fields: Mapping[str, Any]
     if unknown:
         raise CheckpointError(
             f"{len(unknown)} tensors of {file} have no place in transformers' model of "
-            f"architecture {header.architecture!r}: {', '.join(unknown[:5])}"
+            f"architecture {header.architecture!r}: {', '.join(map(shown, unknown[:5]))}"
         )
-    for tensors in parts.values():
+    missing = [name for name, _ in module.named_parameters() if name not in parts]
+    if missing:
+        raise CheckpointError(
+            f"{file} has no tensors for {len(missing)} of the parameters that its metadata asks "
+            f"for: {', '.join(missing[:5])}"
+        )
+    for parameter, tensors in parts.items():
         other = other_half(names, tensors[0])
         if other is not None and other not in tensors:
-            raise CheckpointError(f"{file} has tensor {tensors[0]!r}, but no {other!r}")
+            raise CheckpointError(f"{file} has tensor {shown(tensors[0])}, but no {other!r}")
+        stored = [list(header.tensors[name].shape) for name in tensors]
+        if sum(math.prod(shape) for shape in stored) != math.prod(shapes[parameter]):
+            raise CheckpointError(
+                f"{parameter} has shape {', '.join(map(str, stored))} in {file}, its metadata asks "
+                f"for {list(shapes[parameter])}"
+            )
     return ParameterMap(parts={n: tuple(p) for n, p in parts.items()}, shapes=shapes, names=names)
 
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from llmc.errors import CheckpointError
-from llmc.weights.gguf.reader import GgufHeader
+from llmc.weights.gguf.reader import GgufHeader, shown
 
 
 @cache
@@ -48,11 +48,11 @@ def rule_of(header: GgufHeader) -> dict[str, Any]:
     known = {squashed(a): (a, model) for a, model in architectures().items()}
     if squashed(name) not in known:
         raise CheckpointError(
-            f"GGUF files of architecture {name!r} are not served: neither transformers nor llmc "
+            f"GGUF files of architecture {shown(name)} are not served: neither transformers nor llmc "
             f"has a map for it (of {len(known)}, see docs/gguf.md); take the safetensors checkpoint"
         )
     spelled, model = known[squashed(name)]
-    rule = {"as": model, **rules()["architectures"].get(spelled, {})}
+    rule = {**rules()["architectures"].get(spelled, {}), "as": model}
     for variant in rule.pop("variants", []):
         values = {key: header.metadata.get(f"{name}.{key}") for key in variant["when"]}
         if all(
