@@ -261,7 +261,7 @@ def generation_config(header: GgufHeader) -> dict[str, Any]:
     found = [e for e in ends if isinstance(e, int) and not isinstance(e, bool)]
     config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(found))} if found else {}
     for key, field in rules()["sampling"].items():
-        if isinstance(data.get(key), int | float):
+        if isinstance(data.get(key), int | float) and math.isfinite(data[key]):
             config[field] = data[key]
     return config
 

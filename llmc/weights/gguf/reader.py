@@ -192,12 +192,14 @@ class _Cursor:
                 kind = GGMLQuantizationType(type_number)
                 block, block_bytes = GGML_QUANT_SIZES[kind]
             except (ValueError, KeyError):
-                self._fail(f"tensor {shown(name)} has type {type_number}, which this version of the "
-                           "gguf package does not know")  # fmt: skip
+                self._fail(
+                    f"tensor {shown(name)} has type {type_number}, which this version of the gguf "
+                    "package does not know"
+                )
             if 0 in shape or shape[-1] % block:
                 self._fail(
-                    f"tensor {shown(name)} has shape {list(shape)}, whose rows are no whole blocks of "
-                    f"{block} values ({kind.name})"
+                    f"tensor {shown(name)} has shape {list(shape)}, whose rows are no whole blocks "
+                    f"of {block} values ({kind.name})"
                 )
             num_bytes = block_bytes
             for n in (*shape[:-1], shape[-1] // block):
@@ -206,8 +208,8 @@ class _Cursor:
                 self._fail(f"tensor {shown(name)} lies at {offset}, which is not aligned")
             if num_bytes > self._size or start + offset + num_bytes > self._size:
                 self._fail(
-                    f"tensor {shown(name)} would end at byte {start + offset + num_bytes}, but the file "
-                    f"has {self._size}: it is truncated or damaged"
+                    f"tensor {shown(name)} would end at byte {start + offset + num_bytes}, but the "
+                    f"file has {self._size}: it is truncated or damaged"
                 )
             tensors[name] = GgufTensorInfo(
                 name=name, file=self._path, shape=shape, type=kind, offset=start + offset,

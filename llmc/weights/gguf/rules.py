@@ -48,8 +48,9 @@ def rule_of(header: GgufHeader) -> dict[str, Any]:
     known = {squashed(a): (a, model) for a, model in architectures().items()}
     if squashed(name) not in known:
         raise CheckpointError(
-            f"GGUF files of architecture {shown(name)} are not served: neither transformers nor llmc "
-            f"has a map for it (of {len(known)}, see docs/gguf.md); take the safetensors checkpoint"
+            f"GGUF files of architecture {shown(name)} are not served: neither transformers nor "
+            f"llmc has a map for it (they have {len(known)}, see docs/gguf.md); take the "
+            "safetensors checkpoint"
         )
     spelled, model = known[squashed(name)]
     rule = {**rules()["architectures"].get(spelled, {}), "as": model}
