@@ -76,7 +76,7 @@ def _fields(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
     names = {squashed(name): name for name in GGUF_CONFIG_MAPPING}
     name = names.get(squashed(architecture))
     mapping: Any = GGUF_CONFIG_MAPPING[name] if name else _COMMON
-    fields = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(name, {}))
+    fields = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(name or "", {}))
     for key, field in mapping.items():
         if field not in (None, -1) and key in values:
             fields[field] = values[key]

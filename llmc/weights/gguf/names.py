@@ -45,9 +45,10 @@ def map_parameters(header: GgufHeader, hf_config: Any, fields: Mapping[str, Any]
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(hf_config)
+        processor: Any = processor_of(header.architecture, fields)
         names = get_gguf_hf_weights_map(
             module,
-            processor_of(header.architecture, fields),
+            processor,
             model_type=_spelled(header.architecture),
             num_layers=hf_config.num_hidden_layers,
         )
@@ -63,7 +64,7 @@ def map_parameters(header: GgufHeader, hf_config: Any, fields: Mapping[str, Any]
     unknown = []
     for name in header.tensors:
         parameter = parameter_of(names, name)
-        if parameter in shapes:
+        if parameter is not None and parameter in shapes:
             parts.setdefault(parameter, []).append(name)
         elif not _is_unused(name, hf_config.num_hidden_layers):
             unknown.append(name)

@@ -52,16 +52,17 @@ class Processor:
         if self.grouped and f".{self.grouped}." in name:
             return Processed(self._by_group(weights), name)
         names = kwargs["tensor_key_mapping"]
-        if other_half(names, name) is not None:
+        parameter = parameter_of(names, name)
+        if parameter is not None and other_half(names, name) is not None:
             made = kwargs["parsed_parameters"]["tensors"]
-            self._put(weights, name, made, parameter_of(names, name))
+            self._put(weights, name, made, parameter)
             return Processed(weights, None)
         if self.interleaved and "_exps.weight" in name:
             return Processed(weights.swapaxes(-1, -2), name)
         return self.inner.process(weights=weights, name=name, **kwargs)
 
     def _put(
-        self, weights: NDArray[Any], name: str, made: dict[str, torch.Tensor], parameter: str | None
+        self, weights: NDArray[Any], name: str, made: dict[str, torch.Tensor], parameter: str
     ) -> None:
         """Into the first or the second half of the rows, or into every other one."""
         is_up = "_up_" in name

@@ -153,6 +153,7 @@ class GgufTensor:
     def _widen_into(self, matrices: list[NDArray[np.uint8]], place: Tensor) -> None:
         """Some rows at a time; those of several parts, whose types may differ, at once."""
         order = self.row_order
+        assert order is not None
         if len(matrices) > 1:
             pairs = zip(matrices, self.parts, strict=True)
             numbers = np.concatenate([_widen(raw, part) for raw, part in pairs])
