@@ -73,11 +73,12 @@ def test_tensors_without_a_place_are_refused(tmp_path: Path) -> None:
 def test_what_the_metadata_asks_for_must_be_there(tmp_path: Path) -> None:
     case = CASES["logit scale"]
     module = make_module(case)
-    for key, message in (
-        ("block_count", "states 2147483648 layers, but holds tensors of 2"),
-        ("feed_forward_length", "has shape"),
-        ("embedding_length", "has shape"),
+    for key, value, message in (
+        ("block_count", 2**31, "states 2147483648 layers, but holds tensors of 2"),
+        ("feed_forward_length", 2**31, "has shape"),
+        ("embedding_length", 2**20, "has shape"),
+        ("embedding_length", 2**31, "can't build a model"),
     ):
-        changed = replace(case, metadata={key: 2**31})
+        changed = replace(case, metadata={key: value})
         with pytest.raises(CheckpointError, match=message):
             model_directory(write_converted(tmp_path / f"{key}.gguf", changed, module))
