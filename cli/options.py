@@ -259,6 +259,13 @@ ENGINE_OPTIONS = (
         "the CPU's cores shared out. Memory of the KV cache is that of each.",
     ),
     EngineOption(
+        field="data_parallel_size",
+        panel=BATCH_PANEL,
+        metavar="ENGINES",
+        help="Engines of llmc serve, each with the whole model and an equal share of this machine; "
+        "a request goes to one of them.",
+    ),
+    EngineOption(
         field="enable_prefix_caching",
         panel=BATCH_PANEL,
         flags=("--enable-prefix-caching/--no-enable-prefix-caching",),

@@ -303,6 +303,8 @@ def command(
         raise ConfigError("--lora-modules and --runtime-lora-dir need --enable-lora")
     if api_workers > 1 and not engine_process:
         raise ConfigError("--api-workers needs the engine in a separate process")
+    if config.data_parallel_size > 1 and not engine_process:
+        raise ConfigError("--data-parallel-size needs the engines in separate processes")
     from llmc.startup.resolve import check_paths
 
     check_paths(config)  # before the imports below, which take a second or more

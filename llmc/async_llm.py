@@ -13,7 +13,7 @@ import contextlib
 import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -36,6 +36,7 @@ from llmc.frontend.engine_link import (
     EngineLost,
     EngineStarted,
     Processes,
+    RequestsLost,
 )
 from llmc.frontend.engine_options import EngineOptions, load_tokenizer, make_config, start
 from llmc.frontend.engine_thread import EngineThread
@@ -121,7 +122,8 @@ class AsyncLLM:
         self.info = info
         self.tokenizer = tokenizer
         self.inputs = InputProcessor(info, tokenizer)
-        self.max_queued = config.max_num_queued or 4 * config.max_num_seqs
+        self.num_rows = config.max_num_seqs * config.data_parallel_size  # of all its engines
+        self.max_queued = config.max_num_queued or 4 * self.num_rows
         self._outputs = OutputProcessor(tokenizer)
         self._streams: dict[str, Stream] = {}
         self._link = link
@@ -339,7 +341,7 @@ class AsyncLLM:
         self.check_health()
         if self._draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
-        waiting = self._outputs.num_sequences - self.config.max_num_seqs
+        waiting = self._outputs.num_sequences - self.num_rows
         if self._is_shared:  # the others' requests are known from the engine alone, a bit late
             waiting = max(waiting, self._stats.num_waiting)
         if waiting >= self.max_queued:
@@ -443,6 +445,8 @@ class AsyncLLM:
         """Until the engine counts as stalled; None while it has nothing to do."""
         if not self._outputs.active:
             return None
+        if self._link.has_idle_engine:
+            return WATCHDOG_S
         return self._last_event + WATCHDOG_S - time.monotonic()
 
     @property
@@ -470,7 +474,6 @@ class AsyncLLM:
         await self.drain(drain_timeout)
         self._watchdog.stop()
         self._dead = self._dead or "it was shut down"
-        self._answer_state(None)
         self._lose_all("abort")
         for workers in (self._workers, self._trial_worker):
             workers.shutdown(wait=False, cancel_futures=True)
@@ -509,10 +512,11 @@ class AsyncLLM:
                     answer.set_result(event)
             case EngineLost():
                 self._dead, self._is_over = event.reason, event.is_final
-                self._answer_state(None)
                 self._lose_all("error")
-            case EngineStarted():
+            case RequestsLost():
                 self._answer_state(None)
+                self._lose(self._outputs.owners(event.request_ids), "error", event.reason)
+            case EngineStarted():
                 self._lose_all("error")
                 self._dead = None
                 self._stats = event.stats or self._stats
@@ -534,11 +538,15 @@ class AsyncLLM:
                 stream.notify(request)
 
     def _lose_all(self, reason: FinishReason) -> None:
-        message = f"the engine has stopped: {self._dead}"
+        self._answer_state(None)
         for answer in self._orders.values():
             if not answer.done():
-                answer.set_exception(EngineDeadError(message))
-        for request_id in list(self._outputs.active):
+                answer.set_exception(EngineDeadError(f"the engine has stopped: {self._dead}"))
+        self._lose(list(self._outputs.active), reason, self._dead or "")
+
+    def _lose(self, request_ids: Iterable[str], reason: FinishReason, why: str) -> None:
+        message = f"the engine has stopped: {why}"
+        for request_id in request_ids:
             for child in self._outputs.abort(request_id, reason, message):
                 self._link.send(AbortRequest(request_id=child))
             self._streams.pop(request_id).lose(message)

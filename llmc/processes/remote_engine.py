@@ -61,6 +61,8 @@ class RemoteEngine:
     def send(self, message: Message) -> None:
         self._write(message)
 
+    has_idle_engine = False  # there is one engine
+
     def dump_stacks(self) -> None:
         self._watcher.dump_stacks()
 

@@ -19,7 +19,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llmc.config import EngineConfig
@@ -54,17 +54,23 @@ class Supervisor:
         on_phase: Callable[[Phase], None] | None = None,
         command: Sequence[str] = (),
         budget: RestartBudget | None = None,
+        name: str = "engine",
+        environment: Mapping[str, str] | None = None,
         log_level: str = "warning",
         log_format: str = "text",
     ) -> None:
         # The engine's own queue has no limit: frontends refuse what is too much.
         self._config = dataclasses.replace(config, max_num_queued=None)
         self._on_phase = on_phase
+        self._title = "the engine process" if name == "engine" else f"the process of {name}"
         self._command = list(command) or python_module(ENGINE_MODULE)
         self._budget = budget or RestartBudget()
         self._log = (log_level, log_format)
+        self._environment = environment or {}
         self.folder = private_folder()
-        self._processes = ServerProcesses(pids={"api-0": os.getpid()}, restarts={"engine": 0})
+        self._processes = ServerProcesses(
+            name=name, pids={"api-0": os.getpid()}, restarts={name: 0}
+        )
         self._listeners: list[Listener] = []
         self._lock = threading.RLock()
         self._stopped = threading.Event()
@@ -91,6 +97,10 @@ class Supervisor:
         if engine is None:
             raise EngineDeadError(f"the engine has stopped: {self.processes.why}")
         return engine
+
+    @property
+    def name(self) -> str:
+        return self._processes.name
 
     @property
     def processes(self) -> ServerProcesses:
@@ -145,14 +155,14 @@ class Supervisor:
         while not self._stopped.is_set():
             why = self._live(number)
             if self._error is not None or self._stopped.is_set():
-                log.debug("the engine process ended: %s", why)
+                log.debug("%s ended: %s", self._title, why)
                 break
             delay_s = self._budget.take(time.monotonic())
             if delay_s is None:
-                log.error("the engine process died again: %s; giving up (%s)", why, self._budget)
+                log.error("%s died again: %s; giving up (%s)", self._title, why, self._budget)
                 self._report_down(f"{why}; it died too often", is_over=True)
                 break
-            log.error("the engine process died: %s", why)
+            log.error("%s died: %s", self._title, why)
             log.info("restarting it in %g s (%s)", delay_s, self._budget)
             self._report_down(f"{why}; it is being restarted")
             self._stopped.wait(delay_s)
@@ -162,11 +172,11 @@ class Supervisor:
     def _live(self, number: int) -> str:
         """One engine process from its start to its end. Returns the reason for its end."""
         address = f"ipc://{self.folder}/engine-{number}"
-        with Child(self._command) as child:
+        with Child(self._command, environment=self._environment) as child:
             self._child = child
             if self._stopped.is_set():
                 return "it was not needed any more"
-            self.report_process("engine", child.pid, restarted=number > 0)
+            self.report_process(self.name, child.pid, restarted=number > 0)
             try:
                 ready = self._start(child, address)
                 self.update(engine=EngineUp(address=address, info=ready.info, stats=ready.stats))
@@ -187,7 +197,7 @@ class Supervisor:
     def _report_down(self, why: str, *, is_over: bool = False) -> None:
         with self._lock:
             self.update(engine=None, why=why, is_over=is_over)
-            self.report_process("engine", None)
+            self.report_process(self.name, None)
 
     def _start(self, child: Child, address: str) -> Ready:
         child.order(to_line(self._order(address)))

@@ -138,10 +138,9 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         log.warning("left out, as this model is wrong with them: %s", ", ".join(disabled))
     if device.type == "cpu":
         limit_threads()
+        share_threads(config.tensor_parallel_size * config.data_parallel_size)
     if processes is not None:
         check_source(source)
-        if device.type == "cpu":
-            share_threads(processes.size)
     build = start_kernels(device)
     with clock.phase("compile") as detail:
         compiled = compile_model(source, programs)
