@@ -57,11 +57,13 @@ def run_server(
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(_listening(settings))
         companions: Companions | None = None
+        engines: EngineProcesses | None = None
         if engine_process:
-            llm, companions = _load_in_process(run, sock, stack)
+            llm, engines = _load_in_process(run, stack)
+            companions = _more_workers(run, engines, sock, stack)
         else:
             llm = load_async_llm(config, run.console)
-        _serve(run, llm, sock, companions)
+        _serve(run, llm, engines, sock, companions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +77,17 @@ class _Run:
     console: Console
 
 
-def _serve(run: _Run, llm: AsyncLLM, sock: socket.socket, companions: Companions | None) -> None:
+def _serve(
+    run: _Run,
+    llm: AsyncLLM,
+    engines: EngineProcesses | None,
+    sock: socket.socket,
+    companions: Companions | None,
+) -> None:
     from llmc.server.app import create_app
 
     settings = run.settings
-    app = create_app(llm, settings)
+    app = create_app(llm, settings, engines)
     rows = [
         _where(settings, sock),
         ("names", ", ".join(app.state.names)),
@@ -104,9 +112,7 @@ def _log_certificate(found: ArchitectureCertificate) -> None:
     log.log(logging.WARNING if found.status == "different" else logging.INFO, "%s", found)
 
 
-def _load_in_process(
-    run: _Run, sock: socket.socket, stack: contextlib.ExitStack
-) -> tuple[AsyncLLM, Companions | None]:
+def _load_in_process(run: _Run, stack: contextlib.ExitStack) -> tuple[AsyncLLM, EngineProcesses]:
     """The engines in separate processes, which end with `stack`."""
     from llmc.processes.engine_processes import EngineProcesses
 
@@ -139,7 +145,7 @@ def _load_in_process(
         load_tokenizer(run.config, engine.info),
         is_shared=run.settings.api_workers > 1,
     )
-    return llm, _more_workers(run, engines, sock, stack)
+    return llm, engines
 
 
 def _more_workers(

@@ -29,7 +29,7 @@ from llmc.engine.messages import (
     Operation,
     RequestUpdate,
 )
-from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from llmc.errors import EngineAsleepError, EngineDeadError, InvalidRequestError, QueueFullError
 from llmc.frontend.engine_link import (
     EngineEvent,
     EngineLink,
@@ -139,6 +139,7 @@ class AsyncLLM:
         self._is_over = False
         self._is_shared = False
         self._draining = False
+        self.is_asleep = False  # it takes no requests until `wake_up`
         self._last_event = time.monotonic()
         self._watchdog = Watchdog(self._seconds_left, link.dump_stacks)
 
@@ -338,6 +339,8 @@ class AsyncLLM:
 
     def _admit(self) -> None:
         """Whether there is room. One call may overshoot the limit, the next is refused."""
+        if self.is_asleep:
+            raise EngineAsleepError(f"{self.info.name} is asleep, and has to be woken first")
         self.check_health()
         if self._draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
@@ -401,6 +404,14 @@ class AsyncLLM:
             raise EngineDeadError("the engine was restarted")
         return state
 
+    async def close_door(self, *, aborts: bool) -> None:
+        """Take no more requests, and wait for those that run, or abort them: for a sleep."""
+        self.is_asleep = True
+        for request_id in list(self._outputs.active) if aborts else ():
+            self.abort(request_id)
+        while self._outputs.active:
+            await asyncio.sleep(0.02)
+
     async def operate(self, operation: Operation, folder: str = "") -> str:
         """Have the engine do this between two steps; what came of it, in words.
 
@@ -457,7 +468,7 @@ class AsyncLLM:
     @property
     def is_ready(self) -> bool:
         """Whether a request sent now can expect an answer."""
-        return self._dead is None and not self._draining and not self.is_stalled
+        return self.is_alive and not (self._draining or self.is_stalled or self.is_asleep)
 
     @property
     def is_alive(self) -> bool:
@@ -512,6 +523,7 @@ class AsyncLLM:
                     answer.set_result(event)
             case EngineLost():
                 self._dead, self._is_over = event.reason, event.is_final
+                self.is_asleep = self.is_asleep or event.is_asleep
                 self._lose_all("error")
             case RequestsLost():
                 self._answer_state(None)

@@ -114,7 +114,7 @@ class EngineFleet:
             case Operate():
                 self._orders[message.number] = _Order(waiting=set(up))
                 for name in up:
-                    if message.operation == "reset_prefix_cache":
+                    if message.operation in ("reset_prefix_cache", "give_back_caches"):
                         self._loads[name].sent.clear()
                     self._links[name].send(message)
 
@@ -225,7 +225,9 @@ class EngineFleet:
         if not self._up():
             is_final = self._over == set(self._links)
             self._orders.clear()
-            self._publish(EngineLost(reason=event.reason, is_final=is_final))
+            self._publish(
+                EngineLost(reason=event.reason, is_final=is_final, is_asleep=event.is_asleep)
+            )
             return
         self._publish(RequestsLost(request_ids=ids, reason=f"{name}: {event.reason}"))
         self._publish(EngineOutputs(updates=(), stats=self._stats()))

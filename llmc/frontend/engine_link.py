@@ -41,10 +41,14 @@ class EngineStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLost:
-    """There is no engine any more, and all requests with it. `is_final`: there will be none."""
+    """There is no engine any more, and all requests with it. `is_final`: there will be none.
+
+    `is_asleep`: it was ended on purpose, and comes back when it is woken.
+    """
 
     reason: str
     is_final: bool
+    is_asleep: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

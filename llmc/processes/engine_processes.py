@@ -13,6 +13,8 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 
+import psutil
+
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
 from llmc.frontend.engine_fleet import EngineFleet, smallest
@@ -76,6 +78,31 @@ class EngineProcesses:
         info = smallest(one.wait_ready().info for one in self.supervisors)
         return dataclasses.replace(first, info=info)
 
+    def suspend(self) -> None:
+        """End the processes, whose memory goes back, until `resume`."""
+        for one in self.supervisors:
+            one.suspend()
+
+    def resume(self) -> None:
+        """Start them again; returns when all take requests. Where one can't, all sleep on, and its
+        error is raised."""
+        for one in self.supervisors:
+            one.resume()
+        try:
+            for one in self.supervisors:
+                one.wait_ready()
+        except BaseException:
+            self.suspend()
+            raise
+
+    def memory_bytes(self) -> int:
+        """Memory that the engine processes have for themselves, as the system counts it."""
+        return sum(map(_private_bytes, self._pids()))
+
+    def _pids(self) -> list[int]:
+        states = [one.processes for one in self.supervisors]
+        return [state.pids[state.name] for state in states if state.name in state.pids]
+
     @property
     def folder(self) -> str:
         """Private to the processes of the server."""
@@ -116,6 +143,16 @@ class EngineProcesses:
             log_format=form,
         )
         self.supervisors.append(self._stack.enter_context(supervisor))
+
+
+def _private_bytes(pid: int) -> int:
+    """Of a process and those below it; 0 once it has ended."""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        return sum(int(one.memory_full_info().uss) for one in family)
+    except psutil.Error:
+        return 0
 
 
 def connect(frontend: str, watches: Mapping[str, ProcessWatch], config: EngineConfig) -> EngineLink:

@@ -38,6 +38,7 @@ class ServerProcesses:
     engine: EngineUp | None = None
     why: str = "it has not started yet"
     is_over: bool = False  # the engine is not restarted any more
+    is_asleep: bool = False  # it was ended on purpose, and waits for a wake-up
     restarts: Mapping[str, int] = field(default_factory=dict)  # process name -> number
     pids: Mapping[str, int] = field(default_factory=dict)  # of those that run now
     gone_frontends: Sequence[str] = ()

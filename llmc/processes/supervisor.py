@@ -40,6 +40,7 @@ from llmc.processes.wire import (
 log = logging.getLogger(__name__)
 
 ENGINE_MODULE = "llmc.processes.engine_main"
+POLL_S = 0.05
 END_S = 5.0  # for the engine process to end after its standard input was closed
 LONGEST_FOLDER = 70  # characters: the path of a Unix socket has at most 107 in all
 
@@ -74,6 +75,8 @@ class Supervisor:
         self._listeners: list[Listener] = []
         self._lock = threading.RLock()
         self._stopped = threading.Event()
+        self._awake = threading.Event()
+        self._awake.set()
         self._first = threading.Event()
         self._error: Exception | None = None
         self._child: Child | None = None
@@ -138,6 +141,24 @@ class Supervisor:
         if child is not None:
             child.signal(signal.SIGUSR1)
 
+    def suspend(self) -> None:
+        """End the engine process, whose memory goes back, until `resume`."""
+        self._first.clear()
+        self._error = None
+        self._awake.clear()
+        child = self._child
+        if child is not None:
+            child.end(END_S)
+        while self._thread.is_alive() and not self._processes.is_asleep:
+            time.sleep(POLL_S)
+
+    def resume(self) -> None:
+        """Start the engine process again; `wait_ready` waits for it, or raises what kept it from
+        that. Then it sleeps on."""
+        self._first.clear()
+        self._error = None
+        self._awake.set()
+
     def stop(self) -> None:
         """End the engine process and remove the private folder. Safe to call again."""
         self._stopped.set()
@@ -151,12 +172,22 @@ class Supervisor:
     # ---- in the thread ----
 
     def _run(self) -> None:
-        number = 0
+        number, is_restart = 0, False
         while not self._stopped.is_set():
-            why = self._live(number)
-            if self._error is not None or self._stopped.is_set():
+            if not self._awake.is_set():
+                self._sleep()
+                is_restart = False
+                continue
+            why = self._live(number, is_restart=is_restart)
+            number += 1
+            if self._stopped.is_set() or (self._error is not None and number == 1):
                 log.debug("%s ended: %s", self._title, why)
                 break
+            if self._error is not None:  # it can't be woken
+                self._awake.clear()
+            if not self._awake.is_set():
+                continue
+            is_restart = True
             delay_s = self._budget.take(time.monotonic())
             if delay_s is None:
                 log.error("%s died again: %s; giving up (%s)", self._title, why, self._budget)
@@ -166,17 +197,27 @@ class Supervisor:
             log.info("restarting it in %g s (%s)", delay_s, self._budget)
             self._report_down(f"{why}; it is being restarted")
             self._stopped.wait(delay_s)
-            number += 1
         self._first.set()
 
-    def _live(self, number: int) -> str:
+    def _sleep(self) -> None:
+        """Until somebody resumes or stops it."""
+        self._report_down("it is asleep", is_asleep=True)
+        if self._error is not None:
+            self._first.set()
+        while not (self._awake.is_set() or self._stopped.is_set()):
+            self._awake.wait(POLL_S)
+        shutil.rmtree(self.folder, ignore_errors=True)  # as the engine does that ended
+        self.folder = private_folder()
+        self.update(is_asleep=False, why="it is being woken")
+
+    def _live(self, number: int, *, is_restart: bool) -> str:
         """One engine process from its start to its end. Returns the reason for its end."""
         address = f"ipc://{self.folder}/engine-{number}"
         with Child(self._command, environment=self._environment) as child:
             self._child = child
-            if self._stopped.is_set():
+            if self._stopped.is_set() or not self._awake.is_set():
                 return "it was not needed any more"
-            self.report_process(self.name, child.pid, restarted=number > 0)
+            self.report_process(self.name, child.pid, restarted=is_restart)
             try:
                 ready = self._start(child, address)
                 self.update(engine=EngineUp(address=address, info=ready.info, stats=ready.stats))
@@ -194,9 +235,9 @@ class Supervisor:
             os.unlink(address.removeprefix("ipc://"))
         return why
 
-    def _report_down(self, why: str, *, is_over: bool = False) -> None:
+    def _report_down(self, why: str, **more: bool) -> None:
         with self._lock:
-            self.update(engine=None, why=why, is_over=is_over)
+            self.update(engine=None, why=why, **more)
             self.report_process(self.name, None)
 
     def _start(self, child: Child, address: str) -> Ready:

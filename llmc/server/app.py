@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmc.async_llm import AsyncLLM
+from llmc.processes.engine_processes import EngineProcesses
 from llmc.server import (
     adapters,
     admin,
@@ -34,6 +35,7 @@ from llmc.server import (
     page,
     pooling,
     responses,
+    sleep,
     status,
     tokens,
 )
@@ -99,6 +101,9 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/stop_profile", admin.stop_profile),
     ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
     ("POST", "/abort_requests", admin.abort_requests),
+    ("POST", "/sleep", sleep.go_to_sleep),
+    ("POST", "/wake_up", sleep.wake_up),
+    ("GET", "/is_sleeping", sleep.is_sleeping),
     ("GET", "/v1/engine/events", engine_events.engine_events),
     ("GET", "/openapi.json", openapi.openapi),
 )
@@ -110,8 +115,13 @@ PAGE_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 )
 
 
-def create_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
-    """The server's application on a loaded model. `serve` runs it; tests may run it otherwise."""
+def create_app(
+    llm: AsyncLLM, settings: ServerSettings, engines: EngineProcesses | None = None
+) -> Starlette:
+    """The server's application on a loaded model. `serve` runs it; tests may run it otherwise.
+
+    `engines` are those of `llm`, where they are processes that may be ended for a sleep.
+    """
     names = models.served_names(llm, settings.served_model_names)
     metrics = Metrics(llm, names[0], vllm_names=settings.vllm_metrics)
     guard = Middleware(
@@ -134,6 +144,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
     app.router.redirect_slashes = False
     state = app.state
     state.llm = llm
+    state.sleeper = sleep.Sleeper(llm, engines)
     state.settings = settings
     state.responses = ResponseStore()
     state.names = names
