@@ -55,7 +55,7 @@ def run_server(
     )
     check_certificates(settings)
     with contextlib.ExitStack() as stack:
-        sock = stack.enter_context(_listening(settings))
+        sock = stack.enter_context(listening(settings))
         companions: Companions | None = None
         engines: EngineProcesses | None = None
         if engine_process:
@@ -89,7 +89,7 @@ def _serve(
     settings = run.settings
     app = create_app(llm, settings, engines)
     rows = [
-        _where(settings, sock),
+        where(settings, sock),
         ("names", ", ".join(app.state.names)),
         *model_rows(llm.info),
         *([("engines", str(size))] if (size := run.config.data_parallel_size) > 1 else ()),
@@ -97,7 +97,7 @@ def _serve(
     ]
     if llm.info.is_default:
         note(run.console, about_model(llm.info))
-    _warn_if_open(run.console, settings)
+    warn_if_open(run.console, settings)
     with contextlib.ExitStack() as stack:
 
         def on_ready() -> None:
@@ -167,13 +167,13 @@ def _more_workers(
     return stack.enter_context(workers)
 
 
-def _listening(settings: ServerSettings) -> contextlib.AbstractContextManager[socket.socket]:
+def listening(settings: ServerSettings) -> contextlib.AbstractContextManager[socket.socket]:
     if settings.uds is not None:
         return unix_socket(settings.uds)
     return contextlib.closing(bind_socket(settings.host, settings.port))
 
 
-def _where(settings: ServerSettings, sock: socket.socket) -> tuple[str, str]:
+def where(settings: ServerSettings, sock: socket.socket) -> tuple[str, str]:
     if settings.uds is not None:
         return "socket", settings.uds
     return "URL", url_of(settings, sock) + settings.root_path
@@ -186,7 +186,7 @@ def url_of(settings: ServerSettings, sock: socket.socket) -> str:
     return f"{settings.scheme}://{shown}:{sock.getsockname()[1]}"
 
 
-def _warn_if_open(console: Console, settings: ServerSettings) -> None:
+def warn_if_open(console: Console, settings: ServerSettings) -> None:
     from llmc.server.guard import is_loopback
 
     if settings.uds is None and not settings.api_keys and not is_loopback(settings.host):

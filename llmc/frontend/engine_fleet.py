@@ -193,7 +193,7 @@ class EngineFleet:
         was_up, known = self._up(), self._loads.get(name)
         stats = event.stats
         if known is not None and stats is not None:
-            self._past = _sum([_counted(known.stats), *self._before()])
+            self._past = sum_stats([_counted(known.stats), *self._before()])
         if stats is None:  # the same engine as before
             assert known is not None, "it was there"
             stats = known.stats
@@ -250,7 +250,7 @@ class EngineFleet:
     def _stats(self) -> EngineStats:
         """Of all engines; what those had counted that died stays counted."""
         now = [load.stats if load.is_up else _counted(load.stats) for load in self._loads.values()]
-        return _sum([*now, *self._before()])
+        return sum_stats([*now, *self._before()])
 
 
 def _counted(stats: EngineStats) -> EngineStats:
@@ -259,8 +259,8 @@ def _counted(stats: EngineStats) -> EngineStats:
     return dataclasses.replace(stats, **gauges)
 
 
-def _sum(parts: Iterable[EngineStats]) -> EngineStats:
-    return reduce(_add_stats, parts)
+def sum_stats(parts: Iterable[EngineStats]) -> EngineStats:
+    return reduce(_add_stats, parts, EngineStats(**dict.fromkeys(_NUMBERS, 0)))
 
 
 def _add_stats(one: EngineStats, other: EngineStats) -> EngineStats:

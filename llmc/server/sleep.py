@@ -29,6 +29,7 @@ class Sleeper:
         self._engines = engines
         self._lock = asyncio.Lock()
         self.level = 0  # 0: awake
+        self.is_unloaded = False  # rather than asleep: the next request wakes it (fleet.py)
 
     async def sleep(self, level: int, *, aborts: bool) -> None:
         """Requests that run are aborted, or waited for; new ones are refused."""
@@ -39,12 +40,19 @@ class Sleeper:
                     400, "the engine is in the server's own process, which can't be ended"
                 )
             await self._llm.close_door(aborts=aborts)
+            self.is_unloaded = False
             if self.level < level:
                 try:
                     await self._sleep(ends)
                     self.level = level
                 finally:
                     self._llm.is_asleep = self.level > 0
+
+    async def unload(self) -> None:
+        """Level 2 for a model without requests, which the next one ends."""
+        self.level, self.is_unloaded, self._llm.is_asleep = 2, True, True
+        async with self._lock:
+            await self._sleep(ends=True)
 
     async def _sleep(self, ends: bool) -> None:
         if ends and self._engines is not None:
@@ -61,23 +69,28 @@ class Sleeper:
                     await asyncio.to_thread(self._engines.resume)
                 except (LlmcError, OSError, MemoryError) as exc:
                     raise ApiError(503, f"can't be woken: {exc}", code="wake_up_failed") from exc
-            self.level = 0
-            self._llm.is_asleep = False
+            self.level, self.is_unloaded, self._llm.is_asleep = 0, False, False
 
 
 def _keeps_process(llm: AsyncLLM) -> bool:
     return llm.info.device == "cpu" and llm.config.tensor_parallel_size == 1
 
 
-async def go_to_sleep(request: Request) -> Response:
-    """Give memory back. Requests that run are aborted, or waited for with mode=wait."""
+def wanted(request: Request) -> tuple[int, bool]:
+    """-> the level of sleep, and whether requests that run are aborted."""
     level = request.query_params.get("level", "1")
     mode = request.query_params.get("mode", "abort")
     if level not in LEVELS:
         raise ApiError(400, f"level must be 1 or 2, got {level!r:.80}", param="level")
     if mode not in MODES:
         raise ApiError(400, f"mode must be abort or wait, got {mode!r:.80}", param="mode")
-    await _sleeper(request).sleep(int(level), aborts=mode == "abort")
+    return int(level), mode == "abort"
+
+
+async def go_to_sleep(request: Request) -> Response:
+    """Give memory back. Requests that run are aborted, or waited for with mode=wait."""
+    level, aborts = wanted(request)
+    await _sleeper(request).sleep(level, aborts=aborts)
     return json_response({"is_sleeping": True})
 
 
