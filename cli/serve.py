@@ -164,8 +164,8 @@ def command(
         str | None,
         option(
             "--admin-api-key",
-            help="Key of the operator, for /load, /server_info, profiles, /reset_prefix_cache and "
-            "/abort_requests. When absent nobody can use them.",
+            help="Key of the operator, for /load, /server_info, profiles, /reset_prefix_cache, "
+            "/abort_requests, /sleep and /wake_up. When absent nobody can use them.",
             metavar="KEY",
             panel=SERVER_PANEL,
         ),
@@ -313,7 +313,7 @@ def command(
         ),
     ] = True,
 ) -> None:
-    """Serve a model over HTTP with the OpenAI API.
+    """Serve a model over HTTP with the OpenAI API, or several.
 
     Without MODEL it serves the default one.
     """

@@ -98,6 +98,20 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         raise
 
 
+def give_back_freed() -> None:
+    """Return the memory of engines that nobody refers to any more to the system."""
+    import gc
+
+    import torch
+
+    from llmc.kernels.cpu.pages import give_back
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    give_back(())
+
+
 def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | None) -> Started:
     check_paths(config)
     files = find_local(config)

@@ -90,7 +90,7 @@ def live_processes(
         engine = engines.wait_ready()
         llm = AsyncLLM.from_link(engines.link("api-0"), engine.info, engine.stats, options)
         ready = threading.Event()
-        server = Server(create_app(llm, settings), settings, on_ready=ready.set)
+        server = Server(create_app(llm, settings, engines), settings, on_ready=ready.set)
         sock = bind_socket("127.0.0.1", 0)
         port = sock.getsockname()[1]
         client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
