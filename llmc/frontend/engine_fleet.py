@@ -260,7 +260,8 @@ def _counted(stats: EngineStats) -> EngineStats:
 
 
 def sum_stats(parts: Iterable[EngineStats]) -> EngineStats:
-    return reduce(_add_stats, parts, EngineStats(**dict.fromkeys(_NUMBERS, 0)))
+    nothing: dict[str, Any] = dict.fromkeys(_NUMBERS, 0)
+    return reduce(_add_stats, parts, EngineStats(**nothing))
 
 
 def _add_stats(one: EngineStats, other: EngineStats) -> EngineStats:

@@ -92,12 +92,12 @@ class ServedModel:
         if self.app is not None:
             await self.app.state.sleeper.wake_up()
             return
-        self.engines, engine, tokenizer = await asyncio.to_thread(self._start, start)
+        engines, engine, tokenizer = await asyncio.to_thread(self._start, start)
         llm = AsyncLLM.from_link(
-            self.engines.link("api-0"), engine.info, engine.stats, self.config, tokenizer
+            engines.link("api-0"), engine.info, engine.stats, self.config, tokenizer
         )
         own = dataclasses.replace(settings, served_model_names=(self.name,), batch_dir=None)
-        app = create_app(llm, own, self.engines)
+        app = create_app(llm, own, engines)
         app.state.responses = responses
         self.app = app
         llm.open()

@@ -309,7 +309,7 @@ class FleetMetrics:
         self._vllm = vllm_registry(self) if settings.vllm_metrics else None
 
     def render(self) -> bytes:
-        text = generate_latest(self)  # type: ignore[arg-type] # it collects, and no more is asked
+        text = generate_latest(self)
         return text if self._vllm is None else text + generate_latest(self._vllm)
 
     def collect(self) -> Iterable[Metric]:
