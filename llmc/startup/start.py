@@ -310,6 +310,7 @@ def _make_engine(
             scheduling_policy=config.scheduling_policy,
             speculation=speculation,
             windows=profile.layout.windows,
+            long_text_from=model.source.long_text_from,
             grammars=GrammarStarter(
                 model.source.tokenizer_path, vocab_size=program.vocab_size, eos_token_ids=eos
             ),
