@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 from llmc.config import EngineConfig
@@ -45,6 +45,7 @@ from llmc.model_info import ModelInfo
 
 log = logging.getLogger(__name__)
 
+SUM_S = 0.05  # the age at which the sum of all numbers is made anew
 GAUGES = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_deferred")
 
 
@@ -69,6 +70,8 @@ class EngineFleet:
         self._orders: dict[int, _Order] = {}
         self._past: EngineStats | None = None  # what engines had counted that are no more
         self._reported: set[str] = set()  # quiet ones
+        self._sum = sum_stats(())
+        self._summed_at = 0.0
 
     def open(self, publish: Publish) -> None:
         self._publish = publish
@@ -153,11 +156,7 @@ class EngineFleet:
             self._loads[name].heard_at = time.monotonic()
         match event:
             case EngineOutputs():
-                self._loads[name].stats = event.stats
-                for update in event.updates:
-                    if update.finish_reason is not None:
-                        self._forget(update.request_id)
-                self._publish(EngineOutputs(updates=event.updates, stats=self._stats()))
+                self._turned(name, event)
             case EngineState():
                 if name == self._asked:
                     self._publish(event)
@@ -169,6 +168,16 @@ class EngineFleet:
                 self._lost(name, event)
             case RequestsLost():
                 self._publish(event)
+
+    def _turned(self, name: str, event: EngineOutputs) -> None:
+        self._loads[name].stats = event.stats
+        finished = [update for update in event.updates if update.finish_reason is not None]
+        for update in finished:
+            self._forget(update.request_id)
+        # Many engines have many turns. Behind the last one of a request none may follow.
+        if finished or not event.updates or time.monotonic() - self._summed_at > SUM_S:
+            self._sum = self._stats()
+        self._publish(EngineOutputs(updates=event.updates, stats=self._sum))
 
     def _operated(self, name: str, answer: Operated) -> None:
         order = self._orders.get(answer.number)
@@ -249,6 +258,7 @@ class EngineFleet:
 
     def _stats(self) -> EngineStats:
         """Of all engines; what those had counted that died stays counted."""
+        self._summed_at = time.monotonic()
         now = [load.stats if load.is_up else _counted(load.stats) for load in self._loads.values()]
         return sum_stats([*now, *self._before()])
 
@@ -259,22 +269,14 @@ def _counted(stats: EngineStats) -> EngineStats:
     return dataclasses.replace(stats, **gauges)
 
 
-def sum_stats(parts: Iterable[EngineStats]) -> EngineStats:
-    nothing: dict[str, Any] = dict.fromkeys(_NUMBERS, 0)
-    return reduce(_add_stats, parts, EngineStats(**nothing))
-
-
-def _add_stats(one: EngineStats, other: EngineStats) -> EngineStats:
-    total: dict[str, Any] = {name: getattr(one, name) + getattr(other, name) for name in _NUMBERS}
-    sizes = (one.step_sizes, other.step_sizes)
-    if all(sizes):
-        total["step_sizes"] = [a + b for a, b in zip(*sizes, strict=True)]
-    else:
-        total["step_sizes"] = sizes[0] or sizes[1]
-    return EngineStats(**total)
-
-
 _NUMBERS = [field.name for field in dataclasses.fields(EngineStats) if field.name != "step_sizes"]
+
+
+def sum_stats(parts: Iterable[EngineStats]) -> EngineStats:
+    parts = list(parts)
+    total: dict[str, Any] = {name: sum(getattr(one, name) for one in parts) for name in _NUMBERS}
+    sizes = [one.step_sizes for one in parts if one.step_sizes]
+    return EngineStats(**total, step_sizes=[sum(counts) for counts in zip(*sizes, strict=True)])
 
 
 def smallest(infos: Iterable[ModelInfo]) -> ModelInfo:

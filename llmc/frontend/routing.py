@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from llmc.engine.messages import AddRequest, EngineStats
 from llmc.model_info import ModelInfo
 
-QUIET_S = 20.0  # an engine that has requests and says nothing for so long gets no more
+QUIET_S = 60.0  # an engine that has requests and says nothing for so long gets no more
 
 
 @dataclass(slots=True, kw_only=True)

@@ -77,15 +77,12 @@ async def forward(request: Request) -> Forwarded:
         if name is None and request.url.path == "/api/show":
             name = given.get("name")
         return Forwarded(fleet, _named(fleet, name), body)
-    name = request.query_params.get("model")
-    return Forwarded(fleet, _default(fleet) if name is None else _named(fleet, name), b"")
+    return Forwarded(fleet, _asked(request), b"")
 
 
 async def watch_engine(request: Request) -> Any:
     """What the engine of a loaded model does. Nobody who watches keeps it loaded."""
-    fleet: ModelFleet = request.app.state.fleet
-    name = request.query_params.get("model")
-    model = _default(fleet) if name is None else _named(fleet, name)
+    model = _asked(request)
     if model.app is None:
         raise ApiError(503, f"{model.name} is not loaded", code="model_not_loaded")
     state = model.app.state
@@ -108,8 +105,11 @@ def _named(fleet: ModelFleet, name: Any) -> ServedModel:
     return found
 
 
-def _default(fleet: ModelFleet) -> ServedModel:
-    """For routes where none is named: the first one that is loaded, or the first one."""
+def _asked(request: Request) -> ServedModel:
+    """The one that a query names; else the first one that is loaded, or the first one."""
+    fleet: ModelFleet = request.app.state.fleet
+    if name := request.query_params.get("model"):
+        return _named(fleet, name)
     every = list(fleet.models.values())
     return next((model for model in every if model.state == "loaded"), every[0])
 
@@ -258,7 +258,7 @@ def _sleeping(request: Request) -> dict[str, Any]:
 def _chosen(request: Request) -> Iterable[ServedModel]:
     fleet: ModelFleet = request.app.state.fleet
     name = request.query_params.get("model")
-    return fleet.models.values() if name is None else [_named(fleet, name)]
+    return [_named(fleet, name)] if name else fleet.models.values()
 
 
 OWN: Mapping[str, app.Endpoint] = {
