@@ -411,6 +411,7 @@ class AsyncLLM:
             self.abort(request_id)
         while self._outputs.active:
             await asyncio.sleep(0.02)
+        await asyncio.to_thread(self._trial.close)  # a process, which a later check starts again
 
     async def operate(self, operation: Operation, folder: str = "") -> str:
         """Have the engine do this between two steps; what came of it, in words.

@@ -230,6 +230,7 @@ class LLM(PoolingMethods):
             if engine is None and not self._is_asleep:
                 raise EngineDeadError("this LLM is closed; make a new one")
             self._is_asleep = True
+            self._trial.close()
             if engine is None:
                 return
             if level == 1 and self.info.device == "cpu" and self.config.tensor_parallel_size == 1:

@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from llmc.async_llm import AsyncLLM
 from llmc.config import EngineConfig
 from llmc.engine.messages import EngineStats
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, QueueFullError
 from llmc.frontend.engine_fleet import sum_stats
 from llmc.frontend.engine_options import load_tokenizer
 from llmc.processes.engine_processes import EngineProcesses
@@ -60,6 +60,12 @@ class ServedModel:
         self.memory_bytes = 0  # that it had when it was last looked at
         self.engines: EngineProcesses | None = None
         self.app: Starlette | None = None
+
+    @property
+    def max_waiting(self) -> int:
+        """Requests that may wait until it is loaded."""
+        config = self.config
+        return config.max_num_queued or 4 * config.max_num_seqs * config.data_parallel_size
 
     @property
     def llm(self) -> AsyncLLM | None:
@@ -174,6 +180,10 @@ class ModelFleet:
     @contextlib.asynccontextmanager
     async def use(self, model: ServedModel) -> AsyncIterator[Starlette]:
         """The model's application; it is loaded first if need be, and not unloaded inside."""
+        if model.state != "loaded" and model.num_users >= model.max_waiting:
+            raise QueueFullError(
+                f"{model.num_users} requests wait for {model.name} to be loaded; try again later"
+            )
         model.num_users += 1
         try:
             if model.state != "asleep":  # its application says so
@@ -318,7 +328,10 @@ class ModelFleet:
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait for the running ones; whether all ended in time."""
         self.is_draining = True
-        ended = await asyncio.gather(*(llm.drain(timeout) for llm in self._llms()))
+        deadline = time.monotonic() + timeout
+        while any(one.num_users for one in self.models.values()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        ended = await asyncio.gather(*(llm.drain(0) for llm in self._llms()))
         return all(ended)
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:

@@ -52,6 +52,7 @@ class Sleeper:
         """Level 2 for a model without requests, which the next one ends."""
         self.level, self.is_unloaded, self._llm.is_asleep = 2, True, True
         async with self._lock:
+            await self._llm.close_door(aborts=False)
             await self._sleep(ends=True)
 
     async def _sleep(self, ends: bool) -> None:

@@ -14,6 +14,7 @@ import pytest
 from live_fleet import LiveFleet, live_fleet
 from scripted_process import wait_for
 
+from llmc.processes.engine_processes import EngineProcesses
 from llmc.server import fleet
 from llmc.server.settings import ServerSettings
 
@@ -214,22 +215,17 @@ def test_idle_models_are_unloaded_and_come_back() -> None:
 
 
 def test_models_make_room_for_others_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet.ServedModel, "expected_bytes", lambda self: self.memory_bytes or 1)
-    names = dict.fromkeys("abc", "scripted:0.01")
-    with live_fleet(names) as live:
-        live.check_served("a")
-        engines = live.fleet.models["a"].engines
-        assert engines is not None
-        size = engines.memory_bytes()
+    size = 40 << 20  # about what a scripted engine takes; measured are other figures
     monkeypatch.setattr(fleet.ServedModel, "expected_bytes", lambda self: size)
+    monkeypatch.setattr(EngineProcesses, "memory_bytes", lambda self: len(self._pids()) * size)
     monkeypatch.setattr(fleet, "ROOM_S", 0.5)
     settings = ServerSettings(model_memory=int(2.5 * size))
-    with live_fleet(names, settings) as live:
+    with live_fleet(dict.fromkeys("abc", "scripted:0.01"), settings) as live:
         for name in "abac":  # of a and b, b was idle for longer
             live.check_served(name)
         assert live.states() == {"a": "loaded", "b": "unloaded", "c": "loaded"}
         threads = [
-            threading.Thread(target=live.complete, args=(name,), kwargs={"max_tokens": 400})
+            threading.Thread(target=live.complete, args=(name,), kwargs={"max_tokens": 150})
             for name in "ac"
         ]
         for thread in threads:
@@ -240,5 +236,21 @@ def test_models_make_room_for_others_within_the_budget(monkeypatch: pytest.Monke
         for thread in threads:
             thread.join(30)
         live.check_served("b")
-    with live_fleet(names, ServerSettings(model_memory=size // 2)) as live:
-        assert "model_memory_full" in live.complete("a").text
+        monkeypatch.setattr(fleet.ServedModel, "expected_bytes", lambda self: 3 * size)
+        gone = next(name for name, state in live.states().items() if state == "unloaded")
+        assert "takes 120 MiB and all models may take 100 MiB" in live.complete(gone).text
+
+
+def test_requests_that_wait_for_a_model_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet.ServedModel, "max_waiting", 2)
+    with live_fleet({"a": "scripted:0.005"}) as live:
+        answers: list[int] = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(live.complete("a").status_code))
+            for _ in range(5)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert sorted(answers) == [200, 200, 429, 429, 429]

@@ -24,9 +24,9 @@ SETTINGS = ServerSettings(admin_api_key="operator")
 KEY = {"authorization": "Bearer operator"}
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def shared(request: pytest.FixtureRequest) -> Iterator[LiveProcesses]:
-    with live_processes(SETTINGS, delay_s=0.01, data_parallel_size=request.param) as live:
+@pytest.fixture(scope="module")
+def shared() -> Iterator[LiveProcesses]:
+    with live_processes(SETTINGS, delay_s=0.01, data_parallel_size=2) as live:
         yield live
 
 
