@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +34,7 @@ from llmc.server.errors import ApiError
 from llmc.server.responses_store import ResponseStore
 from llmc.server.settings import ServerSettings
 from llmc.startup.model_files import find_local
-from llmc.text.tokenizer import Tokenizer
+from llmc.text.tokenizer import Tokenizer, preload
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ StartEngines = Callable[[EngineConfig], EngineProcesses]  # which have not been 
 RETRY_S = 10.0  # after a failure, before another request may try again
 ROOM_S = 30.0  # that a request waits for others to end, so that their model can be unloaded
 TICK_S = 0.5
+PROCESS_BYTES = 300 << 20  # of an engine process without a model: torch, above all
 MEASURE_S = 10.0  # between two looks at the memory of all models
 
 
@@ -113,6 +115,7 @@ class ServedModel:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(engines)
+                preload()  # while the engine loads
                 engine = engines.wait_ready()
                 tokenizer = load_tokenizer(self.config, engine.info)
                 stack.pop_all()
@@ -152,8 +155,9 @@ class ServedModel:
         return self.memory_bytes
 
     def expected_bytes(self) -> int:
-        """What loading it will take, at least: as it was, or its weights."""
-        return self.memory_bytes or weight_file_bytes(self.config)
+        """What loading it will take, at least: as it was, or its weights and bare processes."""
+        processes = self.config.data_parallel_size * self.config.tensor_parallel_size
+        return self.memory_bytes or weight_file_bytes(self.config) + processes * PROCESS_BYTES
 
 
 class ModelFleet:
@@ -203,8 +207,13 @@ class ModelFleet:
         task = self._loads.get(model.name)
         if task is None:
             task = self._loads[model.name] = asyncio.create_task(self._load(model))
-            task.add_done_callback(lambda _: self._loads.pop(model.name, None))
+            task.add_done_callback(partial(self._loaded, model.name))
         await asyncio.shield(task)  # others wait for it too, and the next request is glad of it
+
+    def _loaded(self, name: str, task: asyncio.Task[None]) -> None:
+        del self._loads[name]
+        if not task.cancelled():
+            task.exception()  # seen, even if nobody waits any more
 
     async def _load(self, model: ServedModel) -> None:
         async with self._lock:
