@@ -31,6 +31,7 @@ from llmc.passes.shard_linears import shard_linears
 from llmc.passes.share_rotary import share_rotary
 from llmc.passes.slot_state import slot_state
 from llmc.passes.split_prompts import split_prompts
+from llmc.passes.take_image_rows import take_image_rows
 from llmc.pooling import Method
 
 
@@ -63,6 +64,7 @@ def pipeline(
     return (
         canonicalize(),  # first: the others match on one spelling
         *(p for p in extra if p.place == "early"),  # see the model's own ops; ours fuse theirs too
+        take_image_rows(),
         find_attention(max_positions=options.max_positions),  # what page_attention then pages
         find_indexers(  # before page_attention: what it reads of a sequence, its caches are for
             max_positions=options.max_positions, block_size=options.block_size

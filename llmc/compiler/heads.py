@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llmc.errors import CheckpointError
+from llmc.kernels.place_rows import place_rows
 from llmc.pooling import DENSE, Head
 
 
@@ -22,9 +23,9 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
 
     Raises CheckpointError for a classifier of another form; else what transformers raises.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    maker: Any = AutoModelForCausalLM
+    maker: Any = _generator(config)
     if head.kind == "score":
         maker = AutoModelForSequenceClassification
     module: nn.Module = maker.from_config(config, **options)
@@ -36,7 +37,36 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
     for i, dense in enumerate(head.dense):
         layer = nn.Linear(dense.inputs, dense.outputs, dense.bias, dtype=options.get("dtype"))
         module.add_module(DENSE.format(i), layer)
+    if head.reads_images:
+        mark_embeddings(module)
     return module
+
+
+def _generator(config: Any) -> Any:
+    """transformers' maker of a model that writes text. Many that read images too have no class
+    for text alone: theirs for images, which is given none, computes the same."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    kind = type(config)
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def mark_embeddings(module: Any) -> None:
+    """Let the rows of images be put where the model's embedding leaves those of its tokens."""
+    embedding = module.get_input_embeddings()
+    embed = embedding.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        return place_rows.overload(embed(*args, **kwargs), None, None)
+
+    embedding.forward = forward
 
 
 class HeadOutput(nn.Module):
