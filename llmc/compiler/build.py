@@ -81,7 +81,7 @@ def build(
     interface.choose_all_keys(module)
     use_sorted_experts(module)
     use_expert_loops(module)
-    buffers = _materialize_buffers(module)
+    buffers = materialize_buffers(module)
     _keep_frequencies(module)
     # Which modules attend is known only once their code has run; an unused buffer costs nothing.
     for child in module.modules():
@@ -126,7 +126,7 @@ def _grows(rope_type: str) -> bool:
     return rope_type == "longrope" or "dynamic" in rope_type
 
 
-def _materialize_buffers(module: nn.Module) -> dict[str, Tensor]:
+def materialize_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Values of the buffers that state_dict leaves out, made by the model's own initializer.
 
     transformers' loader relies on the same `_init_weights` to fill them after a meta build. They

@@ -14,6 +14,7 @@ from enum import Enum
 
 from llmc.engine.messages import FinishedRequest, RequestUpdate
 from llmc.engine.plan import RowMask, RowWork, TokenLogprobs
+from llmc.image_input import ImageInput
 from llmc.lora_request import LoRARequest
 from llmc.outputs import FinishReason
 from llmc.sampling_params import SamplingParams
@@ -64,6 +65,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()  # the end tokens and the request's own
     cache_salt: bytes = b""
     adapter: LoRARequest | None = None
+    images: Sequence[ImageInput] = ()
     priority: int = 0
     row_state: Mapping[str, bytes] = field(default_factory=dict)  # see plan.NewRow
     extension: Extension | None = None  # None: plain sampling

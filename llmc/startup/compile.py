@@ -28,7 +28,7 @@ from llmc.errors import CompileError
 from llmc.passes.logits_processors import user_processors
 from llmc.passes.pipeline import PipelineOptions
 from llmc.passes.user import user_passes
-from llmc.pooling import Method
+from llmc.pooling import Head, Method
 from llmc.runner import kv_cache
 from llmc.startup.pooling import head_of
 from llmc.startup.resolve import ModelSource
@@ -105,17 +105,21 @@ def for_parameters(
     return replace(options, pipeline=replace(options.pipeline, kept=kept))
 
 
-def compile_model(source: ModelSource, cache: ProgramCache) -> CompiledModel:
+def compile_model(
+    source: ModelSource, cache: ProgramCache, head: Head | None = None
+) -> CompiledModel:
     """From the cache of an earlier start, else built, captured and rewritten; no weight is read.
 
-    Raises CompileError where the model can't be served. The cache is only read: see `keep`.
+    `head`: what is captured, if not what the source is served for. Raises CompileError where the
+    model can't be served. The cache is only read: see `keep`.
     """
     options = rewrite_options(source)
+    options = options if head is None else replace(options, head=head)
     options.check()
     found = _find(source, source.facts.digest, options, cache)
     if found is not None and _stored_apart(source, found.program.parameters.aliases) is None:
         return found
-    built = build_as_stored(source)
+    built = build_as_stored(source, options.head)
     digest = config_digest(built.source_config)
     if digest != source.facts.digest:  # its tied weights are two
         found = _find(source, digest, options, cache)
@@ -157,13 +161,13 @@ def _find(
     return CompiledModel(source=source, program=program, key=key, built=None)
 
 
-def build_as_stored(source: ModelSource) -> BuiltModel:
+def build_as_stored(source: ModelSource, head: Head | None = None) -> BuiltModel:
     """The model on the meta device. Weights that the config ties but the checkpoint holds with
     different values are two, as transformers loads them."""
     from llmc.compiler.attention_fallback import build_model
     from llmc.weights.parameters import describe_parameters
 
-    head = head_of(source.pooling)
+    head = head or head_of(source.pooling)
     built = build_model(source.load_hf_config(), source.dtype, head)
     names = _stored_apart(source, describe_parameters(built.module).aliases)
     if names is None:

@@ -117,6 +117,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         from llmc.startup.bind import StepMode, bind_model
         from llmc.startup.compile import compile_model, keep, load_model
         from llmc.startup.config_facts import FactsCache
+        from llmc.startup.images import ImageModel, NoImages, load_images
         from llmc.startup.draft_model import draft_in_flight, load_draft, resolve_draft, speculate
         from llmc.startup.profile import profile_model
         from llmc.startup.sizing import size_pools
@@ -164,6 +165,13 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
             ranks = processes.join(device)
             detail.append(f"on each of {ranks.size} ranks")
 
+    images: ImageModel | NoImages
+    if source.facts.unused_parts:
+        with clock.phase("images") as detail:
+            images = load_images(model, programs)
+            detail.append("refused" if isinstance(images, NoImages) else "read")
+    else:
+        images = NoImages(reason="it reads text alone")
     drafting = _speculation_config(config, model)
     compiled_models, models = [compiled], [model]
     in_flight = [2 if pick_async(config.async_scheduling, device) else 1]
@@ -186,6 +194,8 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         ]
         for each in compiled_models:  # verified by now
             keep(each, programs)
+        if isinstance(images, ImageModel):
+            keep(images.compiled, programs)
     with clock.phase("size cache") as detail:
         pool = size_pools(config, device, profiles, source.model_len, ranks)
         bound = [
@@ -195,6 +205,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
                 mode,
                 num_blocks=pool.num_blocks,
                 max_model_len=min(pool.max_model_len, one.source.model_len),
+                images=images if one is model and isinstance(images, ImageModel) else None,
             )
             for one, profile, mode in zip(models, profiles, modes, strict=True)
         ]
@@ -214,6 +225,8 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         _describe(model, profiles[0], pool, level),
         certificate_key=certificate_key,
         disabled_passes=disabled,
+        images=images.info if isinstance(images, ImageModel) else None,
+        image_refusal=images.reason if isinstance(images, NoImages) else "",
     )
     upgrade = compile_in_background(bound, level, cache_dir())
     return Started(

@@ -17,6 +17,7 @@ from llmc.engine.kv.prefix_cache import NO_BLOCK, find_prefix, group_digest, liv
 from llmc.engine.kv.swap import Swapper, SwapRoom
 from llmc.engine.plan import BlockCopy, NewRow
 from llmc.engine.request import BlockTable, Request
+from llmc.image_input import digests_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,8 @@ class RowTable:
             parent = digests[-1] if digests else self.pool.root_digest(request.cache_salt)
             start = len(digests) * size
             tokens = request.token_ids[start : start + size]
-            digests.append(self.pool.chain_digest(parent, tokens))
+            shown = digests_within(request.images, start, start + size)
+            digests.append(self.pool.chain_digest(parent, tokens, shown))
 
     # Invariants
 
@@ -245,5 +247,6 @@ def new_row(request: Request) -> NewRow:
         stop_token_ids=tuple(sorted(request.stop_token_ids)),
         row_state=request.row_state,
         adapter_slot=request.adapter_slot,
+        images=request.images,
         num_candidates=request.extension.num_candidates if request.extension is not None else 0,
     )

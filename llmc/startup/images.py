@@ -1,0 +1,271 @@
+"""Image input: the tower, the step that reads its rows, and the proof that both mean what
+transformers' own forward does.
+
+    config, checkpoint -> ImageTower      processor -> ImagePreparer
+    text model + head that reads images -> a second program, over the same weights and caches
+
+What a model does with images is not known here. Its own forward is run once on a made-up prompt
+of two images up to the call of its text model; what it hands over there must be what the step will
+compute: the tower's rows in place of the placeholders' embeddings, positions, causal attention, and
+nothing else. A model for which that is not so is served as a text model, and images are refused
+with the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmc.compiler.cache import ProgramCache
+from llmc.compiler.image_tower import ImageTower, build_tower, call_recorded, tower_buffers
+from llmc.compiler.lower import lower
+from llmc.compiler.program import Program, bind, lowered
+from llmc.errors import CheckpointError, CompileError, LlmcError
+from llmc.model_info import ImageInfo
+from llmc.pooling import Head
+from llmc.runner.images import RowImages, tensors_of
+from llmc.startup.compile import CompiledModel, LoadedModel, compile_model
+from llmc.startup.resolve import ModelSource
+from llmc.text.images import CantRead, ImagePreparer, Prepared
+from llmc.text.processor import load_processor
+from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
+
+log = logging.getLogger(__name__)
+
+_SEES = ("vision", "image")  # parts of a config
+# What a text model may be called with besides embeddings, positions and a mask: switches, and what
+# says of a packed batch what the step knows.
+_HARMLESS = {"input_ids", "past_key_values", "use_cache", "return_dict", "cache_position"}
+_PROOF_TOLERANCE = {torch.float32: 1e-3}
+_PROOF_TOLERANCE_LOW_PRECISION = 0.05
+# What transformers raises where a model or its processor is of another form than it expects.
+_FAULTS = (
+    ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, OSError, IndexError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageModel:
+    """What reads images beside a text model. `compiled` is the step that takes their rows."""
+
+    info: ImageInfo
+    tower: ImageTower
+    compiled: CompiledModel
+    weights: Mapping[str, Tensor]  # of that step; the text model's own
+    axes: int
+
+    def bind(
+        self, caches: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor]
+    ) -> RowImages:
+        """Over the text step's caches."""
+        program = self.compiled.program
+        step = lower(lowered(program), bind(program, self.weights, caches, states))
+        no_rows = torch.zeros(1, _hidden(program), dtype=program.dtype, device=program.device)
+        return RowImages(step, self.tower, axes=self.axes, no_rows=no_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoImages:
+    """Why images are refused."""
+
+    reason: str
+
+
+def load_images(model: LoadedModel, cache: ProgramCache) -> ImageModel | NoImages:
+    """What reads the images of this model's prompts. No error: a model without it reads text."""
+    source = model.source
+    if (reason := _unwanted(source)) is not None:
+        return NoImages(reason=reason)
+    try:
+        return _load(model, cache)
+    except (LlmcError, CantRead, *_FAULTS) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        log.warning("%s is served as a text model, images are refused: %s", source.files.name, first)
+        return NoImages(reason=first)
+
+
+def _unwanted(source: ModelSource) -> str | None:
+    if not any(part in _SEES for part in source.facts.unused_parts):
+        return "it reads text alone"
+    if source.config.max_images == 0:
+        return "limit_mm_per_prompt (--limit-mm-per-prompt) allows none"
+    if source.pooling is not None:
+        return "vectors are made of text alone"
+    if source.config.tensor_parallel_size > 1:
+        return "tensor_parallel_size is above 1, with which they are not served yet"
+    return None
+
+
+def _load(model: LoadedModel, cache: ProgramCache) -> ImageModel:
+    source = model.source
+    config = copy.deepcopy(source.load_hf_config())
+    row_token = getattr(config, "image_token_id", None)
+    if not isinstance(row_token, int) or not 0 <= row_token < model.program.vocab_size:
+        raise CheckpointError(f"its image_token_id, {row_token!r}, is no id of its text model")
+    processor = load_processor(source.files.path)
+    preparer = ImagePreparer(processor, row_token)
+    tower = build_tower(config, source.dtype, source.device)
+    _fill(tower, source)
+    hidden = int(config.get_text_config().hidden_size)
+    axes = prove(tower, processor, preparer, hidden)
+    compiled = compile_model(source, cache, Head(reads_images=True, position_axes=axes))
+    return ImageModel(
+        info=ImageInfo(row_token=row_token, max_per_prompt=source.config.max_images),
+        tower=tower,
+        compiled=compiled,
+        weights=_shared_weights(compiled.program, model),
+        axes=axes,
+    )
+
+
+def _fill(tower: ImageTower, source: ModelSource) -> None:
+    """Read the tower's weights. Raises CheckpointError where the checkpoint lacks them."""
+    names = list(tower.parameters())
+    opened: WeightSource
+    if source.is_dummy:
+        opened = DummyWeights(source.config.seed)
+    else:
+        opened = CheckpointWeights(tower.module, source.open_tensors())
+    opened.check(names)
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        like = tower.module.get_parameter(name)
+        weights[name] = torch.empty(like.shape, dtype=tower.dtype, device=tower.device)
+        opened.fill(name, weights[name])
+    tower.fill(weights, tower_buffers(tower))
+
+
+def _hidden(program: Program) -> int:
+    """Width of the rows."""
+    nodes = program.graph.graph.nodes
+    found = next(n for n in nodes if n.op == "placeholder" and n.target == "image_rows")
+    return int(found.meta["val"].shape[1])
+
+
+def _shared_weights(program: Program, model: LoadedModel) -> dict[str, Tensor]:
+    """The text program's weights as this one names them. CompileError where it wants another."""
+    mine, theirs = program.caches, model.program.caches
+    if mine != theirs or program.groups != model.program.groups:
+        raise CompileError("its step with images would keep other keys and values")
+    if program.states != model.program.states:
+        raise CompileError("its step with images would keep another state")
+    held = {role: model.weights[node.name] for node, role in model.program.weight_inputs()}
+    found = {}
+    for node, role in program.weight_inputs():
+        if role not in held:
+            raise CompileError(f"its step with images needs {', '.join(role.parts)} in another form")
+        found[node.name] = held[role]
+    return found
+
+
+def prove(tower: ImageTower, processor: Any, preparer: ImagePreparer, hidden: int) -> int:
+    """Compare with the model's own forward. -> the axes of its positions, 0 for plain ones.
+
+    Raises CheckpointError with what differs.
+    """
+    images = [_sample(0), _sample(1)]
+    text = f"a {preparer.placeholder} b {preparer.placeholder} c"
+    given = dict(processor(images=images, text=[text], return_tensors="pt"))
+    encode = _encoder(processor)
+    prepared = preparer.prepare(text, images, encode)
+    if prepared.token_ids != given["input_ids"][0].tolist():
+        raise CheckpointError("its processor writes several images in another way than one")
+    sent = {name: _moved(value, tower) for name, value in given.items()}
+    called = call_recorded(tower, sent, hidden)
+    _compare_rows(tower, prepared, called["inputs_embeds"])
+    _check_mask(called.get("attention_mask"))
+    extra = {
+        name
+        for name, value in called.items()
+        if name not in (*_HARMLESS, "inputs_embeds", "attention_mask", "position_ids")
+        and not _is_plain(value)
+    }
+    if extra:
+        raise CheckpointError(
+            f"it gives its text model {', '.join(sorted(extra))} besides embeddings of images, "
+            "which is not served yet"
+        )
+    return _axes(tower, prepared, called.get("position_ids"))
+
+
+def _encoder(processor: Any) -> Any:
+    return lambda text: list(processor.tokenizer(text)["input_ids"])
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _moved(value: Any, tower: ImageTower) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(tower.device, tower.dtype if value.is_floating_point() else None)
+
+
+def _sample(seed: int) -> Any:
+    """A picture of noise, larger than a patch of any tower and smaller than most images."""
+    from PIL import Image
+
+    gen = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (112, 168, 3), generator=gen, dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+def _compare_rows(tower: ImageTower, prepared: Prepared, embeds: Tensor) -> None:
+    want = embeds[0].float()
+    got = torch.zeros_like(want)
+    for image in prepared.images:
+        rows = tower.encode(tensors_of(image))
+        if len(rows) != image.num_rows:
+            raise CheckpointError(
+                f"its tower makes {len(rows)} rows of an image that {image.num_rows} tokens stand for"
+            )
+        places = [i for first, count in image.spans for i in range(first, first + count)]
+        got[places] = rows.float()
+    scale = want.norm()
+    error = float((got - want).norm() / scale) if scale else float("inf")
+    if not error <= _PROOF_TOLERANCE.get(tower.dtype, _PROOF_TOLERANCE_LOW_PRECISION):
+        raise CheckpointError(
+            f"its own forward embeds images in another way (rows differ by {error:.0%})"
+        )
+
+
+def _check_mask(mask: Any) -> None:
+    masks = list(mask.values()) if isinstance(mask, Mapping) else [mask]
+    for one in masks:
+        if not isinstance(one, Tensor) or one.dim() != 4:
+            continue
+        shown = one if one.dtype == torch.bool else one == 0
+        if bool(shown[0, 0].triu(1).any()):
+            raise CheckpointError(
+                "the tokens of an image attend to later ones of it, which is not served yet"
+            )
+
+
+def _axes(tower: ImageTower, prepared: Prepared, positions: Tensor | None) -> int:
+    count = len(prepared.token_ids)
+    if not tower.has_axes:
+        plain = torch.arange(count)
+        if positions is not None and not torch.equal(positions.cpu().view(-1), plain):
+            raise CheckpointError("its tokens have other positions than their places")
+        return 0
+    mask = torch.zeros(count, dtype=torch.bool)
+    for image in prepared.images:
+        for first, length in image.spans:
+            mask[first : first + length] = True
+    tensors = [tensors_of(image) for image in prepared.images]
+    got = tower.positions(torch.tensor(prepared.token_ids), tensors, mask)
+    if positions is None or not torch.equal(positions[:, 0].cpu(), got):
+        raise CheckpointError("its positions can't be computed of a prompt alone")
+    behind = int(mask.nonzero().max()) + 1
+    if behind < count and bool((got[:, behind:] != got[0, behind:]).any()):
+        raise CheckpointError("the positions of its text have several values")
+    return len(got)
+
+
