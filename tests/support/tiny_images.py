@@ -265,3 +265,8 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 def random_image(seed: int, width: int = 32, height: int = 32) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def image_token(family: str) -> str:
+    """What stands for an image in a prompt of this family."""
+    return FAMILIES[family][1]
