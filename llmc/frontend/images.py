@@ -14,11 +14,12 @@ import base64
 import binascii
 import io
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmc.errors import InvalidRequestError
+from llmc.text.chat import IMAGE_PART
 from llmc.text.images import CantRead, Encode, ImagePreparer, Prepared
 
 if TYPE_CHECKING:
@@ -28,12 +29,17 @@ if TYPE_CHECKING:
 
 MAX_IMAGE_BYTES = 20 << 20  # of one encoded image
 MAX_IMAGE_PIXELS = 32 << 20  # of one decoded image
+MAX_PROMPT_PIXELS = 64 << 20  # of all images of a prompt
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # a moving picture's first frame is read
 _PARTS = ("image_url", "image", "image_pil")  # types of parts; the last two hold a PIL image
 _OTHER_SENSES = (
     *("input_audio", "audio_url", "audio", "video_url", "video", "input_video"),
     *("image_embeds", "audio_embeds", "video_embeds", "file", "input_file"),
 )
+_NO_OTHERS = "this engine reads text and images (image_url), no audio, no video and no files"
+
+# Raises InvalidRequestError unless a prompt may have images in these places.
+Check = Callable[[Sequence[str]], None]
 
 
 class PromptImages:
@@ -47,24 +53,23 @@ class PromptImages:
         self._lock = threading.Lock()
         self._preparer: ImagePreparer | None = None
 
-    def check(self, count: int) -> None:
-        """Raises InvalidRequestError unless a prompt may have so many images."""
-        if not count:
-            return
-        if self._info is None:
+    def check(self, places: Sequence[str]) -> None:
+        """Raises InvalidRequestError unless a prompt may have images in these places."""
+        if places and self._info is None:
             raise InvalidRequestError(
-                f"{self._model} takes no images: {self._refusal}", param="images", code="no_images"
+                f"{places[0]} is an image, and {self._model} takes none: {self._refusal}",
+                param=places[0],
+                code="no_images",
             )
-        if count > self._info.max_per_prompt:
+        if places and self._info is not None and len(places) > self._info.max_per_prompt:
             raise InvalidRequestError(
-                f"a prompt may have {self._info.max_per_prompt} images, got {count}; the limit is "
-                'limit_mm_per_prompt (--limit-mm-per-prompt \'{"image": N}\')',
-                param="images",
+                f"a prompt may have {self._info.max_per_prompt} images, got {len(places)}; the "
+                'limit is limit_mm_per_prompt (--limit-mm-per-prompt \'{"image": N}\')',
+                param=places[self._info.max_per_prompt],
             )
 
     def prepare(self, text: str, images: Sequence[Image], encode: Encode) -> Prepared:
         """Raises InvalidRequestError where the images don't fit the text or the model."""
-        self.check(len(images))
         return self._loaded().prepare(text, images, encode)
 
     def _loaded(self) -> ImagePreparer:
@@ -84,7 +89,7 @@ class PromptImages:
             return self._preparer
 
 
-def images_of(given: Any) -> list[Image]:
+def images_of(given: Any, check: Check) -> list[Image]:
     """The images of a prompt's `multi_modal_data`: {"image": one or a list}, PIL or data URLs."""
     if given is None:
         return []
@@ -93,25 +98,23 @@ def images_of(given: Any) -> list[Image]:
             f'multi_modal_data must be a dict such as {{"image": image}}, got {given!r:.80}',
             param="multi_modal_data",
         )
-    found: list[Image] = []
+    found: dict[str, Any] = {}
     for kind, value in given.items():
         if kind != "image":
             raise InvalidRequestError(
-                f"multi_modal_data has {kind!r:.40}; this engine reads images alone, no audio and "
-                "no video",
-                param="multi_modal_data",
+                f"multi_modal_data has {kind!r:.40}; {_NO_OTHERS}", param="multi_modal_data"
             )
         each = value if isinstance(value, list | tuple) else [value]
-        found += [read_image(f"multi_modal_data.image[{i}]", one) for i, one in enumerate(each)]
-    return found
+        found |= {f"multi_modal_data.image[{i}]": one for i, one in enumerate(each)}
+    return _read(found, check)
 
 
 def take_images(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any]], check: Check
 ) -> tuple[list[Mapping[str, Any]], list[Image]]:
     """Messages whose image parts are {"type": "image"}, as chat templates expect them, and the
     images in their order. InvalidRequestError names a part that holds none."""
-    images: list[Image] = []
+    found: dict[str, Any] = {}
     taken: list[Mapping[str, Any]] = []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -120,27 +123,38 @@ def take_images(
             continue
         parts = []
         for number, part in enumerate(content):
+            where = f"messages[{index}].content[{number}]"
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind in _PARTS:
-                images.append(_image_of(f"messages[{index}].content[{number}]", part))
-                part = {"type": "image"}
+                found[where] = _held(part)
+                part = IMAGE_PART
             elif kind in _OTHER_SENSES:
-                raise InvalidRequestError(
-                    f"messages[{index}].content[{number}] has type {kind!r}; this engine reads "
-                    "text and images (image_url), no audio, video or files",
-                    param=f"messages[{index}].content[{number}]",
-                )
+                raise InvalidRequestError(f"{where} has type {kind!r}; {_NO_OTHERS}", param=where)
             parts.append(part)
         taken.append({**message, "content": parts})
-    return taken, images
+    return taken, _read(found, check)
 
 
-def _image_of(where: str, part: Mapping[str, Any]) -> Image:
-    kind = part["type"]
-    value = part.get(kind)
-    if kind == "image_url" and isinstance(value, Mapping):
-        value = value.get("url")
-    return read_image(where, value)
+def _held(part: Mapping[str, Any]) -> Any:
+    value = part.get(part["type"])
+    return value.get("url") if isinstance(value, Mapping) else value
+
+
+def _read(found: Mapping[str, Any], check: Check) -> list[Image]:
+    """Images by their places, of which there may be so many: those are counted first."""
+    check(list(found))
+    images: list[Image] = []
+    pixels = 0
+    for where, given in found.items():
+        images.append(read_image(where, given))
+        pixels += images[-1].width * images[-1].height
+        if pixels > MAX_PROMPT_PIXELS:
+            raise InvalidRequestError(
+                f"{where} brings the images of this prompt to {pixels} pixels; they may have "
+                f"{MAX_PROMPT_PIXELS}",
+                param=where,
+            )
+    return images
 
 
 def read_image(where: str, given: Any) -> Image:

@@ -154,7 +154,7 @@ class InputProcessor:
         salt, special = options.get("cache_salt"), options.get("add_special_tokens")
         admission.check_cache_salt(salt)
         images: tuple[ImageInput, ...] = ()
-        given = images_of(options.get("multi_modal_data"))
+        given = images_of(options.get("multi_modal_data"), self._images.check)
         if given and token_ids is not None:
             raise InvalidRequestError(
                 "a prompt of token ids can't have images; send its text, in which placeholders "
@@ -191,8 +191,7 @@ class InputProcessor:
         """The prompt of a conversation, by the model's chat template: ids, or with images a text
         and those. `options` are `render_chat`'s."""
         tokenizer = self.need_tokenizer("messages")
-        taken, images = take_images(messages)
-        self._images.check(len(images))
+        taken, images = take_images(messages, self._images.check)
         if not images:
             return render_chat(tokenizer, taken, **options)
         text = render_text(tokenizer, taken, **options)
@@ -251,7 +250,7 @@ class InputProcessor:
         self.need_pooling()
         text, token_ids = self._split(prompt)
         options = prompt if isinstance(prompt, Mapping) else {}
-        self._images.check(len(images_of(options.get("multi_modal_data"))))
+        images_of(options.get("multi_modal_data"), self._images.check)  # there are none
         salt = options.get("cache_salt")
         admission.check_cache_salt(salt)
         most = self._limits.max_model_len if truncate == -1 else truncate
