@@ -18,7 +18,8 @@ def _shape(*, embeddings: Tensor, **others: object) -> Tensor:
 def place_rows(
     embeddings: Tensor, image_rows: Tensor | None = None, image_row: Tensor | None = None
 ) -> Tensor:
-    """embeddings [..., T, H], image_rows [M, H] of the same dtype, image_row [T] int64 -> [..., T, H].
+    """embeddings [..., T, H], image_rows [M, H], image_row [T] int64 -> [..., T, H], all floats of
+    one dtype.
 
     Token t has row image_row[t] of `image_rows`, or its own embedding where that is -1. Without the
     last two it marks the place in a captured graph (passes/take_image_rows.py).

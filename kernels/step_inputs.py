@@ -93,8 +93,8 @@ STEP_INPUTS: Mapping[str, StepTensor] = {
     ),
 }
 
-# What a step that reads images takes in addition (llmc/runner/images.py). `image_rows` has the dtype
-# of the model's hidden states.
+# What a step that reads images takes in addition (llmc/runner/images.py). Rows have the dtype of the
+# model's hidden states.
 IMAGE_INPUTS: Mapping[str, StepTensor] = {
     "image_rows": StepTensor(
         dims=("image rows", "hidden"), dtype=_FLOAT, about="what its images became, a row a token"

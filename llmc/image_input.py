@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageTensor:
-    """A tensor of the model's processor, in this machine's byte order. `dtype`: as torch names it."""
+    """A tensor of the model's processor, in this machine's byte order; torch's names of dtypes."""
 
     dtype: str
     shape: tuple[int, ...]

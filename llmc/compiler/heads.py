@@ -64,7 +64,8 @@ def mark_embeddings(module: Any) -> None:
     embed = embedding.forward
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return place_rows.overload(embed(*args, **kwargs), None, None)
+        marked: Tensor = place_rows.overload(embed(*args, **kwargs), None, None)
+        return marked
 
     embedding.forward = forward
 

@@ -8,7 +8,7 @@ has weights.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,7 +115,7 @@ def tower_buffers(tower: ImageTower) -> dict[str, Tensor]:
 
 def _inner(module: nn.Module) -> Any:
     """The model without its head, whose forward puts rows in place of embeddings."""
-    base: Any = module.base_model  # type: ignore[attr-defined]
+    base: Any = module.base_model
     return base
 
 
@@ -134,7 +134,7 @@ def recorded_decoder(tower: ImageTower, hidden: int) -> Iterator[list[Mapping[st
     def embed(ids: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.zeros(*ids.shape, hidden, dtype=tower.dtype, device=tower.device)
 
-    decoder.forward, embedding.forward = record, embed  # type: ignore[method-assign]
+    decoder.forward, embedding.forward = record, embed
     try:
         yield calls
     finally:
@@ -153,7 +153,3 @@ def call_recorded(tower: ImageTower, inputs: Mapping[str, Any], hidden: int) -> 
         except _Recorded:
             return calls[0]
     raise CheckpointError("it does not call its text model for a prompt with an image")
-
-
-def named(values: Iterable[str]) -> str:
-    return ", ".join(sorted(values))

@@ -64,7 +64,7 @@ class PromptImages:
         if places and self._info is not None and len(places) > self._info.max_per_prompt:
             raise InvalidRequestError(
                 f"a prompt may have {self._info.max_per_prompt} images, got {len(places)}; the "
-                'limit is limit_mm_per_prompt (--limit-mm-per-prompt \'{"image": N}\')',
+                "limit is limit_mm_per_prompt (--limit-mm-per-prompt '{\"image\": N}')",
                 param=places[self._info.max_per_prompt],
             )
 

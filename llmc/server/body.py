@@ -26,7 +26,9 @@ async def read_body(request: Request, model: type[M]) -> M:
     _check_headers(request)
     try:
         async with asyncio.timeout(settings.body_timeout_s):
-            raw = await _read(request, settings.max_body_bytes)
+            takes_images = request.app.state.llm.info.images is not None
+            limit = settings.max_image_body_bytes if takes_images else settings.max_body_bytes
+            raw = await _read(request, limit)
     except TimeoutError:
         raise ApiError(
             408, f"the body did not arrive within {settings.body_timeout_s:g} s"

@@ -60,9 +60,7 @@ class ImageModel:
     weights: Mapping[str, Tensor]  # of that step; the text model's own
     axes: int
 
-    def bind(
-        self, caches: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor]
-    ) -> RowImages:
+    def bind(self, caches: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor]) -> RowImages:
         """Over the text step's caches."""
         program = self.compiled.program
         step = lower(lowered(program), bind(program, self.weights, caches, states))
@@ -86,7 +84,9 @@ def load_images(model: LoadedModel, cache: ProgramCache) -> ImageModel | NoImage
         return _load(model, cache)
     except (LlmcError, CantRead, *_FAULTS) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        log.warning("%s is served as a text model, images are refused: %s", source.files.name, first)
+        log.warning(
+            "%s is served as a text model, images are refused: %s", source.files.name, first
+        )
         return NoImages(reason=first)
 
 
@@ -159,7 +159,9 @@ def _shared_weights(program: Program, model: LoadedModel) -> dict[str, Tensor]:
     found = {}
     for node, role in program.weight_inputs():
         if role not in held:
-            raise CompileError(f"its step with images needs {', '.join(role.parts)} in another form")
+            raise CompileError(
+                f"its step with images needs {', '.join(role.parts)} in another form"
+            )
         found[node.name] = held[role]
     return found
 
@@ -224,7 +226,7 @@ def _compare_rows(tower: ImageTower, prepared: Prepared, embeds: Tensor) -> None
         rows = tower.encode(tensors_of(image))
         if len(rows) != image.num_rows:
             raise CheckpointError(
-                f"its tower makes {len(rows)} rows of an image that {image.num_rows} tokens stand for"
+                f"its tower makes {len(rows)} rows of an image for {image.num_rows} tokens"
             )
         places = [i for first, count in image.spans for i in range(first, first + count)]
         got[places] = rows.float()
@@ -267,5 +269,3 @@ def _axes(tower: ImageTower, prepared: Prepared, positions: Tensor | None) -> in
     if behind < count and bool((got[:, behind:] != got[0, behind:]).any()):
         raise CheckpointError("the positions of its text have several values")
     return len(got)
-
-

@@ -117,8 +117,8 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         from llmc.startup.bind import StepMode, bind_model
         from llmc.startup.compile import compile_model, keep, load_model
         from llmc.startup.config_facts import FactsCache
-        from llmc.startup.images import ImageModel, NoImages, load_images
         from llmc.startup.draft_model import draft_in_flight, load_draft, resolve_draft, speculate
+        from llmc.startup.images import ImageModel, NoImages, load_images
         from llmc.startup.profile import profile_model
         from llmc.startup.sizing import size_pools
         from llmc.startup.tensor_parallel import check_source, share_threads

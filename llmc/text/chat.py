@@ -297,7 +297,9 @@ def _flat(index: int, message: Message, parts: bool) -> dict[str, Any]:
         texts = [content]
     elif isinstance(content, list | tuple) and IMAGE_PART in content:
         kept = [
-            part if part == IMAGE_PART else {"type": "text", "text": _part(f"{where}.content[{i}]", part)}
+            part
+            if part == IMAGE_PART
+            else {"type": "text", "text": _part(f"{where}.content[{i}]", part)}
             for i, part in enumerate(content)
         ]
         check_text("".join(part.get("text", "") for part in kept), f"{where}.content")

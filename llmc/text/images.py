@@ -65,13 +65,16 @@ class ImagePreparer:
         self._lock = threading.Lock()
 
     def prepare(self, text: str, images: Sequence[Any], encode: Encode) -> Prepared:
-        """`images` are PIL images in RGB; `encode` gives the ids of a text. Raises InvalidRequestError where the text has another
-        number of placeholders, or the processor can't read an image."""
+        """`images` are PIL images in RGB; `encode` gives the ids of a text.
+
+        Raises InvalidRequestError where the text has another number of placeholders, or the
+        processor can't read an image.
+        """
         found = text.count(self.placeholder)
         if found != len(images):
             raise InvalidRequestError(
-                f"the prompt has {found} times {self.placeholder!r}, which stands for an image, and "
-                f"{len(images)} images are given; there must be as many",
+                f"the prompt has {self.placeholder!r}, which stands for an image, {found} times, "
+                f"and {len(images)} images are given; there must be as many",
                 param="images",
             )
         with self._lock:
@@ -117,7 +120,8 @@ class ImagePreparer:
         places = np.flatnonzero(np.asarray(token_ids) == self._row_token)
         if len(places) != sum(one.num_rows for one in processed):
             raise InvalidRequestError(
-                "the prompt has tokens that stand for an image in places without one", param="images"
+                "the prompt has tokens that stand for an image in places without one",
+                param="images",
             )
         images, first = [], 0
         for one in processed:

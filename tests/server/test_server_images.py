@@ -1,4 +1,4 @@
-"""Images over HTTP, in each protocol's form; what is too large, too many or elsewhere is refused."""
+"""Images over HTTP, in each protocol's form; too large or too many ones are refused."""
 
 from __future__ import annotations
 
