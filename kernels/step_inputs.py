@@ -50,7 +50,7 @@ SIZES = {
     "biases": "entries of a request's logit bias",
     "mask words": "words of one bit a token of the vocabulary",
     "image rows": "rows of the step's images",
-    "hidden": "values of a hidden state",
+    "levels * hidden": "values of the hidden states that are replaced or added to",
     "axes": "positions of a token",
     "bad word tokens": f"{BAD_WORD_TOKENS} places for each bad word",
 }
@@ -93,11 +93,13 @@ STEP_INPUTS: Mapping[str, StepTensor] = {
     ),
 }
 
-# What a step that reads images takes in addition (llmc/runner/images.py). Rows have the dtype of the
-# model's hidden states.
+# What a step that reads images takes in addition (llmc/runner/images.py). Rows have the dtype of
+# hidden states.
 IMAGE_INPUTS: Mapping[str, StepTensor] = {
     "image_rows": StepTensor(
-        dims=("image rows", "hidden"), dtype=_FLOAT, about="what its images became, a row a token"
+        dims=("image rows", "levels * hidden"),
+        dtype=_FLOAT,
+        about="what its images became, a row a token: its embedding, then what first layers add",
     ),
     "image_row": StepTensor(
         dims=("T",), dtype=_LONG, about="the row that is a token's embedding; -1: its own"

@@ -40,13 +40,14 @@ class Dense:
 class Head:
     """What is captured of a model (compiler/heads.py).
 
-    `reads_images`: rows of images may stand for embeddings of its tokens. `position_axes`: how many
+    `image_levels`: rows of images may stand for embeddings of its tokens (1), and are added to the
+    hidden states behind so many first layers (each further one). `position_axes`: how many
     positions each token then has; 0: one, its place in the text.
     """
 
     kind: Literal["lm", "hidden", "score"] = "lm"
     dense: tuple[Dense, ...] = ()
-    reads_images: bool = False
+    image_levels: int = 0
     position_axes: int = 0
 
     def position_shape(self, tokens: int) -> tuple[int, ...]:

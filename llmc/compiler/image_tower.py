@@ -19,6 +19,7 @@ from llmc.compiler.build import materialize_buffers
 from llmc.errors import CheckpointError, reason_of
 
 FEATURES, POSITIONS = "get_image_features", "get_rope_index"
+LAYER_FEATURES = "deepstack_features"  # what a tower makes for first layers of the text model
 
 
 class ImageTower:
@@ -64,12 +65,12 @@ class ImageTower:
                 child._buffers[leaf] = tensor
 
     def encode(self, tensors: Mapping[str, Tensor], /) -> Tensor:
-        """An image's tensors, on the host -> its rows [n, hidden] on the device."""
+        """An image's tensors, on the host -> its rows [n, levels * hidden] on the device."""
         given = {k: self._sent(v) for k, v in tensors.items() if k in self._takes}
         with torch.no_grad():
-            features = getattr(self.base, FEATURES)(**given, return_dict=True).pooler_output
-        pieces = features if isinstance(features, list | tuple) else [features]
-        return torch.cat([piece.flatten(0, -2) for piece in pieces]).to(self.dtype)
+            made = getattr(self.base, FEATURES)(**given, return_dict=True)
+        levels = [made.pooler_output, *(getattr(made, LAYER_FEATURES, None) or ())]
+        return torch.cat([_rows(level) for level in levels], -1).to(self.dtype)
 
     def _sent(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
@@ -90,6 +91,12 @@ class ImageTower:
         positions, _ = find(input_ids=token_ids[None], **given)
         found: Tensor = positions[:, 0]
         return found
+
+
+def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """[n, hidden] of what a tower makes of one image: a tensor, or one for each of its parts."""
+    pieces = [features] if isinstance(features, Tensor) else features
+    return torch.cat([piece.flatten(0, -2) for piece in pieces])
 
 
 def build_tower(config: Any, dtype: torch.dtype, device: torch.device) -> ImageTower:

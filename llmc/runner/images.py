@@ -34,7 +34,7 @@ class Tower(Protocol):
     """What makes rows of images, and positions of the tokens around them."""
 
     def encode(self, tensors: Mapping[str, Tensor], /) -> Tensor:
-        """An image's tensors, on the host -> its rows [n, hidden] on the device."""
+        """An image's tensors, on the host -> its rows [n, levels * hidden] on the device."""
 
     def positions(
         self, token_ids: Tensor, images: Sequence[Mapping[str, Tensor]], mask: Tensor, /
@@ -59,7 +59,7 @@ class _Row:
 class RowImages:
     """`step` computes tokens that stand for images, and any others beside them. It has the text
     step's weights and caches. `axes`: how many positions a token has; 0: one, its place.
-    `no_rows` [1, hidden] has the device and dtype of the rows."""
+    `no_rows` [1, levels * hidden] has the device and dtype of the rows."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class RowImages:
         return pieces
 
     def _made_of(self, image: ImageInput) -> Tensor:
-        """[n, hidden]. Raises LlmcError where the tower makes another number of rows."""
+        """[n, levels * hidden]. Raises LlmcError where the tower makes another number of rows."""
         found = self._cache.get(image.digest)
         if found is not None:
             self._cache.move_to_end(image.digest)

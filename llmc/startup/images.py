@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from llmc.compiler.cache import ProgramCache
+from llmc.compiler.heads import ADD_ROWS, LAYER_MASK, LAYER_ROWS
 from llmc.compiler.image_tower import ImageTower, build_tower, call_recorded, tower_buffers
 from llmc.compiler.lower import lower
 from llmc.compiler.program import Program, bind, lowered
@@ -39,9 +40,11 @@ from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 log = logging.getLogger(__name__)
 
 _SEES = ("vision", "image")  # parts of a config
-# What a text model may be called with besides embeddings, positions and a mask: switches, and what
-# says of a packed batch what the step knows.
-_HARMLESS = {"input_ids", "past_key_values", "use_cache", "return_dict", "cache_position"}
+# What a text model may be called with: what is compared, and what the step knows by itself.
+_KNOWN = {
+    *("inputs_embeds", "attention_mask", "position_ids", LAYER_MASK, LAYER_ROWS),
+    *("input_ids", "past_key_values", "cache_position"),
+}
 _PROOF_TOLERANCE = {torch.float32: 1e-3}
 _PROOF_TOLERANCE_LOW_PRECISION = 0.05
 # What transformers raises where a model or its processor is of another form than it expects.
@@ -113,14 +116,14 @@ def _load(model: LoadedModel, cache: ProgramCache) -> ImageModel:
     tower = build_tower(config, source.dtype, source.device)
     _fill(tower, source)
     hidden = int(config.get_text_config().hidden_size)
-    axes = prove(tower, processor, preparer, hidden)
-    compiled = compile_model(source, cache, Head(reads_images=True, position_axes=axes))
+    head = prove(tower, processor, preparer, hidden)
+    compiled = compile_model(source, cache, head)
     return ImageModel(
         info=ImageInfo(row_token=row_token, max_per_prompt=source.config.max_images),
         tower=tower,
         compiled=compiled,
         weights=_shared_weights(compiled.program, model),
-        axes=axes,
+        axes=head.position_axes,
     )
 
 
@@ -166,8 +169,8 @@ def _shared_weights(program: Program, model: LoadedModel) -> dict[str, Tensor]:
     return found
 
 
-def prove(tower: ImageTower, processor: Any, preparer: ImagePreparer, hidden: int) -> int:
-    """Compare with the model's own forward. -> the axes of its positions, 0 for plain ones.
+def prove(tower: ImageTower, processor: Any, preparer: ImagePreparer, hidden: int) -> Head:
+    """Compare with the model's own forward. -> what is to be captured of it.
 
     Raises CheckpointError with what differs.
     """
@@ -180,20 +183,17 @@ def prove(tower: ImageTower, processor: Any, preparer: ImagePreparer, hidden: in
         raise CheckpointError("its processor writes several images in another way than one")
     sent = {name: _moved(value, tower) for name, value in given.items()}
     called = call_recorded(tower, sent, hidden)
-    _compare_rows(tower, prepared, called["inputs_embeds"])
+    wanted = [called["inputs_embeds"][0], *_layer_rows(tower, prepared, called)]
+    _compare_rows(tower, prepared, wanted, hidden)
     _check_mask(called.get("attention_mask"))
-    extra = {
-        name
-        for name, value in called.items()
-        if name not in (*_HARMLESS, "inputs_embeds", "attention_mask", "position_ids")
-        and not _is_plain(value)
-    }
+    extra = {name for name, value in called.items() if name not in _KNOWN and not _is_plain(value)}
     if extra:
         raise CheckpointError(
             f"it gives its text model {', '.join(sorted(extra))} besides embeddings of images, "
             "which is not served yet"
         )
-    return _axes(tower, prepared, called.get("position_ids"))
+    axes = _axes(tower, prepared, called.get("position_ids"))
+    return Head(image_levels=len(wanted), position_axes=axes)
 
 
 def _encoder(processor: Any) -> Any:
@@ -219,17 +219,59 @@ def _sample(seed: int) -> Any:
     return Image.fromarray(pixels.numpy())
 
 
-def _compare_rows(tower: ImageTower, prepared: Prepared, embeds: Tensor) -> None:
-    want = embeds[0].float()
-    got = torch.zeros_like(want)
+def _layer_rows(tower: ImageTower, prepared: Prepared, called: Mapping[str, Any]) -> list[Tensor]:
+    """What first layers of the text model are to add to the prompt's tokens: [T, hidden] each."""
+    given = called.get(LAYER_ROWS)
+    if given is None:
+        return []
+    mask = _image_tokens(prepared)
+    shown = called[LAYER_MASK][0]
+    if not torch.equal(shown.cpu(), mask):
+        raise CheckpointError("its inner layers add to other tokens than those of images")
+    add = getattr(tower.decoder, ADD_ROWS, None)
+    if add is None:
+        raise CheckpointError(f"its text model takes {LAYER_ROWS} and has no {ADD_ROWS}")
+    found = []
+    for rows in given:
+        whole = torch.zeros(len(mask), rows.shape[-1], dtype=rows.dtype, device=rows.device)
+        whole[shown] = rows
+        state = torch.arange(whole.numel(), device=rows.device).view_as(whole).to(rows.dtype)
+        if not torch.equal(add(state[None].clone(), shown[None], rows)[0], state + whole):
+            raise CheckpointError("its inner layers do more with rows of images than add them")
+        found.append(whole)
+    return found
+
+
+def _image_tokens(prepared: Prepared) -> Tensor:
+    """Which tokens stand for images: bool [T]."""
+    mask = torch.zeros(len(prepared.token_ids), dtype=torch.bool)
     for image in prepared.images:
-        rows = tower.encode(tensors_of(image))
-        if len(rows) != image.num_rows:
+        for first, count in image.spans:
+            mask[first : first + count] = True
+    return mask
+
+
+def _compare_rows(
+    tower: ImageTower, prepared: Prepared, wanted: Sequence[Tensor], hidden: int
+) -> None:
+    """`wanted`: at each level what the prompt's tokens have of images [T, hidden], else zeros."""
+    want = torch.cat(list(wanted), -1).float()
+    mask = _image_tokens(prepared)
+    pieces = []
+    for image in prepared.images:
+        pieces.append(tower.encode(tensors_of(image)).float())
+        if len(pieces[-1]) != image.num_rows:
             raise CheckpointError(
-                f"its tower makes {len(rows)} rows of an image for {image.num_rows} tokens"
+                f"its tower makes {len(pieces[-1])} rows of an image for {image.num_rows} tokens"
             )
-        places = [i for first, count in image.spans for i in range(first, first + count)]
-        got[places] = rows.float()
+    rows = torch.cat(pieces)
+    if rows.shape[1] != want.shape[1]:
+        raise CheckpointError(
+            f"its tower makes rows of {rows.shape[1] // hidden} levels, of which its forward uses "
+            f"{len(wanted)}"
+        )
+    got = torch.zeros_like(want)
+    got[mask.to(got.device)] = rows
     scale = want.norm()
     error = float((got - want).norm() / scale) if scale else float("inf")
     if not error <= _PROOF_TOLERANCE.get(tower.dtype, _PROOF_TOLERANCE_LOW_PRECISION):
@@ -257,10 +299,7 @@ def _axes(tower: ImageTower, prepared: Prepared, positions: Tensor | None) -> in
         if positions is not None and not torch.equal(positions.cpu().view(-1), plain):
             raise CheckpointError("its tokens have other positions than their places")
         return 0
-    mask = torch.zeros(count, dtype=torch.bool)
-    for image in prepared.images:
-        for first, length in image.spans:
-            mask[first : first + length] = True
+    mask = _image_tokens(prepared)
     tensors = [tensors_of(image) for image in prepared.images]
     got = tower.positions(torch.tensor(prepared.token_ids), tensors, mask)
     if positions is None or not torch.equal(positions[:, 0].cpu(), got):

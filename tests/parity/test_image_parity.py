@@ -25,7 +25,7 @@ from llmc.text.processor import load_processor
 from llmc.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 10
-SERVED = ("llava", "internvl", "qwen2_5_vl")
+SERVED = ("internvl", "qwen2_5_vl", "qwen3_vl")
 # Text around images, 0 for each: first and last in a prompt, side by side, several, none at all.
 LAYOUTS: tuple[tuple[Any, ...], ...] = (
     ("what is ", 0, " and where?"),
@@ -209,7 +209,7 @@ def test_answers_depend_on_the_image(subject: Subject) -> None:
 
 @pytest.mark.parametrize(
     ("family", "why"),
-    [("gemma3", "attend to later ones of it"), ("qwen3_vl", "deepstack_visual_embeds")],
+    [("gemma3", "attend to later ones of it")],
 )
 def test_what_is_not_served_is_refused_by_name(family: str, why: str) -> None:
     started = tiny_engine.start(tiny_image_model(family), max_model_len=256).started

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+import transformers as tf
 from live_server import Live, live_server
 from PIL import Image
 from tiny_chat import start_tiny_chat
 from tiny_images import random_image, tiny_image_model
 
 from llmc.frontend import images
+from llmc.text.processor import load_processor
 
 GREEDY = {"max_tokens": 8, "temperature": 0.0}
 
@@ -51,9 +54,10 @@ def ask(live: Live, *parts: dict[str, Any]) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
-def test_all_protocols_answer_alike(live: Live) -> None:
+def test_all_protocols_answer_as_transformers_does(live: Live) -> None:
     image, other = random_image(1), random_image(2)
     said = ask(live, part(url(image)))
+    assert said == of_transformers(image)
     assert said != ask(live, part(url(other)))
     blocks = [
         {
@@ -92,6 +96,20 @@ def test_other_formats_and_modes_are_read(live: Live) -> None:
     same = ask(live, part(url(grey)))
     assert ask(live, part(url(grey.convert("RGBA")))) == same
     assert ask(live, part(f"data:image/webp;base64,{encoded(grey, 'JPEG')}"))  # by its content
+
+
+def of_transformers(image: Image.Image) -> str:
+    path = tiny_image_model("llava")
+    processor = load_processor(path)
+    content = [{"type": "image"}, {"type": "text", "text": "what is it"}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    given = processor(images=[image], text=[text], return_tensors="pt")
+    model = tf.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        made = model.generate(**given, max_new_tokens=8, do_sample=False)
+    return str(processor.tokenizer.decode(made[0, given["input_ids"].shape[1] :]))
 
 
 WRONG: list[tuple[list[dict[str, Any]], str, str]] = [
