@@ -46,48 +46,64 @@ LLMC_INLINE void set_part(All& all, int part, const Lanes& lanes) {
     (part ? all.hi : all.lo) = lanes;
 }
 
-// What part of the lines of a stretch adds to the sums of M rows.
-template <class Reader, int M>
-LLMC_INLINE void multiply_part(const uint8_t* line, const typename Reader::X* words,
-                               int64_t row_words, int64_t lines, int part, v16f (&all)[M]) {
+// What kParts parts of the lines of a stretch, from the first one on, add to the sums of M rows.
+template <class Reader, int M, int kParts>
+LLMC_INLINE void multiply_parts(const uint8_t* line, const typename Reader::X* words,
+                                int64_t row_words, int64_t lines, int first, v16f (&all)[M]) {
   // few rows keep several sums each where a product would wait for the last one
   constexpr int kSums = Reader::kSums == 1 || M > 2 ? 1 : Reader::kSums / M;
   constexpr int kUnrolled = kMinGroup / Reader::kInputs;  // lines: every stretch has a multiple
   using Line = typename Reader::Line;
-  typename Reader::Sum sum[M][kSums];
+  typename Reader::Sum sum[M][kParts][kSums];
   for (int64_t l = 0; l < lines; l += kUnrolled) {
 #pragma GCC unroll 4
     for (int i = 0; i < kUnrolled; ++i) {
-      if (part == 0) __builtin_prefetch(line + kAhead + i * kLineBytes, 0, 3);
-      const Line bytes = load_as<Line>(line + i * kLineBytes + part * sizeof(Line));
+      if (first == 0) __builtin_prefetch(line + kAhead + i * kLineBytes, 0, 3);
+      const uint8_t* const from = line + i * kLineBytes + first * sizeof(Line);
 #pragma GCC unroll 8
       for (int step = 0; step < Reader::kSteps; ++step) {
         const int word = i * Reader::kSteps + step;
-        const auto values = Reader::get(bytes, step);
+#pragma GCC unroll 2
+        for (int p = 0; p < kParts; ++p) {
+          const auto values = Reader::get(load_as<Line>(from + p * sizeof(Line)), step);
 #pragma GCC unroll 8
-        for (int m = 0; m < M; ++m)
-          Reader::add(sum[m][word % kSums], values, words[m * row_words + word]);
+          for (int m = 0; m < M; ++m)
+            Reader::add(sum[m][p][word % kSums], values, words[m * row_words + word]);
+        }
       }
     }
     line += kUnrolled * kLineBytes;
     words += kUnrolled * Reader::kSteps;
   }
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-    auto total = Reader::total(sum[m][0]);
-    for (int i = 1; i < kSums; ++i) total += Reader::total(sum[m][i]);
-    set_part(all[m], part, total);
-  }
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int p = 0; p < kParts; ++p) {
+      auto total = Reader::total(sum[m][p][0]);
+      for (int i = 1; i < kSums; ++i) total += Reader::total(sum[m][p][i]);
+      set_part(all[m], first + p, total);
+    }
+}
+
+// The parts of a line together where registers hold all their sums, so that x is read once.
+template <class Reader, int M>
+LLMC_INLINE void multiply_lines(const uint8_t* line, const typename Reader::X* words,
+                                int64_t row_words, int64_t lines, v16f (&all)[M]) {
+  constexpr int kParts = kLineBytes / sizeof(typename Reader::Line);
+  constexpr int kTogether = M == 1 ? kParts : 1;
+#pragma GCC unroll 2
+  for (int first = 0; first < kParts; first += kTogether)
+    multiply_parts<Reader, M, kTogether>(line, words, row_words, lines, first, all);
 }
 
 // One block by M rows.
 template <class Reader, int M>
 void multiply(const LowBitArgs& a, const Input<Reader>& x, int64_t row, int64_t block) {
-  constexpr int kParts = kLineBytes / sizeof(typename Reader::Line);
   const int64_t lines = a.lines() / x.stretches, words_of = x.row_words / x.stretches;
   const int64_t of_group = a.group / x.stretch;
   const uint8_t* line = a.weight + block * a.lines() * kLineBytes;
   const typename Reader::X* words = x.words.data() + row * x.row_words;
+  const bool has_zero = a.format == Format::int4 ? a.zero || !a.minimum : Reader::kOffset != 0;
   v16f total[M] = {};
   for (int64_t group = 0, s = 0; group < a.groups(); ++group) {
     const v16f scale = scale_of(a, block, group);
@@ -95,15 +111,15 @@ void multiply(const LowBitArgs& a, const Input<Reader>& x, int64_t row, int64_t 
     const v16f minimum = minimum_of(a, block, group);
     for (int64_t i = 0; i < of_group; ++i, ++s) {
       v16f all[M];
-#pragma GCC unroll 2
-      for (int part = 0; part < kParts; ++part)
-        multiply_part<Reader, M>(line, words, x.row_words, lines, part, all);
+      multiply_lines<Reader, M>(line, words, x.row_words, lines, all);
       line += lines * kLineBytes;
       words += words_of;
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const Packed& part = x.packed[(row + m) * x.stretches + s];
-        total[m] += scale * (all[m] * part.scale - zero * part.sum) + minimum * part.sum;
+        v16f scaled = all[m] * part.scale;
+        if (M > 1 || has_zero) scaled -= zero * part.sum;
+        total[m] += scale * scaled + minimum * part.sum;
       }
     }
   }
@@ -139,8 +155,10 @@ void run(const LowBitArgs& a) {
     if (is_narrow && a.rows <= 2) return by_blocks<NibbleReader<2>>(a);
     if (a.rows == 1) return by_blocks<NibbleReader<3>>(a);
   }
-  if constexpr (kFormat == Format::int8)
-    if (is_narrow && a.rows <= 2) return by_blocks<WordReader>(a);
+  if constexpr (kFormat == Format::int8) {
+    if (is_narrow && a.rows <= 2) return by_blocks<WordReader<1>>(a);
+    if (a.rows == 1) return by_blocks<WordReader<2>>(a);
+  }
 #endif
 #ifdef LLMC_AVX512_BF16
   if (a.dtype == Dtype::bf16) return by_blocks<PairReader<kFormat>>(a);

@@ -24,9 +24,8 @@ LLMC_INLINE v16i round_to_int(const Pair<float, Half>& x) {
 }
 
 // x [count] as signed digits, the lowest first, that stand for it times a power of two.
-template <class Digit, int kDigits>
+template <class Digit, int kDigits, int kBits = 8 * sizeof(Digit)>
 struct FixedPoint {
-  static constexpr int kBits = 8 * sizeof(Digit);
   std::array<std::array<Digit, 128>, kDigits> digit;
   Packed packed;
 
@@ -44,19 +43,19 @@ struct FixedPoint {
       return;
     }
     const float scale = scale_for(largest), inverse = largest > 1e-30f ? 1 / scale : 0;
-    int64_t sum = 0;
+    v16i sum = {};  // at most 128 values of 24 bits
     for (int64_t k = 0; k < count; k += kLanes) {
       v16i values = round_to_int(load(x + k) * inverse);
-      alignas(64) int32_t lane[kLanes];
-      store_as(lane, values);
-      for (int32_t value : lane) sum += value;
+      sum += values;
       for (int d = 0; d < kDigits; ++d) {
         const v16i low = (values << (32 - kBits)) >> (32 - kBits);
         narrow_to<std::make_unsigned_t<Digit>>(digit[d].data() + k, (v16u)low);
         if (d + 1 < kDigits) values = (values - low) >> kBits;
       }
     }
-    packed = {scale, scale * float(sum)};
+    alignas(64) int32_t lane[kLanes];
+    store_as(lane, sum);
+    packed = {scale, scale * float(std::accumulate(lane, lane + kLanes, 0))};
   }
 
   // The least power of two by which the digits can hold `largest`.
@@ -150,28 +149,39 @@ struct NibbleReader {
   static constexpr float kOffset = 0;
 };
 
-// int8 by one digit of 16 bits: inputs 0 and 2 of a line, then 1 and 3.
+// int8 by one digit of 16 bits, or two of 12: inputs 0 and 2 of a line, then 1 and 3.
+template <int kDigits>
 struct WordReader {
+  static constexpr int kBits = kDigits == 1 ? 16 : 12;
   static constexpr int kInputs = 4, kSteps = 2, kSums = 1;
   static constexpr int64_t kMaxStretch = 32;  // of 2^15 * 2^7 each: the sums fit 32 bits
-  using X = int32_t;
+  using X = DigitWords<kDigits>;
   using Line = Register;
   using V = Register;
   struct Sum {
-    vi value = {};
+    vi digit[kDigits] = {};
   };
   static Packed pack(const float* x, int64_t count, X* to) {
-    const FixedPoint<int16_t, 1> fixed(x, count);
-    for (int64_t k = 0; k < count; ++k)
-      std::memcpy(reinterpret_cast<char*>(to + k / 4 * 2 + k % 2) + k % 4 / 2 * 2,
-                  &fixed.digit[0][k], 2);
+    const FixedPoint<int16_t, kDigits, kBits> fixed(x, count);
+    for (int d = 0; d < kDigits; ++d)
+      for (int64_t k = 0; k < count; k += 4) {
+        const int16_t* four = fixed.digit[d].data() + k;
+        for (int64_t i = 0; i < 2; ++i)
+          to[k / 2 + i].digit[d] = int32_t(uint32_t(four[i + 2]) << 16 | uint16_t(four[i]));
+      }
     return fixed.packed;
   }
   LLMC_INLINE V get(Line line, int step) { return shift_down(step ? line : shift_up(line)); }
   LLMC_INLINE void add(Sum& sum, V w, const X& x) {
-    sum.value += (vi)multiply_words(w, every_pair(x));
+#pragma GCC unroll 2
+    for (int d = 0; d < kDigits; ++d)
+      sum.digit[d] += (vi)multiply_words(w, every_pair(x.digit[d]));
   }
-  LLMC_INLINE vf total(const Sum& sum) { return convert<vf>(sum.value); }
+  LLMC_INLINE vf total(const Sum& sum) {
+    vf all = convert<vf>(sum.digit[kDigits - 1]);
+    if (kDigits == 2) all = float(1 << kBits) * all + convert<vf>(sum.digit[0]);
+    return all;
+  }
   static constexpr float kOffset = 0;
 };
 

@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -27,8 +28,12 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(200);
 constexpr int kSpinsPerLook = 64;  // at the clock
 
-// Works that are done alone once a member kept its piece for longer than all the rest took: other
-// processes have its core. Twice as many each time it happens again soon.
+// Members save time while they have a core, and cost time where the system takes it from them in
+// the middle of a piece, or lets them run on this thread's core. The sum of both is kept, up to
+// kMostSaved: a virtual machine loses a core for a moment hundreds of times a second and the team is
+// worth it all the same, while a busy process on a member's core uses the sum up. Then works are done
+// alone, twice as many each time it happens again before the sum was full.
+constexpr int64_t kMostSaved = 10'000'000;  // ns
 constexpr int kLeastAlone = 64, kMostAlone = 4096;
 
 void pause() {
@@ -37,6 +42,13 @@ void pause() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+// What this thread has had of a processor, ns.
+int64_t thread_time() {
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
 // Until done() or for kSpin; whether it is done.
@@ -57,6 +69,8 @@ struct Team {
   std::atomic<uint32_t> round{0};      // counts works
   std::atomic<bool> open{false};       // whether members may still join the current one
   std::atomic<int> inside{0};          // members that have joined, or are about to see it closed
+  std::atomic<int> helpers{0};         // members that have joined the current one
+  std::atomic<int64_t> helped{0};      // and the processor time that they spent on it, ns
   std::atomic<int> asleep{0};
   int members = 0;
   // of the current work
@@ -66,13 +80,14 @@ struct Team {
   std::atomic<bool> failed{false};
   std::exception_ptr error;
   // of the thread whose work it is
-  int alone = 0;  // works to be done without members
-  int next_alone = kLeastAlone, in_time = 0;
+  int64_t saved = kMostSaved;  // ns
+  int alone = 0;               // works to be done without members
+  int next_alone = kLeastAlone;
 
   void start(int count);
   void serve(int number);
   void call();
-  void wait(std::chrono::nanoseconds own);
+  void lead();
 };
 
 // Never freed: members outlive every destructor.
@@ -126,7 +141,12 @@ void Team::serve(int number) {
     // either this thread sees the work closed, or the work's owner sees it inside
     ++inside;
     seen = round;
-    if (open && number + 1 < wanted) call();
+    if (open && number + 1 < wanted) {
+      ++helpers;
+      const int64_t start = thread_time();
+      call();
+      helped += thread_time() - start;
+    }
     --inside;
   }
 }
@@ -139,17 +159,27 @@ void Team::call() {
   }
 }
 
-// For the members that joined; `own` is what this thread took for its part.
-void Team::wait(std::chrono::nanoseconds own) {
-  const auto start = std::chrono::steady_clock::now();
+// Takes part in the work, waits for the members that joined, and sums up what they were worth: the
+// time that this thread would have taken alone, less the time that has passed. A member can't have
+// done more than this thread has, which counts the time that a host took from it as lost.
+void Team::lead() {
+  using std::chrono::steady_clock;
+  const auto start = steady_clock::now();
+  const int64_t before = thread_time();
+  call();
+  const int64_t own = thread_time() - before;
+  open = false;
   while (!spin([&] { return inside == 0; })) sched_yield();
-  if (std::chrono::steady_clock::now() - start > std::max<std::chrono::nanoseconds>(own, kSpin)) {
+  if (helpers == 0) return;
+  const int64_t passed = std::chrono::nanoseconds(steady_clock::now() - start).count();
+  saved += own + std::min<int64_t>(helped, own * helpers) - passed;
+  if (saved < 0) {
     alone = next_alone;
     next_alone = std::min(2 * next_alone, kMostAlone);
-    in_time = 0;
-  } else if (++in_time == kMostAlone) {
+    saved = 0;
+  } else if (saved > kMostSaved) {
     next_alone = kLeastAlone;
-    in_time = 0;
+    saved = kMostSaved;
   }
 }
 
@@ -186,13 +216,12 @@ void llmc_run_team(int threads, void (*work)(void*), void* context) {
   t->work = work;
   t->context = context;
   is_within = true;
+  t->helpers = 0;
+  t->helped = 0;
   t->open = true;
   ++t->round;
   if (t->asleep > 0) syscall(SYS_futex, &t->round, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-  const auto start = std::chrono::steady_clock::now();
-  t->call();
-  t->open = false;
-  t->wait(std::chrono::steady_clock::now() - start);
+  t->lead();
   is_within = false;
   const std::exception_ptr error = t->failed.exchange(false) ? std::move(t->error) : nullptr;
   t->taken = false;
