@@ -52,6 +52,7 @@ SIZES = {
     "image rows": "rows of the step's images",
     "levels * hidden": "values of the hidden states that are replaced or added to",
     "axes": "positions of a token",
+    "2": "first and end",
     "bad word tokens": f"{BAD_WORD_TOKENS} places for each bad word",
 }
 
@@ -103,6 +104,11 @@ IMAGE_INPUTS: Mapping[str, StepTensor] = {
     ),
     "image_row": StepTensor(
         dims=("T",), dtype=_LONG, about="the row that is a token's embedding; -1: its own"
+    ),
+    "seen_span": StepTensor(
+        dims=("2", "T"),
+        dtype=_LONG,
+        about="the first and the end of the places that a token sees besides those before it",
     ),
     "axis_positions": StepTensor(
         dims=("axes", "T"),

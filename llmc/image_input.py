@@ -39,3 +39,25 @@ def digests_within(images: Iterable[ImageInput], start: int, end: int) -> bytes:
         for image in images
         if any(first < end and start < first + count for first, count in image.spans)
     )
+
+
+def longest(images: Iterable[ImageInput]) -> int:
+    """The most tokens that stand for one of the images."""
+    return max((image.num_rows for image in images), default=0)
+
+
+def before_cut(images: Iterable[ImageInput], end: int) -> int:
+    """`end`, or where the image begins of whose tokens it would cut off some."""
+    for image in images:
+        for first, count in image.spans:
+            if first < end < first + count:
+                return first
+    return end
+
+
+def uncut(images: Iterable[ImageInput], start: int, end: int) -> int:
+    """`end`, or one near it by which [start, end) is not empty and cuts no image."""
+    cut = before_cut(images, end)
+    if cut > start:
+        return cut
+    return next(sum(span) for image in images for span in image.spans if span[0] == cut)

@@ -23,10 +23,15 @@ OnPhase = Callable[[Phase], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageInfo:
-    """How a model takes images: `row_token` is the id that stands for a row of one."""
+    """How a model takes images: `row_token` is the id that stands for a row of one.
+
+    `most_rows`: of one image, where its tokens attend to all of it and are computed in one step; 0:
+    they attend to those before them alone, and any number will do.
+    """
 
     row_token: int
     max_per_prompt: int
+    most_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

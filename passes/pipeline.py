@@ -27,6 +27,7 @@ from llmc.passes.merge_linears import merge_linears
 from llmc.passes.page_attention import page_attention
 from llmc.passes.pool import pool, running_pool
 from llmc.passes.quantize_linears import quantize_linears
+from llmc.passes.see_whole_images import Where, see_whole_images
 from llmc.passes.shard_linears import shard_linears
 from llmc.passes.share_rotary import share_rotary
 from llmc.passes.slot_state import slot_state
@@ -48,6 +49,7 @@ class PipelineOptions:
     max_loras: int = 0  # LoRA adapters that steps can use at a time
     max_lora_rank: int = 0
     pooling: Method | None = None  # None: tokens are sampled
+    whole_images: Where = "none"  # layers in which a token of an image sees all of it
     tensor_parallel_size: int = 1  # ranks that compute a part of each layer
 
 
@@ -95,6 +97,7 @@ def pipeline(
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output
         fuse_rope_write(),  # after share_rotary and fuse_rms_norm: reads the table, takes the norm
         group_caches(max_positions=options.max_positions),  # after all that tell layers by caches
+        see_whole_images(where=options.whole_images),  # before what serves causal attention alone
         split_prompts(
             unwanted=None if options.device_type == "cuda" else "FlashAttention serves GPUs"
         ),

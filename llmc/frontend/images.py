@@ -70,7 +70,10 @@ class PromptImages:
 
     def prepare(self, text: str, images: Sequence[Image], encode: Encode) -> Prepared:
         """Raises InvalidRequestError where the images don't fit the text or the model."""
-        return self._loaded().prepare(text, images, encode)
+        prepared = self._loaded().prepare(text, images, encode)
+        if self._info is not None and self._info.most_rows:
+            _check_whole(prepared, self._info.most_rows)
+        return prepared
 
     def _loaded(self) -> ImagePreparer:
         from llmc.text.processor import load_processor
@@ -87,6 +90,21 @@ class PromptImages:
                         param="images",
                     ) from exc
             return self._preparer
+
+
+def _check_whole(prepared: Prepared, most_rows: int) -> None:
+    """Where the tokens of an image attend to all of it."""
+    end = 0
+    for image in prepared.images:
+        if len(image.spans) != 1 or image.spans[0][0] <= end - (end == 0):
+            why = "the tokens of its images are not apart from each other"
+        elif image.num_rows > most_rows:
+            why = f"an image takes {image.num_rows} tokens in one step, which may have {most_rows}"
+        elif (end := sum(image.spans[0])) == len(prepared.token_ids):
+            why = "it ends with an image; put text behind it"
+        else:
+            continue
+        raise InvalidRequestError(f"this prompt can't be served: {why}", param="images")
 
 
 def images_of(given: Any, check: Check) -> list[Image]:

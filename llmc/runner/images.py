@@ -143,7 +143,24 @@ class RowImages:
             offsets = np.zeros((self._axes, tokens), np.int64)
             self._add_offsets(plan, offsets)
             inputs["axis_positions"] = positions + self._sent(offsets)
+        if "seen_span" in self.step.inputs:
+            inputs["seen_span"] = self._sent(self._spans(plan, tokens))
         return inputs
+
+    def _spans(self, plan: StepPlan, tokens: int) -> npt.NDArray[np.int64]:
+        """[2, tokens]: of each token that stands for an image the places of all of them."""
+        spans = np.zeros((2, tokens), np.int64)
+        token = 0
+        for work in plan.work:
+            row = self._rows.get(work.row)
+            for image in row.images if row is not None else ():
+                [(first, count)] = image.spans  # as the frontend saw to
+                here = token + first - work.start
+                if work.start <= first < work.start + work.num_tokens:
+                    assert first + count <= work.start + work.num_tokens, "an image was cut"
+                    spans[:, here : here + count] = [[first], [first + count]]
+            token += work.num_tokens
+        return spans
 
     def shift(self, plan: StepPlan, positions: Tensor) -> None:
         """Make the places of a text step's tokens, [T], their positions."""

@@ -27,6 +27,7 @@ from llmc.compiler.program import (
 from llmc.errors import CompileError
 from llmc.passes.logits_processors import user_processors
 from llmc.passes.pipeline import PipelineOptions
+from llmc.passes.see_whole_images import Where
 from llmc.passes.user import user_passes
 from llmc.pooling import Head, Method
 from llmc.runner import kv_cache
@@ -106,7 +107,10 @@ def for_parameters(
 
 
 def compile_model(
-    source: ModelSource, cache: ProgramCache, head: Head | None = None
+    source: ModelSource,
+    cache: ProgramCache,
+    head: Head | None = None,
+    whole_images: Where = "none",
 ) -> CompiledModel:
     """From the cache of an earlier start, else built, captured and rewritten; no weight is read.
 
@@ -114,7 +118,9 @@ def compile_model(
     model can't be served. The cache is only read: see `keep`.
     """
     options = rewrite_options(source)
-    options = options if head is None else replace(options, head=head)
+    if head is not None:
+        pipeline = replace(options.pipeline, whole_images=whole_images)
+        options = replace(options, head=head, pipeline=pipeline)
     options.check()
     found = _find(source, source.facts.digest, options, cache)
     if found is not None and _stored_apart(source, found.program.parameters.aliases) is None:

@@ -29,6 +29,7 @@ from llmc.compiler.lower import lower
 from llmc.compiler.program import Program, bind, lowered
 from llmc.errors import CheckpointError, CompileError, LlmcError
 from llmc.model_info import ImageInfo
+from llmc.passes.see_whole_images import Where
 from llmc.pooling import Head
 from llmc.runner.images import RowImages, tensors_of
 from llmc.startup.compile import CompiledModel, LoadedModel, compile_model
@@ -45,6 +46,8 @@ _KNOWN = {
     *("inputs_embeds", "attention_mask", "position_ids", LAYER_MASK, LAYER_ROWS),
     *("input_ids", "past_key_values", "cache_position"),
 }
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # what says which tokens stand for images
+WINDOWED = "sliding_attention"  # transformers' name of the masks of layers with a window
 _PROOF_TOLERANCE = {torch.float32: 1e-3}
 _PROOF_TOLERANCE_LOW_PRECISION = 0.05
 # What transformers raises where a model or its processor is of another form than it expects.
@@ -116,10 +119,14 @@ def _load(model: LoadedModel, cache: ProgramCache) -> ImageModel:
     tower = build_tower(config, source.dtype, source.device)
     _fill(tower, source)
     hidden = int(config.get_text_config().hidden_size)
-    head = prove(tower, processor, preparer, hidden)
-    compiled = compile_model(source, cache, head)
+    head, whole = prove(tower, processor, preparer, hidden)
+    compiled = compile_model(source, cache, head, whole)
     return ImageModel(
-        info=ImageInfo(row_token=row_token, max_per_prompt=source.config.max_images),
+        info=ImageInfo(
+            row_token=row_token,
+            max_per_prompt=source.config.max_images,
+            most_rows=0 if whole == "none" else _most_rows(source, compiled.program),
+        ),
         tower=tower,
         compiled=compiled,
         weights=_shared_weights(compiled.program, model),
@@ -169,8 +176,28 @@ def _shared_weights(program: Program, model: LoadedModel) -> dict[str, Tensor]:
     return found
 
 
-def prove(tower: ImageTower, processor: Any, preparer: ImagePreparer, hidden: int) -> Head:
-    """Compare with the model's own forward. -> what is to be captured of it.
+def _most_rows(source: ModelSource, program: Program) -> int:
+    """Of an image that is computed in one step: what is left of its budget beside all decodes, and
+    no more than a window shows, beyond which models differ."""
+    config = source.config
+    windows = [group.window for group in program.groups if group.window]
+    if any(group.chunk for group in program.groups) or program.states:
+        raise CheckpointError("its tokens attend to later ones beside chunks or a state")
+    most = min(config.max_num_batched_tokens - config.max_num_seqs, *windows, source.model_len)
+    if most < 1:
+        raise CheckpointError(
+            f"its images are computed in one step, and max_num_batched_tokens "
+            f"({config.max_num_batched_tokens}) leaves none beside max_num_seqs "
+            f"({config.max_num_seqs}) decodes"
+        )
+    return most
+
+
+def prove(
+    tower: ImageTower, processor: Any, preparer: ImagePreparer, hidden: int
+) -> tuple[Head, Where]:
+    """Compare with the model's own forward. -> what is to be captured of it, and in which layers
+    a token of an image sees all of it.
 
     Raises CheckpointError with what differs.
     """
@@ -185,7 +212,7 @@ def prove(tower: ImageTower, processor: Any, preparer: ImagePreparer, hidden: in
     called = call_recorded(tower, sent, hidden)
     wanted = [called["inputs_embeds"][0], *_layer_rows(tower, prepared, called)]
     _compare_rows(tower, prepared, wanted, hidden)
-    _check_mask(called.get("attention_mask"))
+    whole = _whole_images(tower, sent, called.get("attention_mask"), prepared, hidden)
     extra = {name for name, value in called.items() if name not in _KNOWN and not _is_plain(value)}
     if extra:
         raise CheckpointError(
@@ -193,7 +220,7 @@ def prove(tower: ImageTower, processor: Any, preparer: ImagePreparer, hidden: in
             "which is not served yet"
         )
     axes = _axes(tower, prepared, called.get("position_ids"))
-    return Head(image_levels=len(wanted), position_axes=axes)
+    return Head(image_levels=len(wanted), position_axes=axes), whole
 
 
 def _encoder(processor: Any) -> Any:
@@ -280,16 +307,50 @@ def _compare_rows(
         )
 
 
-def _check_mask(mask: Any) -> None:
-    masks = list(mask.values()) if isinstance(mask, Mapping) else [mask]
-    for one in masks:
-        if not isinstance(one, Tensor) or one.dim() != 4:
-            continue
-        shown = one if one.dtype == torch.bool else one == 0
-        if bool(shown[0, 0].triu(1).any()):
-            raise CheckpointError(
-                "the tokens of an image attend to later ones of it, which is not served yet"
-            )
+def _whole_images(
+    tower: ImageTower, given: Mapping[str, Any], mask: Any, prepared: Prepared, hidden: int
+) -> Where:
+    """In which layers the tokens of an image attend to later ones of it.
+
+    Raises CheckpointError where attention is neither that nor as it is of text.
+    """
+    masks = mask if isinstance(mask, Mapping) else {"": mask}
+    if not any(_looks_ahead(one) for one in masks.values()):
+        return "none"
+    text = {k: torch.zeros_like(v) if k in _TOKEN_TYPES else v for k, v in given.items()}
+    plain = call_recorded(tower, text, hidden).get("attention_mask")
+    same = torch.zeros(len(prepared.token_ids), dtype=torch.long)
+    for number, image in enumerate(prepared.images):
+        for first, count in image.spans:
+            same[first : first + count] = number + 1
+    image = (same[:, None] == same[None, :]) & (same > 0)
+    found = {}
+    for kind, one in masks.items():
+        before = _shown(plain[kind] if isinstance(plain, Mapping) else plain, len(same))
+        shown = _shown(one, len(same))
+        whole = before | image
+        if not torch.equal(shown, whole) and not torch.equal(shown, before):
+            raise CheckpointError("its tokens of images attend in a way of their own")
+        found[kind] = torch.equal(shown, whole)
+    if all(found.values()):
+        return "all"
+    if {kind for kind, is_whole in found.items() if is_whole} == {WINDOWED}:
+        return "windowed"
+    raise CheckpointError("its tokens of images attend to later ones of it in some layers alone")
+
+
+def _looks_ahead(mask: Any) -> bool:
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return False
+    return bool(_shown(mask, mask.shape[-1]).triu(1).any())
+
+
+def _shown(mask: Any, tokens: int) -> Tensor:
+    """Which keys each query sees: bool [T, T]. No mask, or one of the batch, is a causal one."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    one = mask[0, 0].cpu()
+    return one if one.dtype == torch.bool else one == 0
 
 
 def _axes(tower: ImageTower, prepared: Prepared, positions: Tensor | None) -> int:

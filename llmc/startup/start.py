@@ -220,7 +220,8 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
             if len(models) == 1
             else speculate(drafting, models[1], bound[1].runner, model, pool)
         )
-    engine = _make_engine(model, profiles[0], bound[0], pool, speculation)
+    whole_images = isinstance(images, ImageModel) and images.info.most_rows > 0
+    engine = _make_engine(model, profiles[0], bound[0], pool, speculation, whole_images)
     info = replace(
         _describe(model, profiles[0], pool, level),
         certificate_key=certificate_key,
@@ -282,6 +283,7 @@ def _make_engine(
     bound: BoundModel,
     pool: PoolSize,
     speculation: Speculation | None,
+    whole_images: bool,
 ) -> EngineCore:
     from llmc.runner.row_states import RowStates
 
@@ -314,6 +316,7 @@ def _make_engine(
                 model.source.tokenizer_path, vocab_size=program.vocab_size, eos_token_ids=eos
             ),
             adapters=bound.adapters,
+            whole_images=whole_images,
             row_states=RowStates(program.processors, program.vocab_size),
         ),
     )

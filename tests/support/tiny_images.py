@@ -144,11 +144,18 @@ _QWEN_VISION = {"depth": 2, "num_heads": 2}
 def _gemma3(tokenizer: Any, vocab: int) -> tuple[Any, Any]:
     config = tf.Gemma3Config(
         vision_config=tf.SiglipVisionConfig(**_VISION),
-        text_config=tf.Gemma3TextConfig(**_TEXT, vocab_size=vocab, sliding_window=8),
+        text_config=tf.Gemma3TextConfig(
+            **_TEXT,
+            vocab_size=vocab,
+            sliding_window=8,
+            tie_word_embeddings=False,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         boi_token_index=tokenizer.convert_tokens_to_ids("<begin>"),
         eoi_token_index=tokenizer.convert_tokens_to_ids("<end>"),
         mm_tokens_per_image=4,
+        tie_word_embeddings=False,
     )
     processor = tf.Gemma3Processor(
         image_processor=tf.Gemma3ImageProcessorPil(size=_SIZE),

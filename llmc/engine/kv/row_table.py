@@ -17,7 +17,7 @@ from llmc.engine.kv.prefix_cache import NO_BLOCK, find_prefix, group_digest, liv
 from llmc.engine.kv.swap import Swapper, SwapRoom
 from llmc.engine.plan import BlockCopy, NewRow
 from llmc.engine.request import BlockTable, Request
-from llmc.image_input import digests_within
+from llmc.image_input import before_cut, digests_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,16 @@ class RowTable:
             return []
         num_full = (request.num_tokens - 1) // self.pool.block_size
         self._extend_digests(request, num_full)
-        return find_prefix(self.pool, self.layout, request.table.digests[:num_full])
+        found = find_prefix(self.pool, self.layout, request.table.digests[:num_full])
+        if not request.whole_images:
+            return found
+        size, groups = self.pool.block_size, self.num_groups
+        num_found = len(found) // groups
+        while (cut := before_cut(request.images, num_found * size)) < num_found * size:
+            num_found = cut // size
+        if num_found * groups == len(found):
+            return found
+        return find_prefix(self.pool, self.layout, request.table.digests[:num_found])
 
     def _extend_digests(self, request: Request, num_full: int) -> None:
         size, digests = self.pool.block_size, request.table.digests
