@@ -68,6 +68,15 @@ class PromptImages:
                 param=places[self._info.max_per_prompt],
             )
 
+    def check_scored(self) -> None:
+        """Raises InvalidRequestError unless prompts with images may have log-probabilities."""
+        if self._info is not None and self._info.most_rows:
+            raise InvalidRequestError(
+                "prompt_logprobs are not served beside images of this model, whose tokens must be "
+                "computed in one step",
+                param="prompt_logprobs",
+            )
+
     def prepare(self, text: str, images: Sequence[Image], encode: Encode) -> Prepared:
         """Raises InvalidRequestError where the images don't fit the text or the model."""
         prepared = self._loaded().prepare(text, images, encode)

@@ -169,12 +169,8 @@ class InputProcessor:
             if given:
                 prepared = self._images.prepare(text, given, encode)
                 token_ids, images = prepared.token_ids, prepared.images
-                if sampling.prompt_logprobs is not None and self.model.images.most_rows:
-                    raise InvalidRequestError(
-                        "prompt_logprobs are not served beside images of this model, whose tokens "
-                        "must be computed in one step",
-                        param="prompt_logprobs",
-                    )
+                if sampling.prompt_logprobs is not None:
+                    self._images.check_scored()
             else:
                 token_ids = encode(text)
         if sampling.stop_strings:

@@ -323,12 +323,12 @@ def _whole_images(
     for number, image in enumerate(prepared.images):
         for first, count in image.spans:
             same[first : first + count] = number + 1
-    image = (same[:, None] == same[None, :]) & (same > 0)
+    together = (same[:, None] == same[None, :]) & (same > 0)
     found = {}
     for kind, one in masks.items():
         before = _shown(plain[kind] if isinstance(plain, Mapping) else plain, len(same))
         shown = _shown(one, len(same))
-        whole = before | image
+        whole = before | together
         if not torch.equal(shown, whole) and not torch.equal(shown, before):
             raise CheckpointError("its tokens of images attend in a way of their own")
         found[kind] = torch.equal(shown, whole)

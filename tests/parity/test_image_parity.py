@@ -148,6 +148,12 @@ def test_preemption(subject: Subject) -> None:
     assert engine.stats().num_preemptions > 0
 
 
+def test_few_blocks(subject: Subject) -> None:
+    longest = max(len(e.prompt) for e in subject.expected) + NUM_TOKENS
+    for tokens in (7, 16):
+        _check(subject, subject.running.engine(tight_for=longest, max_num_batched_tokens=tokens))
+
+
 def test_rows_are_made_again_where_the_cache_holds_none(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
