@@ -37,7 +37,7 @@ def see_whole_images(gm: fx.GraphModule, *, where: Where) -> Notes:
             continue
         if where == "windowed" and not given.window:
             continue
-        span = step_input(graph, "seen_span")
+        span, users = step_input(graph, "seen_span"), list(node.users)
         with graph.inserting_after(node):
             seen = emit(
                 graph,
@@ -46,5 +46,6 @@ def see_whole_images(gm: fx.GraphModule, *, where: Where) -> Notes:
                 seen_span=span,
                 **{name: getattr(given, name) for name in (*same, *how)},
             )
-        node.replace_all_uses_with(seen, delete_user_cb=lambda user, own=seen: user is not own)
+        for user in users:
+            user.replace_input_with(node, seen)
     return []
