@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_graphs import apply, cache, run, step, trace
+from tiny_graphs import Values, apply, cache, run, step, trace
 from torch import Tensor, fx
 
 from llmc.kernels.image_attention import image_attention
@@ -44,7 +44,7 @@ def test_rows_of_both_levels_are_read_from_one_input() -> None:
     for token, row in ((1, 2), (2, 0), (4, 2)):
         first, second = values["image_rows"][row].chunk(2)
         want[0, token] = first * 2 + second
-    torch.testing.assert_close(run(gm, values), want)
+    torch.testing.assert_close(run(gm, Values(step=values, weights={})), want)
     again, [second_report] = apply(gm, TAKE)
     assert not second_report.changed
     assert len(list(calls(again.graph, place_rows.overload))) == 2
