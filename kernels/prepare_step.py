@@ -22,6 +22,7 @@ def prepare_step(
     work: Tensor,
     history: Tensor,
     row_block_table: Tensor,
+    position_offset: Tensor,
     block_size: int,
     token_ids: Tensor,
     positions: Tensor,
@@ -40,12 +41,12 @@ def prepare_step(
     where they begin among the packed ones; its context after the step (0: padding); its first
     sample's index and how many samples it has, at its last tokens; how many of them, the first
     ones, are only scored. Lines are in packed order.
-    history [N, L] int32 and row_block_table [N, B * G] int32 are indexed by row: a block of tokens
-    has one physical block in each of G groups of layers, side by side.
+    history [N, L] int32, row_block_table [N, B * G] int32 and position_offset [N] int32 are indexed
+    by row: a block of tokens has one physical block in each of G groups of layers, side by side.
 
-    Written: the inputs of `step_inputs.PREPARED`; slot_mapping [G, T] and block_table [G, R, B]
-    for all groups, the table only as far as each context. length is 0 for padding, and for samples
-    that are only scored: what is drawn there does not count.
+    Written: the inputs of `step_inputs.PREPARED`, positions with the row's offset; slot_mapping
+    [G, T] and block_table [G, R, B] for all groups, the table only as far as each context. length
+    is 0 for padding, and for samples that are only scored: what is drawn there does not count.
     """
     groups = slot_mapping.shape[0]
     starts = [0]
@@ -54,7 +55,7 @@ def prepare_step(
         table = row_block_table[at].view(-1, groups).T
         place = torch.arange(start, start + count, device=work.device)
         token_ids[first : first + count] = history[at, place].long()
-        positions[first : first + count] = place
+        positions[first : first + count] = place + position_offset[at]
         if context > 0:
             block = table[:, place // block_size].long()
             slot_mapping[:, first : first + count] = block * block_size + place % block_size
@@ -109,6 +110,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             work.to(device),
             history.to(device),
             table.to(device),
+            torch.tensor([0, 0, 40, 0, 0, 0], dtype=torch.int32, device=device),
             block_size,
             longs[0].to(device),
             longs[1].to(device),

@@ -60,7 +60,9 @@ _INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
 
 STEP_INPUTS: Mapping[str, StepTensor] = {
     "token_ids": StepTensor(dims=("T",), dtype=_LONG, about="the tokens, request after request"),
-    "positions": StepTensor(dims=("T",), dtype=_LONG, about="their places in their requests"),
+    "positions": StepTensor(
+        dims=("T",), dtype=_LONG, about="their places in their requests (and `position_offset`)"
+    ),
     "slot_mapping": StepTensor(
         dims=("T",),
         dtype=_LONG,
@@ -122,6 +124,11 @@ ROW_TABLES: Mapping[str, StepTensor] = {
         dims=("rows", "context"), dtype=_INT, about="the tokens of each request, prompt first"
     ),
     "prompt_len": StepTensor(dims=("rows",), dtype=_INT, about="how many of them are the prompt"),
+    "position_offset": StepTensor(
+        dims=("rows",),
+        dtype=_INT,
+        about="added to `positions`, where other rotary frequencies hold for long texts",
+    ),
     "repetition_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="1: off", neutral=1),
     "presence_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
     "frequency_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),

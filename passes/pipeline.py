@@ -43,6 +43,7 @@ class PipelineOptions:
     block_size: int
     max_positions: int
     device_type: str  # "cpu" or "cuda"
+    long_text_from: int = 0  # the first position of long texts, where they have their own
     kv_cache_dtype: str = "auto"  # a name of fp8.CACHE_DTYPES, or the model's own
     quantization: Format | None = None
     kept: tuple[tuple[str, Quantization], ...] = ()  # weights that stay as they are stored
@@ -92,7 +93,7 @@ def pipeline(
         apply_lora(  # after merge_linears; before what reads halves of merged outputs
             slots=options.max_loras, rank=options.max_lora_rank
         ),
-        share_rotary(max_positions=options.max_positions),
+        share_rotary(max_positions=options.max_positions + options.long_text_from),
         fuse_rms_norm(),
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output
         fuse_rope_write(),  # after share_rotary and fuse_rms_norm: reads the table, takes the norm

@@ -40,6 +40,7 @@ _PER_TOKEN = {
     aten.matmul.default,
     aten.repeat_interleave.self_int,
     aten.stack.default,
+    aten.embedding.default,
     aten.flatten.using_ints,
 }
 

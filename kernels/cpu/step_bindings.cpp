@@ -21,7 +21,7 @@ void write_segments(const Tensor& memory, const Tensor& delta, int64_t count) {
 }
 
 void prepare_step(const Tensor& work, const Tensor& history, const Tensor& row_block_table,
-                  int64_t block_size, const Tensor& token_ids, const Tensor& positions,
+                  const Tensor& position_offset, int64_t block_size, const Tensor& token_ids, const Tensor& positions,
                   const Tensor& slot_mapping, const Tensor& query_start,
                   const Tensor& context_len, const Tensor& block_table,
                   const Tensor& request_row, const Tensor& logits_index, const Tensor& row,
@@ -36,6 +36,7 @@ void prepare_step(const Tensor& work, const Tensor& history, const Tensor& row_b
   a.history_stride = history.stride(0);
   a.row_block_table = dense<int32_t>(row_block_table, "row_block_table", 2, 1);
   a.row_block_table_stride = row_block_table.stride(0);
+  a.position_offset = dense<int32_t>(position_offset, "position_offset", 1, history.size(0));
   a.block_size = block_size;
   a.groups = slot_mapping.size(0);
   TORCH_CHECK(slot_mapping.dim() == 2 && block_table.dim() == 3 && slot_mapping.size(1) >= tokens &&

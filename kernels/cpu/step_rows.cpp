@@ -22,10 +22,11 @@ struct Line {
 void write_tokens(const PrepareArgs& a, const Line& line) {
   const int32_t* history = a.history + line.row * a.history_stride;
   const int32_t* table = a.row_block_table + line.row * a.row_block_table_stride;
+  const int64_t offset = a.position_offset[line.row];
   for (int64_t i = 0; i < line.count; ++i) {
     const int64_t position = line.start + i, out = line.first + i;
     a.token_ids[out] = history[position];
-    a.positions[out] = position;
+    a.positions[out] = position + offset;
     const int32_t* blocks = table + position / a.block_size * a.groups;
     for (int64_t g = 0; g < a.groups; ++g)
       a.slot_mapping[g * a.slot_group + out] =

@@ -15,6 +15,7 @@ struct PrepareArgs {
   int64_t history_stride;
   const int32_t* row_block_table;
   int64_t row_block_table_stride;
+  const int32_t* position_offset;
   int64_t block_size, groups;  // a row of the table holds a block of each group, then the next
   int64_t *token_ids, *positions, *slot_mapping;
   int64_t slot_group;  // stride of a group

@@ -39,9 +39,9 @@ def write_segments_kernel(memory, delta, BLOCK: tl.constexpr):
 
 @triton.jit
 def prepare_step_kernel(
-    work, history, history_row, table, table_row, token_ids, positions, slots, slots_group,
-    query_start, context_len, block_table, block_table_group, block_table_request, request_row,
-    logits_index, row, length,
+    work, history, history_row, table, table_row, position_offset, token_ids, positions, slots,
+    slots_group, query_start, context_len, block_table, block_table_group, block_table_request,
+    request_row, logits_index, row, length,
     BLOCK_SIZE: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a request, which writes what its line of `work` asks for."""
@@ -51,6 +51,7 @@ def prepare_step_kernel(
     start, count, first = tl.load(line + 1), tl.load(line + 2), tl.load(line + 3)
     context, sample, samples = tl.load(line + 4), tl.load(line + 5), tl.load(line + 6)
     scored = tl.load(line + 7)
+    offset = tl.load(position_offset + at)
     history += at * history_row
     table += at * table_row
     if r == 0:
@@ -70,7 +71,7 @@ def prepare_step_kernel(
             slot = tl.where(live, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, -1)
             tl.store(slots + g * slots_group + out, slot, mask=inside)
         tl.store(token_ids + out, token.to(tl.int64), mask=inside)
-        tl.store(positions + out, position.to(tl.int64), mask=inside)
+        tl.store(positions + out, (position + offset).to(tl.int64), mask=inside)
     block_table += r.to(tl.int64) * block_table_request
     blocks = (context + BLOCK_SIZE - 1) // BLOCK_SIZE
     for begin in range(0, blocks, BLOCK):
@@ -137,6 +138,7 @@ def plan_prepare(
     work: Tensor,
     history: Tensor,
     row_block_table: Tensor,
+    position_offset: Tensor,
     block_size: int,
     token_ids: Tensor,
     positions: Tensor,
@@ -155,6 +157,7 @@ def plan_prepare(
         args={
             "work": work, "history": history, "history_row": history.stride(0),
             "table": row_block_table, "table_row": row_block_table.stride(0),
+            "position_offset": position_offset,
             "token_ids": token_ids, "positions": positions, "slots": slot_mapping,
             "slots_group": slot_mapping.stride(0),
             "query_start": query_start, "context_len": context_len,

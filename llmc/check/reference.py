@@ -115,7 +115,7 @@ def _load(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) 
         with _no_progress_bar():
             module: nn.Module = AutoModelForCausalLM.from_pretrained(
                 path,
-                config=config,  # as it is served: with one choice of rotary frequencies
+                config=config,
                 dtype=dtype,
                 attn_implementation="eager",
                 trust_remote_code=trust_remote_code,

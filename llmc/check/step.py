@@ -37,9 +37,15 @@ class Geometry:
     blocks_each: int
     num_sequences: int
     num_groups: int
+    long_text_from: int = 0  # where longer sequences have positions of their own; 0: nowhere
 
     @staticmethod
-    def of(sequences: Sequence[TokenSequence], block_size: int, num_groups: int = 1) -> Geometry:
+    def of(
+        sequences: Sequence[TokenSequence],
+        block_size: int,
+        num_groups: int = 1,
+        long_text_from: int = 0,
+    ) -> Geometry:
         longest = max(len(s.token_ids) for s in sequences)
         # compiled steps take no block table of width 1
         blocks = max(2, -(-longest // block_size))
@@ -48,7 +54,12 @@ class Geometry:
             blocks_each=blocks,
             num_sequences=len(sequences),
             num_groups=num_groups,
+            long_text_from=long_text_from,
         )
+
+    def position_offset(self, sequence: TokenSequence) -> int:
+        """What is added to its positions."""
+        return self.long_text_from if len(sequence.token_ids) > self.long_text_from else 0
 
     @property
     def num_blocks(self) -> int:
@@ -167,4 +178,5 @@ def row_tables(
         ids = torch.tensor(sequence.token_ids, dtype=torch.int32)
         rows.tables["history"][row, : len(ids)] = ids.to(device)
         rows.tables["prompt_len"][row] = sequence.prompt_len
+        rows.tables["position_offset"][row] = geometry.position_offset(sequence)
     return rows

@@ -84,11 +84,13 @@ class Subject:
         """The captured graph itself, one sequence at a time: no paging, no fusion, no kernel."""
         graph, _ = run_passes(self.captured.graph, (canonicalize(), *passes))
         device = self.captured.device
-        call = lower(graph, self._bind(graph, self._geometry(num_groups=1))).call
+        geometry = self._geometry(num_groups=1)
+        call = lower(graph, self._bind(graph, geometry)).call
         logits = []
         for sequence in self.sequences:
             ids = torch.tensor(sequence.token_ids, device=device)
-            given = {"token_ids": ids, "positions": torch.arange(len(ids), device=device)}
+            positions = torch.arange(len(ids), device=device) + geometry.position_offset(sequence)
+            given = {"token_ids": ids, "positions": positions}
             with torch.inference_mode():
                 out = call(**given)
             logits.append(out[0].to("cpu", torch.float32, copy=True))
@@ -109,7 +111,8 @@ class Subject:
         return Run(logits=logits, hidden=hidden)
 
     def _geometry(self, num_groups: int) -> Geometry:
-        return Geometry.of(self.sequences, self.options.pipeline.block_size, num_groups)
+        options = self.options.pipeline
+        return Geometry.of(self.sequences, options.block_size, num_groups, options.long_text_from)
 
     def _bind(self, graph: fx.GraphModule, geometry: Geometry) -> dict[str, Tensor]:
         captured = self.captured

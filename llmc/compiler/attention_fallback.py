@@ -26,13 +26,15 @@ from llmc.pooling import LM, Head
 _EAGER = "eager"
 
 
-def build_model(config: Any, dtype: torch.dtype, head: Head = LM) -> BuiltModel:
+def build_model(
+    config: Any, dtype: torch.dtype, head: Head = LM, context: int | None = None
+) -> BuiltModel:
     """The model on meta, wired to llmc's attention where its class lets that be chosen."""
     try:
-        return build(config, dtype, head=head)
+        return build(config, dtype, head=head, context=context)
     except CheckpointError as reason:
         try:
-            return build(config, dtype, _EAGER, head)
+            return build(config, dtype, _EAGER, head, context)
         except CheckpointError:
             raise reason from reason.__cause__
 
@@ -63,7 +65,7 @@ def capture_model(
 
 def _build_eager(built: BuiltModel) -> BuiltModel:
     """The same model with its eager attention, and with as many layers (`inspect` keeps fewer)."""
-    eager = build(built.source_config, built.dtype, _EAGER, built.head)
+    eager = build(built.source_config, built.dtype, _EAGER, built.head, built.context)
     path, _ = layer_list(name for name, _ in built.module.named_parameters())
     kept, layers = built.module.get_submodule(path), eager.module.get_submodule(path)
     if isinstance(kept, nn.ModuleList) and isinstance(layers, nn.ModuleList):

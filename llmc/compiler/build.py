@@ -17,6 +17,7 @@ from llmc.compiler import interface
 from llmc.compiler.expert_loops import use_expert_loops
 from llmc.compiler.experts import use_sorted_experts
 from llmc.compiler.heads import make_module
+from llmc.compiler.rotary import use_tables
 from llmc.errors import CheckpointError, reason_of
 from llmc.pooling import LM, Head
 
@@ -50,16 +51,21 @@ class BuiltModel:
     source_config: Any  # what it was built from
     dtype: torch.dtype
     buffers: dict[str, Tensor]  # name -> value, for buffers that no checkpoint holds
+    context: int | None  # tokens of the longest text, where a table depends on it
     head: Head = LM
 
 
 def build(
-    config: Any, dtype: torch.dtype, attention: str = interface.NAME, head: Head = LM
+    config: Any,
+    dtype: torch.dtype,
+    attention: str = interface.NAME,
+    head: Head = LM,
+    context: int | None = None,
 ) -> BuiltModel:
     """Raise CheckpointError where the config is no decoder-only causal language model.
 
     `attention` is a name of transformers' attention interface: ours, or `eager` for models whose
-    own code spells their attention out.
+    own code spells their attention out. Texts have up to `context` tokens; None: the config's own.
     """
     source, config = config, copy.deepcopy(config)  # the copy's fields are set below
     _check_causal(config)
@@ -82,6 +88,9 @@ def build(
     use_sorted_experts(module)
     use_expert_loops(module)
     buffers = materialize_buffers(module)
+    text = getattr(config, "get_text_config", lambda: config)()
+    context = context or getattr(text, "max_position_embeddings", None) or 0
+    has_tables = use_tables(module, buffers, context)
     _keep_frequencies(module)
     # Which modules attend is known only once their code has run; an unused buffer costs nothing.
     for child in module.modules():
@@ -94,6 +103,7 @@ def build(
         dtype=dtype,
         buffers=buffers,
         head=head,
+        context=context if has_tables else None,
     )
 
 
@@ -110,20 +120,15 @@ def _check_causal(config: Any) -> None:
 def _keep_frequencies(module: nn.Module) -> None:
     """Rotary embeddings that compute their frequencies anew as texts grow keep their first ones.
 
-    Those hold for every context that is served: compiler/rotary.py chose the long ones where
-    they are needed, and `dynamic` ones change only beyond the model's own context.
+    Those hold for every context that is served: `dynamic` ones change only beyond the model's own.
     """
     child: Any
     for child in module.modules():
         kinds = getattr(child, "rope_type", None)
-        if isinstance(kinds, str) and _grows(kinds):
+        if isinstance(kinds, str) and "dynamic" in kinds:
             child.rope_type = "default"
         elif isinstance(kinds, dict):
-            child.rope_type = {k: "default" if _grows(v) else v for k, v in kinds.items()}
-
-
-def _grows(rope_type: str) -> bool:
-    return rope_type == "longrope" or "dynamic" in rope_type
+            child.rope_type = {k: "default" if "dynamic" in v else v for k, v in kinds.items()}
 
 
 def materialize_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -1,35 +1,116 @@
-"""Rotary frequencies that depend on a sequence's length: one choice for all sequences, at load.
+"""Rotary embeddings that turn a long text otherwise than a short one: tables of both.
 
-transformers chooses by the longest position of a batch, and again at every step. In a batch of
-requests of different lengths that would turn one by the length of another, and keys that lie in the
-cache were turned before. So the context that is served decides, as it does in other engines.
+transformers chooses the frequencies of `longrope` by the number of tokens, and computes all keys
+again once a text has outgrown the length that the model was trained on. In a step of several
+requests each is a short or a long text by itself: a token of a long one has its place plus
+`long_text_from` as its position, and so finds its row behind those of short texts:
+
+    rows [0, long_text_from)   short texts, which have no later position
+    rows from there on         long texts, from position 0
+
+LongRoPE: arXiv 2402.13753.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
-log = logging.getLogger(__name__)
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmc.errors import CheckpointError, reason_of
+
+_KIND = "longrope"
 
 
-def choose_frequencies(text_config: Any, max_model_len: int | None) -> None:
-    """Where the context is longer than the one trained on, all sequences take the long factors."""
-    length = max_model_len or getattr(text_config, "max_position_embeddings", None) or 0
-    for rope in _parameters(text_config):
-        original = rope.get("original_max_position_embeddings")
-        if rope.get("rope_type") != "longrope" or not original or length <= original:
+def long_text_from(text_config: Any) -> int | None:
+    """The number of tokens beyond which a text is long to the model; None: there is none."""
+    found = {
+        int(rope["original_max_position_embeddings"])
+        for rope in _parameters(text_config)
+        if rope.get("rope_type") == _KIND and rope.get("original_max_position_embeddings")
+    }
+    if len(found) > 1:
+        raise CheckpointError(
+            "its layers have different original_max_position_embeddings "
+            f"({', '.join(map(str, sorted(found)))}); llmc serves models that have one"
+        )
+    return found.pop() if found else None
+
+
+def use_tables(module: nn.Module, buffers: dict[str, Tensor], context: int) -> bool:
+    """Put tables in place of the rotary embeddings of `module` that know two kinds of text, if any.
+
+    `module` is on meta, and `buffers` has the values of its buffers by name. Texts have up to
+    `context` tokens. -> whether there are tables. Raises CheckpointError where such an embedding
+    can't be computed by itself.
+    """
+    found = False
+    for name, rotary in list(module.named_modules()):
+        kinds: Any = getattr(rotary, "rope_type", None)
+        layer_types = list(kinds) if isinstance(kinds, dict) else [None]
+        if _KIND not in (kinds.values() if isinstance(kinds, dict) else [kinds]):
             continue
-        if rope["short_factor"] != rope["long_factor"]:
-            rope["short_factor"] = rope["long_factor"]
-            log.info(
-                "rotary frequencies are those for long texts, for short ones too: the context is "
-                "%d tokens, and up to %d the model has others (--max-model-len %d takes those)",
-                length,
-                original,
-                original,
-            )
+        config: Any = rotary.config
+        trained = long_text_from(config)
+        if trained is None:
+            continue
+        try:
+            with torch.device("cpu"):  # the module's tensors are on meta, also those it hides
+                real = type(rotary)(config=config)
+            values = {kind: _tables(real, kind, trained, context) for kind in layer_types}
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as e:
+            raise CheckpointError(
+                f"the rotary embedding {type(rotary).__name__} of {_KIND} can't be computed by "
+                f"itself: {reason_of(e)}"
+            ) from e
+        for own in dict(rotary.named_buffers()):
+            buffers.pop(f"{name}.{own}", None)
+        tables = RotaryTables(values)
+        for own, value in tables.named_buffers():
+            buffers[f"{name}.{own}"] = value
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, tables.to("meta"))
+        found = True
+    return found
+
+
+class RotaryTables(nn.Module):
+    """(cos, sin) [1, T, D] for position_ids [1, T], from tables [rows, D] float32."""
+
+    def __init__(self, tables: dict[str | None, tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        for kind, (cos, sin) in tables.items():
+            self.register_buffer(_name("cos", kind), cos, persistent=False)
+            self.register_buffer(_name("sin", kind), sin, persistent=False)
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        cos = F.embedding(position_ids, getattr(self, _name("cos", layer_type)))
+        sin = F.embedding(position_ids, getattr(self, _name("sin", layer_type)))
+        return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
+
+
+def _name(part: str, layer_type: str | None) -> str:
+    return part if layer_type is None else f"{layer_type}_{part}"
+
+
+def _tables(
+    rotary: nn.Module, layer_type: str | None, trained: int, context: int
+) -> tuple[Tensor, Tensor]:
+    """What the model's own code gives for the longest short text, then for the longest one."""
+    given = {} if layer_type is None else {"layer_type": layer_type}
+    lengths = [min(trained, context)] + ([context] if context > trained else [])
+    x = torch.empty(1, 1, 1)
+    parts: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad():
+        for length in lengths:
+            cos, sin = rotary(x, position_ids=torch.arange(length)[None], **given)
+            parts.append((cos[0].float(), sin[0].float()))
+    return torch.cat([cos for cos, _ in parts]), torch.cat([sin for _, sin in parts])
 
 
 def _parameters(text_config: Any) -> Iterator[dict[str, Any]]:

@@ -58,6 +58,7 @@ class EngineFeatures:
     scheduling_policy: SchedulingPolicy = "fcfs"
     enable_prefix_caching: bool = True
     share_prompts: bool = True
+    long_text_from: int | None = None  # tokens; longer texts are computed with other positions
     windows: Sequence[AttentionWindow] = (WHOLE,)  # one a group of layers (kv/layout.py)
     swap_room: SwapRoom | None = None  # None: preempted requests are recomputed
     speculation: Speculation | None = None

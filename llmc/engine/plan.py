@@ -34,6 +34,7 @@ class NewRow:
     row_state: Mapping[str, bytes] = field(default_factory=dict)  # of users' logits processors
     adapter_slot: int = 0  # of its LoRA adapter; 0: it has none
     images: Sequence[ImageInput] = ()  # of the prompt
+    position_offset: int = 0  # added to the positions that the model sees
     num_candidates: int = 0  # of a beam: likeliest tokens to report with each draw
 
 

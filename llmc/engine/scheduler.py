@@ -58,7 +58,14 @@ class Scheduler:
         )
         room = features.swap_room if self.layout.windows == (WHOLE,) else None
         self.adapters = AdapterSlots(features.adapters)
-        self.rows = RowTable(limits.max_num_seqs, self.pool, self.layout, room, self.adapters)
+        self.rows = RowTable(
+            limits.max_num_seqs,
+            self.pool,
+            self.layout,
+            room,
+            self.adapters,
+            features.long_text_from,
+        )
         self.requests: dict[str, Request] = {}  # all that are not finished
         self.speculation = features.speculation
         self.bisection = FaultBisection()
@@ -194,6 +201,9 @@ class Scheduler:
         """
         prefills: list[Request] = []
         running = self.running
+        if self.rows.long_text_from is not None:
+            for request in [r for r in running if self._needs_recompute(r)]:
+                self._queues.requeue(request)
         index = 0
         while index < len(running) and builder.budget:
             request = running[index]
@@ -214,6 +224,10 @@ class Scheduler:
                 builder.add_decode(request, self.rows.grow(request))
         return prefills
 
+    def _needs_recompute(self, request: Request) -> bool:
+        """It has become a long text, and has more to draw."""
+        return self.rows.outgrows(request) and request.num_tokens < request.max_total_tokens
+
     def _add_drafts(
         self, builder: PlanBuilder, request: Request, drafts: Sequence[int], num_after: int
     ) -> None:
@@ -226,6 +240,8 @@ class Scheduler:
             builder.budget - num_after - 1,
             request.table.capacity + num_spare * block_size - num_tokens,
         )
+        if self.rows.long_text_from is not None and not request.is_long:
+            num_drafts = min(num_drafts, self.rows.long_text_from - num_tokens)
         num_drafts = max(num_drafts, 0)
         blocks: list[int] = []
         while request.table.capacity < num_tokens + num_drafts:
@@ -302,6 +318,8 @@ class Scheduler:
             request = suspect.request
             if not builder.has_room(request):
                 return
+            if request.state is RUNNING and self._needs_recompute(request):
+                self._queues.requeue(request)
             if request.state is RUNNING:
                 self._add_work(builder, request, suspect.num_wanted)
                 continue
@@ -323,7 +341,7 @@ class Scheduler:
             else:
                 request.num_cached_tokens = request.num_computed
                 self.pool.count_lookup(request.num_prompt_tokens, request.num_computed)
-        builder.new_rows.append(new_row(request))
+        builder.new_rows.append(new_row(request, self.rows.long_text_from))
         num_wanted = min(num_wanted, request.table.capacity - request.num_computed)
         # Blocks that a window has left are never read, so any number does for them.
         builder.add(request, num_wanted, [max(block, 0) for block in request.table.blocks])

@@ -81,7 +81,9 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
     start = time.perf_counter()
     built, shortened, stages = None, None, None
     for keep_all in (True,) if all_layers else (False, True):
-        built = build_model(source.load_hf_config(), source.dtype, head_of(source.pooling))
+        built = build_model(
+            source.load_hf_config(), source.dtype, head_of(source.pooling), source.model_len
+        )
         parameters = sum(p.numel() for p in built.module.parameters())
         options = rewrite_options(source, _kept(source, built))
         shortened = shorten(built.module, built.config, keep_all=keep_all)

@@ -3,7 +3,7 @@ result is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,11 +13,15 @@ from llmc.kernels.token_logprobs import token_logprobs
 from llmc.runner.delta import Delta
 
 
-def chosen_tokens(tokens: Tensor, inputs: dict[str, Tensor], history: Tensor) -> Tensor:
+def chosen_tokens(
+    tokens: Tensor, inputs: dict[str, Tensor], tables: Mapping[str, Tensor]
+) -> Tensor:
     """[S] int64: the drawn token of each sample; where it is only scored, the one that follows."""
     row, length = inputs["row"], inputs["length"]
     # a sample at the end of the prompt of a full context has no next token, and is drawn
-    after = inputs["positions"].index_select(0, inputs["logits_index"]) + 1
+    position = inputs["positions"].index_select(0, inputs["logits_index"])
+    after = position - tables["position_offset"][row] + 1
+    history = tables["history"]
     follows = history[row, after.clamp(max=history.shape[1] - 1)].long()
     return torch.where(length == 0, follows, tokens)
 

@@ -197,7 +197,7 @@ class ModelRunner:
         elif delta.wanted:
             picks = sent[delta.picks : delta.picks + len(delta.wanted)]
             if delta.scored:
-                tokens = chosen_tokens(tokens, inputs, self.rows.tables["history"])
+                tokens = chosen_tokens(tokens, inputs, self.rows.tables)
             outputs += gather_logprobs(logits, tokens, picks, max(delta.wanted))
         return Launched(delta=delta, download=self._device.download(outputs))
 

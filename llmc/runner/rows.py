@@ -157,6 +157,7 @@ class RowTables:
         out.add(self._places["history"].at(row), np.fromiter(new.token_ids, np.int32))
         scalars = {
             "prompt_len": new.num_prompt_tokens,
+            "position_offset": new.position_offset,
             "repetition_penalty": params.repetition_penalty,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,

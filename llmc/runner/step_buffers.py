@@ -67,7 +67,12 @@ class StepBuffers:
         view: _View = self.view(tokens, work.shape[0], samples)
         rows = self._rows
         prepare_step.run(
-            work, rows.tables["history"], rows.block_table, rows.block_size, *view.prepared
+            work,
+            rows.tables["history"],
+            rows.block_table,
+            rows.tables["position_offset"],
+            rows.block_size,
+            *view.prepared,
         )
         return view.inputs
 

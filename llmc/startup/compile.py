@@ -68,6 +68,7 @@ def rewrite_options(source: ModelSource, kept: KeptWeights | None = None) -> Rew
         pipeline=PipelineOptions(
             block_size=config.block_size,
             max_positions=source.model_len,
+            long_text_from=source.long_text_from or 0,
             kv_cache_dtype=config.kv_cache_dtype,
             quantization=None if config.quantization == "none" else config.quantization,
             kept=_kept(source) if kept is None else kept,
@@ -174,12 +175,12 @@ def build_as_stored(source: ModelSource, head: Head | None = None) -> BuiltModel
     from llmc.weights.parameters import describe_parameters
 
     head = head or head_of(source.pooling)
-    built = build_model(source.load_hf_config(), source.dtype, head)
+    built = build_model(source.load_hf_config(), source.dtype, head, source.model_len)
     names = _stored_apart(source, describe_parameters(built.module).aliases)
     if names is None:
         return built
     log.warning("config.json ties %s, but the checkpoint's differ: both are loaded", names)
-    return build_model(_untied(source.load_hf_config()), source.dtype, head)
+    return build_model(_untied(source.load_hf_config()), source.dtype, head, source.model_len)
 
 
 def _untied(hf_config: Any) -> Any:

@@ -27,9 +27,7 @@ log = logging.getLogger(__name__)
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _DEFAULT_CONTEXT = 2048
 _SENSES = ("vision", "image", "video", "audio", "speech")
-# A config.json with these is not kept: the first two name code or further files, and the choice
-# of rotary frequencies for `longrope` is logged at each start.
-_NEVER_KEPT = ("auto_map", "configuration_files", "longrope")
+_NEVER_KEPT = ("auto_map", "configuration_files")  # they name code or further files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +38,9 @@ class ConfigFacts:
     dtype: str | None  # as stored, such as "bfloat16"
     context: int  # the longest that the config states, in tokens
     dense_context: int | None  # see `dense_context`
+    long_text_from: (
+        int | None
+    )  # tokens of the longest text that is not long to its rotary embedding
     vocab_size: int  # 0 where the config does not say
     eos_token_ids: tuple[int, ...]
     unused_parts: tuple[str, ...]  # besides the text model, such as "vision"
@@ -47,6 +48,7 @@ class ConfigFacts:
 
 def describe(hf_config: Any) -> ConfigFacts:
     from llmc.compiler.cache import config_digest
+    from llmc.compiler.rotary import long_text_from
 
     text = _text_part(hf_config)
     dtype = getattr(hf_config, "dtype", None)
@@ -55,6 +57,7 @@ def describe(hf_config: Any) -> ConfigFacts:
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         context=model_context(hf_config),
         dense_context=dense_context(hf_config),
+        long_text_from=long_text_from(text),
         vocab_size=getattr(text, "vocab_size", None) or 0,
         eos_token_ids=eos_token_ids(hf_config),
         unused_parts=unused_parts(hf_config),
@@ -109,8 +112,7 @@ class FactsCache:
         if any(name.encode() in text for name in _NEVER_KEPT) or b'"model_type"' not in text:
             return None
         digest = hashlib.blake2b(text, digest_size=16)
-        # The context that is asked for may decide which rotary frequencies a config ends up with.
-        about = (_own_sources(), package_version("transformers"), str(config.max_model_len))
+        about = (_own_sources(), package_version("transformers"))
         digest.update("\0".join(about).encode())
         return self._root / f"{digest.hexdigest()}.json"
 

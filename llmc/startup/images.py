@@ -31,7 +31,7 @@ from llmc.errors import CheckpointError, CompileError, LlmcError
 from llmc.model_info import ImageInfo
 from llmc.passes.see_whole_images import Where
 from llmc.pooling import Head
-from llmc.runner.images import RowImages, tensors_of
+from llmc.runner.images import CACHE_BYTES, RowImages, tensors_of
 from llmc.startup.compile import CompiledModel, LoadedModel, compile_model
 from llmc.startup.resolve import ModelSource
 from llmc.text.images import CantRead, ImagePreparer, Prepared
@@ -65,6 +65,12 @@ class ImageModel:
     compiled: CompiledModel
     weights: Mapping[str, Tensor]  # of that step; the text model's own
     axes: int
+
+    @property
+    def bytes_beside(self) -> int:
+        """Of device memory, besides the tower's weights: rows that are kept, and as much for what
+        it computes with."""
+        return 2 * CACHE_BYTES
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor]) -> RowImages:
         """Over the text step's caches."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmc.compiler.rotary import choose_frequencies
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, reason_of
 from llmc.startup.default_model import default_model, default_model_path
@@ -158,7 +157,6 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
         value = getattr(text, field, None)
         if value is not None and (not isinstance(value, int) or not 1 <= value <= 10**8):
             raise CheckpointError(f"config.json of {wanted!r}: {field} is {value!r}")
-    choose_frequencies(text, config.max_model_len)
     return loaded
 
 

@@ -65,6 +65,12 @@ class ModelSource:
         return self.config.max_model_len or own
 
     @property
+    def long_text_from(self) -> int | None:
+        """Texts of more tokens are long to the model, where they can have so many."""
+        trained = self.facts.long_text_from
+        return trained if trained is not None and trained < self.model_len else None
+
+    @property
     def tokenizer_path(self) -> Path | None:
         if self.config.tokenizer:
             return Path(self.config.tokenizer)

@@ -197,6 +197,9 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         if isinstance(images, ImageModel):
             keep(images.compiled, programs)
     with clock.phase("size cache") as detail:
+        if isinstance(images, ImageModel) and device.type == "cuda":
+            beside = profiles[0].bytes_beside + images.bytes_beside
+            profiles[0] = replace(profiles[0], bytes_beside=beside)
         pool = size_pools(config, device, profiles, source.model_len, ranks)
         bound = [
             bind_model(
@@ -312,6 +315,7 @@ def _make_engine(
             scheduling_policy=config.scheduling_policy,
             speculation=speculation,
             windows=profile.layout.windows,
+            long_text_from=model.source.long_text_from,
             grammars=GrammarStarter(
                 model.source.tokenizer_path, vocab_size=program.vocab_size, eos_token_ids=eos
             ),

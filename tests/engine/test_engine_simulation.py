@@ -114,6 +114,8 @@ class Trace:
             layout=layout,
         )
         self.runner.nan = rng.random() < 0.3
+        if self.seed % 4 == 3:
+            self.runner.long_text_from = 1 + self.seed // 4 % (self.context - 1)
         if self.seed % 5 < 2:
             self.speculation = Oracle(random.Random(self.seed), nan=self.runner.nan)
         elif self.seed % 5 == 2:
@@ -135,6 +137,7 @@ class Trace:
                 swap_room=self.swap_room(rng) if rng.random() < 0.7 else None,
                 grammars=DigitGrammars(),
                 windows=windows,
+                long_text_from=self.runner.long_text_from,
                 speculation=self.speculation,
             ),
         )
@@ -297,6 +300,7 @@ def test_every_request_ends_as_it_does_alone(
         totals["left behind"] += trace.runner.num_left
         totals["wasted"] += stats.num_wasted_row_steps
         totals["restarts"] += trace.runner.restarts
+        totals["as long texts"] += trace.runner.num_long
         totals["faults"] += trace.runner.faults
         totals["scored"] += trace.runner.num_scored
         totals["rejected"] += trace.runner.num_drafted - trace.runner.num_accepted
@@ -318,6 +322,7 @@ def test_every_request_ends_as_it_does_alone(
         "left behind",
         "cache hits",
         "restarts",
+        "as long texts",
         "stop",
         "length",
         "abort",

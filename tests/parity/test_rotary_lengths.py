@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny_engine
+import tiny_models
+import transformers as tf
 from tiny_models import Continuation, continue_greedily, load_reference, prompts, save_checkpoint
 
 TRAINED, TOKENS = 16, 6
@@ -17,6 +21,17 @@ LONGROPE = {
     "short_factor": [1.0, 1.0, 1.0, 1.0],
     "long_factor": [1.0, 2.0, 4.0, 8.0],
 }
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "max_position_embeddings",
+)
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
@@ -45,13 +60,54 @@ def test_a_context_as_trained_takes_the_short_factors(tmp_path: Path) -> None:
     check(path, answers(path, SHORT), max_model_len=TRAINED)
 
 
-def test_a_longer_context_takes_the_long_factors_for_all(tmp_path: Path) -> None:
+def test_each_request_takes_the_factors_of_its_own_length(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model", **LONGROPE)
-    all_long = checkpoint(tmp_path / "long", **LONGROPE | {"short_factor": LONGROPE["long_factor"]})
-    long = answers(path, LONG)
-    assert answers(path, SHORT) != answers(all_long, SHORT), "the factors make no difference"
-    assert long == answers(all_long, LONG)
-    check(path, [*answers(all_long, SHORT), *long])
+    all_short = checkpoint(tmp_path / "s", **LONGROPE | {"long_factor": LONGROPE["short_factor"]})
+    expected = answers(path, (*SHORT, *LONG))
+    assert expected[2:] != answers(all_short, LONG), "the factors make no difference"
+    check(path, expected)
+
+
+def test_a_text_that_becomes_long_is_computed_again(tmp_path: Path) -> None:
+    """transformers does so too: its keys were turned by the factors of short texts."""
+    path = checkpoint(tmp_path, **LONGROPE)
+    lengths = (TRAINED - 3, TRAINED - 1, TRAINED, TRAINED + 1)
+    expected = answers(path, lengths)
+    model = load_reference(path)
+    uncached = [continue_greedily(model, p, TOKENS, use_cache=False) for p in prompts(lengths)]
+    assert [r.tokens for r in uncached] == [r.tokens for r in expected]
+    check(path, expected)
+    check(path, expected, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+
+
+def test_a_model_that_scales_long_texts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own code branches on the length, besides choosing frequencies by it."""
+    mixtral = tiny_models.FAMILIES["mixtral"]()
+    sizes = {name: getattr(mixtral, name) for name in _SIZES}
+    config = partial(tf.PhimoeConfig, **sizes)
+    monkeypatch.setitem(tiny_models.FAMILIES, "phimoe", config)
+    path = save_checkpoint(
+        "phimoe",
+        tmp_path,
+        rope_parameters=LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.3},
+        original_max_position_embeddings=TRAINED,
+    )
+    check(path, answers(path, (*SHORT, TRAINED - 3, *LONG)))
+
+
+def test_long_and_short_texts_share_no_blocks(tmp_path: Path) -> None:
+    """A long prompt begins with a short one that is in the prefix cache, and then the reverse."""
+    path = checkpoint(tmp_path, **LONGROPE)
+    model = load_reference(path)
+    long = prompts((TRAINED + 9,))[0]
+    running = tiny_engine.start(path, block_size=4)
+    engine = running.engine()
+    for length in (TRAINED - 2, len(long), TRAINED - 2, len(long)):
+        expected = continue_greedily(model, long[:length], 2)
+        got = tiny_engine.generate(engine, [long[:length]], 2)
+        assert not tiny_engine.differences([expected], got)[1]
 
 
 def test_dynamic_frequencies_are_the_plain_ones_within_the_context(tmp_path: Path) -> None:

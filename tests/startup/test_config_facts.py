@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import transformers as tf
 
-from llmc.compiler.rotary import choose_frequencies
-from llmc.startup.config_facts import unused_parts
+from llmc.startup.config_facts import describe, unused_parts
 
 
 def test_parts_besides_the_text_are_named() -> None:
@@ -15,24 +13,19 @@ def test_parts_besides_the_text_are_named() -> None:
     assert unused_parts(tf.Phi4MultimodalConfig()) == ("audio", "vision")
 
 
-@pytest.mark.parametrize(
-    ("length", "taken"), [(None, "long"), (64, "short"), (65, "long")], ids=str
-)
-def test_the_context_chooses_rotary_factors(length: int | None, taken: str) -> None:
-    factors = {"short": [1.0] * 4, "long": [2.0] * 4}
-    config = tf.Phi3Config(
+def phi3(**rope: object) -> tf.Phi3Config:
+    return tf.Phi3Config(
         hidden_size=32,
         num_attention_heads=4,
         max_position_embeddings=256,
         original_max_position_embeddings=64,
         pad_token_id=None,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 64,
-            "short_factor": factors["short"],
-            "long_factor": factors["long"],
-        },
+        rope_parameters={"rope_theta": 10000.0, **rope},
     )
-    choose_frequencies(config, length)
-    assert config.rope_parameters["short_factor"] == factors[taken]
+
+
+def test_the_config_says_which_texts_are_long() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    long = phi3(rope_type="longrope", original_max_position_embeddings=64, **factors)
+    assert describe(long).long_text_from == 64
+    assert describe(phi3(rope_type="default")).long_text_from is None

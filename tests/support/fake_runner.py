@@ -138,6 +138,11 @@ class Row:
     mask: bytes | None = None
     broken: bool = False  # was in a step that failed, or in one behind it
     num_candidates: int = 0
+    offset: int = 0  # of its positions
+
+    def key(self, position: int) -> int:
+        """What the memory holds for a token: texts of other positions can't read it."""
+        return self.prints[position] + (self.offset << 64)
 
 
 class FakeStep:
@@ -178,6 +183,8 @@ class FakeRunner:
         self.max_rows = max_rows
         self.max_in_flight = max_in_flight
         self.num_runtime_compiles = 0
+        self.long_text_from: int | None = None
+        self.num_long = 0  # works of rows with an offset
         self.memory = [-1] * (num_blocks * block_size)
         self.host: dict[int, list[int]] = {}
         self.rows: dict[int, Row] = {}
@@ -331,6 +338,7 @@ class FakeRunner:
             seed=new.seed,
             stop=new.stop_token_ids,
             num_candidates=new.num_candidates,
+            offset=new.position_offset,
         )
 
     def _block(self, block: int) -> list[int]:
@@ -394,6 +402,11 @@ class FakeRunner:
         assert end < row.num_prompt + (row.sampling.max_tokens or end), "work that no one needs"
         assert work.start == row.num_computed, "positions are not contiguous"
         assert end <= len(row.prints) and end * groups <= len(row.blocks) * size
+        if self.long_text_from is not None:
+            assert row.offset == (self.long_text_from if row.offset else 0)
+            assert row.offset or end <= self.long_text_from, "a long text as a short one"
+            assert not row.offset or len(row.prints) > self.long_text_from
+            self.num_long += bool(row.offset)
         if work.sample or self.knows_all_tokens:
             assert work.sample == (end == len(row.prints))
         for position in range(work.start, end):
@@ -401,12 +414,12 @@ class FakeRunner:
             for place in range(first, first + groups):
                 block = row.held[place]
                 assert self.holders[block] == 1, "wrote to a block that another row holds"
-                self.memory[block * size + position % size] = row.prints[position]
+                self.memory[block * size + position % size] = row.key(position)
         for place in range(-(-end // size) * groups):
             index, group = divmod(place, groups)
             if index >= self.layout.first_needed(group, work.start):
                 block = row.held[place]
-                known = row.prints[index * size : min((index + 1) * size, end)]
+                known = [row.key(i) for i in range(index * size, min((index + 1) * size, end))]
                 assert self.memory[block * size : block * size + len(known)] == known
         row.num_computed = end
         if not is_drafted:

@@ -20,12 +20,13 @@ from llmc.compiler.cache import config_digest
 from llmc.compiler.program import CapturedModel
 from llmc.pooling import Head
 
-_known: dict[tuple[str, torch.dtype, str, bool, Head], CapturedModel] = {}
+_known: dict[tuple[str, torch.dtype, str, bool, Head, int | None], CapturedModel] = {}
 _capture_model = attention_fallback.capture_model
 
 
 def _capture(built: BuiltModel, device: torch.device, *, outline: bool = True) -> CapturedModel:
-    key = (config_digest(built.config), built.dtype, str(device), outline, built.head)
+    config = config_digest(built.config)
+    key = (config, built.dtype, str(device), outline, built.head, built.context)
     if key not in _known:
         _known[key] = _capture_model(built, device, outline=outline)
     return _known[key]

@@ -62,7 +62,8 @@ class Running:
         `num_blocks` is for each group of layers; with `tight_for` there are two more than one
         request of so many tokens needs.
         """
-        windows = self.started.engine.scheduler.layout.windows
+        scheduler = self.started.engine.scheduler
+        windows = scheduler.layout.windows
         if num_blocks is not None:
             num_blocks *= len(windows)
         if tight_for is not None:
@@ -92,6 +93,7 @@ class Running:
                 adapters=adapters,
                 windows=windows,
                 whole_images=info.images is not None and info.images.most_rows > 0,
+                long_text_from=scheduler.rows.long_text_from,
             ),
         )
 

@@ -181,6 +181,7 @@ def step_inputs() -> Plan[None]:
         ints(rows, 8),
         history,
         table,
+        ints(257),
         16,
         *(longs(tokens) for _ in range(2)),
         longs(2, tokens),

@@ -31,6 +31,7 @@ class Source:
 
 
 NO_SOURCE = Source()
+_LONG_TEXT = b"\0long"  # keys of long and short texts are never shared
 
 
 class RowTable:
@@ -44,6 +45,7 @@ class RowTable:
         layout: CacheLayout | None = None,
         swap_room: SwapRoom | None = None,
         adapters: AdapterSlots | None = None,
+        long_text_from: int | None = None,
     ) -> None:
         self.pool = pool
         self.adapters = adapters or AdapterSlots()
@@ -52,6 +54,7 @@ class RowTable:
         self.num_groups = layout.num_groups
         self.is_whole = layout.is_whole
         self.swap = Swapper(swap_room, pool.block_size)
+        self.long_text_from = long_text_from
         self.owners: list[Request | None] = [None] * num_rows
         self._free = list(range(num_rows))  # a heap
         self._released: set[int] = set()
@@ -61,6 +64,15 @@ class RowTable:
     @property
     def num_free_rows(self) -> int:
         return len(self._free)
+
+    def is_long(self, request: Request) -> bool:
+        """Whether a model that turns keys otherwise in long texts does so in this one. All its keys
+        are computed again once it has become long (`outgrows`)."""
+        return self.long_text_from is not None and request.num_tokens > self.long_text_from
+
+    def outgrows(self, request: Request) -> bool:
+        """What is computed of a running request holds for a short text only."""
+        return self.is_long(request) != request.is_long
 
     def allocate(self, request: Request, num_spare: int, source: Source = NO_SOURCE) -> bool:
         """Give a request a row and blocks, if then `num_spare` blocks stay free in each group.
@@ -74,10 +86,16 @@ class RowTable:
         attempt = (request.request_id, pool.num_free, num_spare, source.num_tokens)
         if attempt == self._refused:  # nothing has changed since: don't look it all up again
             return False
+        if self.outgrows(request):
+            request.is_long = self.is_long(request)
+            request.table.digests = []
+            self.swap.drop(request)
         shared = self._find_prefix(request)
         num_published = len(shared) // groups
         num_computed = num_published * size
         parent = source.request if num_computed < source.num_tokens else None
+        if parent is not None and parent.is_long != request.is_long:
+            parent = None
         forked = None if parent is None else self._fork(parent, source.num_tokens)
         if parent is not None and forked is not None:
             num_computed = source.num_tokens
@@ -214,7 +232,8 @@ class RowTable:
     def _extend_digests(self, request: Request, num_full: int) -> None:
         size, digests = self.pool.block_size, request.table.digests
         while len(digests) < num_full:
-            parent = digests[-1] if digests else self.pool.root_digest(request.cache_salt)
+            salt = request.cache_salt + _LONG_TEXT if request.is_long else request.cache_salt
+            parent = digests[-1] if digests else self.pool.root_digest(salt)
             start = len(digests) * size
             tokens = request.token_ids[start : start + size]
             shown = digests_within(request.images, start, start + size)
@@ -244,7 +263,8 @@ class RowTable:
                 raise AssertionError(f"{request.request_id!r} miscounts its blocks")
 
 
-def new_row(request: Request) -> NewRow:
+def new_row(request: Request, long_text_from: int | None = None) -> NewRow:
+    """Positions of a long text come after those of all others (compiler/rotary.py)."""
     assert request.row is not None
     return NewRow(
         row=request.row,
@@ -257,5 +277,6 @@ def new_row(request: Request) -> NewRow:
         row_state=request.row_state,
         adapter_slot=request.adapter_slot,
         images=request.images,
+        position_offset=long_text_from or 0 if request.is_long else 0,
         num_candidates=request.extension.num_candidates if request.extension is not None else 0,
     )
