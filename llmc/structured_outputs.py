@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc.errors import InvalidRequestError
+from llmc.json_schema import closed
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_GRAMMAR_DEPTH = 200
@@ -33,6 +34,7 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None  # one of these strings
     grammar: str | None = None  # GBNF, an EBNF, or Lark
     preamble: str = ""  # Lark: what may come before, as a model's reasoning; the rest is `@answer`
+    additional_properties: bool = False  # objects of `json` may have keys that they do not list
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -40,7 +42,7 @@ class StructuredOutputs:
             got = " and ".join(given) if given else "none"
             raise _fail("", f"needs exactly one of {', '.join(_KINDS)}, got {got}")
         if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
+            object.__setattr__(self, "json", _schema_text(self.json, self.additional_properties))
         if self.choice is not None:
             object.__setattr__(self, "choice", _checked_choice(self.choice))
         for name in ("regex", "grammar"):
@@ -70,7 +72,7 @@ def _fail(name: str, rule: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param} {rule}", param=param)
 
 
-def _schema_text(schema: object) -> str:
+def _schema_text(schema: object, additional_properties: bool) -> str:
     if isinstance(schema, str):
         _check_size("json", schema)  # before it is parsed
         try:
@@ -82,7 +84,9 @@ def _schema_text(schema: object) -> str:
     if not isinstance(parsed, Mapping | bool):
         raise _fail("json", f"must be a JSON schema (an object), got {type(parsed).__name__}")
     try:
-        return json.dumps(parsed, ensure_ascii=False)
+        text = json.dumps(parsed, ensure_ascii=False)
+        _check_size("json", text)  # before it is gone through
+        return text if additional_properties else json.dumps(closed(parsed), ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise _fail("json", f"can't be written as JSON: {error}") from error
 

@@ -71,7 +71,7 @@ class MessageCall:
 
     def body(self, stream: Stream) -> dict[str, Any]:
         [one] = stream.requests[0].output().outputs
-        read = self._turn.read(one.text)
+        read = self._turn.read(one)
         ending = _ending(one, called=bool(read.calls))
         return self._message(stream, self._blocks(read), ending)
 

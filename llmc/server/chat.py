@@ -85,7 +85,7 @@ class ChatCall:
         [request] = stream.requests
         choices = []
         for one in request.output().outputs:
-            read = self._turn.read(one.text)
+            read = self._turn.read(one)
             reason: str | None = one.finish_reason
             if read.calls and reason == "stop":
                 reason = "tool_calls"

@@ -53,6 +53,9 @@ ANTHROPIC_TYPES: dict[int, str] = {
 }
 
 
+_IN_TEXT = "context_length_exceeded"
+
+
 class ApiError(Exception):
     """An answer other than success, raised by a route and turned into JSON here."""
 
@@ -67,9 +70,10 @@ class ApiError(Exception):
 
     @property
     def shown(self) -> str:
-        """The message, cut to a length."""
+        """The message, cut to a length. Some clients look for one code in it."""
         text = self.message
-        return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
+        text = text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
+        return f"{text} ({_IN_TEXT})" if self.code == _IN_TEXT else text
 
 
 def error_body(error: ApiError) -> dict[str, Any]:

@@ -249,7 +249,7 @@ class OllamaCall:
 
     def body(self, stream: Stream) -> dict[str, Any]:
         [one] = stream.requests[0].output().outputs
-        read = self._turn.read(one.text)
+        read = self._turn.read(one)
         calls = [_call(call.name, call.arguments) for call in read.calls]
         said = self._said(read.content, thinking=read.reasoning, tool_calls=calls)
         return {**said, **self._end(stream)}

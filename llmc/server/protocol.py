@@ -93,6 +93,7 @@ class StructuredOutputsBody(BaseModel):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    additional_properties: bool | None = None
 
 
 class GenerationBody(Body):

@@ -104,7 +104,7 @@ class ResponseCall:
 
     def body(self, stream: Stream) -> dict[str, Any]:
         [one] = stream.requests[0].output().outputs
-        return self._ended(stream, _items(self._turn.read(one.text)))
+        return self._ended(stream, _items(self._turn.read(one)))
 
     def _ended(self, stream: Stream, items: list[dict[str, Any]]) -> dict[str, Any]:
         [one] = stream.requests[0].output().outputs
@@ -121,7 +121,7 @@ class ResponseCall:
             "total_tokens": usage["total_tokens"],
         }
         if self.keep is not None:
-            self.keep(response, _as_message(self._turn.read(one.text)))
+            self.keep(response, _as_message(self._turn.read(one)))
         return response
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:

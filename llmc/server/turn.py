@@ -18,6 +18,7 @@ from llmc.async_llm import AsyncLLM, Stream
 from llmc.errors import InvalidRequestError
 from llmc.frontend.completion import CompletionDelta
 from llmc.frontend.inputs import Input
+from llmc.outputs import CompletionOutput
 from llmc.sampling_params import SamplingParams
 from llmc.server.adapters import adapter_named
 from llmc.server.models import model_name
@@ -74,9 +75,10 @@ class Turn:
     def reader(self, *, streams: bool = True) -> AnswerReader:
         return AnswerReader(self, streams=streams)
 
-    def read(self, text: str) -> Answer:
+    def read(self, completion: CompletionOutput) -> Answer:
         reader = self.reader(streams=False)
-        deltas = (reader.push(text), reader.finish())
+        was_cut = completion.finish_reason == "length"
+        deltas = (reader.push(completion.text), reader.finish(was_cut=was_cut))
         calls: dict[int, FunctionCall] = {}  # by their place
         for call in (call for delta in deltas for call in delta.calls):
             if call.name is not None:
@@ -98,7 +100,7 @@ class Turn:
             return 0
         tokenizer = self.llm.inputs.need_tokenizer("messages")
         return sum(
-            reasoning.num_tokens(one.token_ids, self.read(one.text).reasoning, tokenizer)
+            reasoning.num_tokens(one.token_ids, self.read(one).reasoning, tokenizer)
             for one in stream.requests[0].output().outputs
         )
 
@@ -125,7 +127,7 @@ class AnswerReader:
         """What a completion's new text brought, and at its end what was held back."""
         yield self.push(delta.text)
         if delta.finish_reason is not None:
-            yield self.finish()
+            yield self.finish(was_cut=delta.finish_reason == "length")
 
     def push(self, text: str) -> Delta:
         said = ""
@@ -135,11 +137,12 @@ class AnswerReader:
         delta.reasoning = said
         return delta
 
-    def finish(self) -> Delta:
+    def finish(self, *, was_cut: bool = False) -> Delta:
+        """The answer has ended, by itself or since no more tokens were allowed."""
         said, text = self._reasoning.finish() if self._reasoning is not None else ("", "")
         if self._tools is None:
             return Delta(content=text, reasoning=said)
-        first, last = self._tools.push(text), self._tools.finish()
+        first, last = self._tools.push(text), self._tools.finish(was_cut=was_cut)
         calls = [*first.calls, *last.calls]
         return Delta(content=first.content + last.content, reasoning=said, calls=calls)
 

@@ -20,6 +20,7 @@ from llmc.errors import InvalidRequestError
 from llmc.text.learn_reasoning import KEYS, learn_reasoning
 from llmc.text.reasoning import ReasoningFormat
 from llmc.text.tokenizer import Tokenizer, check_text
+from llmc.text.tools.generic import GENERIC, as_plain_turns
 from llmc.text.tools.history import with_arguments
 from llmc.text.tools.learn import learn_format
 from llmc.text.tools.tool_format import ToolFormat
@@ -143,6 +144,10 @@ def _conversation(
         ]
     if tools:
         check_tools(tokenizer, tools)
+    if _needs_plain_turns(conversation, tools) and tool_format(tokenizer) is GENERIC:
+        takes_system = _takes_system(tokenizer, tokenizer.chat_template)
+        conversation = as_plain_turns(conversation, tools or (), takes_system=takes_system)
+        tools = None
     if not conversation:
         raise InvalidRequestError("messages must not be empty", param="messages")
     extra = dict(template_kwargs or {})
@@ -175,10 +180,9 @@ def check_tools(tokenizer: Tokenizer, tools: Sequence[Tool]) -> ToolFormat:
     form = tool_format(tokenizer)
     if form is None:
         raise InvalidRequestError(
-            "this model's chat template has no tools, or writes calls in a way that llmc can't "
-            "learn; leave tools out",
+            "this model has no chat template, so it can't be told of tools; leave them out",
             param="tools",
-            code="unsupported_parameter",
+            code="no_chat_template",
         )
     try:
         text = json.dumps([dict(tool) for tool in tools], ensure_ascii=False)
@@ -191,13 +195,14 @@ def check_tools(tokenizer: Tokenizer, tools: Sequence[Tool]) -> ToolFormat:
 
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
-    """How the model writes calls of tools, learned once; None where its template has none."""
+    """How the model writes calls of tools, learned once from its chat template, or GENERIC where
+    that writes none that could be read; None without a template."""
     template = tokenizer.chat_template
     return None if template is None else _learned(tokenizer, template)
 
 
 @functools.lru_cache(maxsize=8)
-def _learned(tokenizer: Tokenizer, template: str) -> ToolFormat | None:
+def _learned(tokenizer: Tokenizer, template: str) -> ToolFormat:
     parts = _reads_parts_alone(tokenizer, template)
 
     def render(messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str | None:
@@ -209,7 +214,12 @@ def _learned(tokenizer: Tokenizer, template: str) -> ToolFormat | None:
             return None
         return text
 
-    return learn_format(render, tokenizer.special_texts)
+    return learn_format(render, tokenizer.special_texts) or GENERIC
+
+
+def _needs_plain_turns(messages: Sequence[Message], tools: Sequence[Tool] | None) -> bool:
+    """Whether there is something that a template without tools does not know."""
+    return bool(tools) or any("tool_calls" in m or m.get("role") == "tool" for m in messages)
 
 
 def reasoning_format(tokenizer: Tokenizer) -> ReasoningFormat | None:
@@ -250,6 +260,19 @@ def _with_reasoning(where: str, message: dict[str, Any], key: str | None) -> dic
     rest = {name: value for name, value in message.items() if name not in KEYS}
     text = next(filter(None, given.values()), "")
     return {**rest, key: text} if key is not None and text else rest
+
+
+@functools.lru_cache(maxsize=8)
+def _takes_system(tokenizer: Tokenizer, template: str) -> bool:
+    """Whether the text of a system message is written. Found out by trying."""
+    word, parts = "wordofaprobe", _reads_parts_alone(tokenizer, template)
+    messages = [{"role": "system", "content": word}, {"role": "user", "content": "a"}]
+    flat = [_flat(index, message, parts) for index, message in enumerate(messages)]
+    try:
+        text = _apply(tokenizer.hf, flat, chat_template=template, tokenize=False)
+    except InvalidRequestError:
+        return False
+    return word in text
 
 
 @functools.lru_cache(maxsize=8)

@@ -17,11 +17,13 @@ from llmc.llm import LLM
 from llmc.text.chat import can_sanitize, render_chat, tool_format
 from llmc.text.tokenizer import Tokenizer
 from llmc.text.tools.arguments import from_literal
+from llmc.text.tools.generic import GENERIC
 from llmc.text.tools.parse import ToolParser
 from llmc.text.tools.tool_format import ToolFormat
 
 Read = tuple[str, list[tuple[str, str]]]
 USER = {"role": "user", "content": "And now?"}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 
 
 @cache
@@ -244,12 +246,42 @@ def test_values_in_quotes_of_the_models_own() -> None:
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, TOOLS_WITHOUT_CALLS, CALL_IS_A_TURN])
-def test_a_template_without_tools_refuses_them(template: str) -> None:
+def test_tools_are_told_in_words_where_the_template_can_not(template: str) -> None:
     tokenizer = Tokenizer(make_hf_tokenizer(template))
-    assert tool_format(tokenizer) is None
-    with pytest.raises(InvalidRequestError, match="no tools") as caught:
-        render_chat(tokenizer, [USER], tools=TOOLS)
-    assert caught.value.param == "tools"
+    assert tool_format(tokenizer) is GENERIC
+    result = {"role": "tool", "tool_call_id": "1", "content": "sunny"}
+    said = {"role": "assistant", "content": "Hm.", "tool_calls": [CALL]}
+    told = "You can call these functions:"
+    for first in ([], [{"role": "system", "content": "Be brief."}]):
+        ids = render_chat(tokenizer, [*first, USER, said, result, result, USER], tools=TOOLS)
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        names = [tool["function"]["name"] for tool in TOOLS]
+        assert text.count(told) == 1 and all(f'"name": "{name}"' in text for name in names)
+        assert text.index(told) < text.index(USER["content"])
+        call = (
+            'Hm.\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+        )
+        assert call in text
+        responses = "\n".join(["<tool_response>\nsunny\n</tool_response>"] * 2)
+        assert responses in text and "tool_call_id" not in text
+    assert told not in tokenizer.decode(render_chat(tokenizer, [USER, said, result]))
+
+
+def test_a_template_without_system_messages_tells_of_tools_in_the_first_of_the_user() -> None:
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer = Tokenizer(make_hf_tokenizer(refuses + CHAT_TEMPLATE))
+    text = tokenizer.decode(render_chat(tokenizer, [USER], tools=TOOLS))
+    assert text.index(USER["content"]) < text.index("You can call these functions:")
+
+
+def test_generic_calls_are_read() -> None:
+    for number in (1, 2):
+        call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+        text = "\n".join(["Let me see.", *[call] * number])
+        for pieces in ([text], list(text)):
+            found = read(GENERIC, pieces, streams=False)
+            assert found[0] == "Let me see."
+            assert values(found) == [("weather", {"city": "Oslo"})] * number
 
 
 def test_tools_and_calls_that_spell_control_tokens_are_text() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from live_server import Live, live_server
+from scripted_engine import CHAT_TEMPLATE
 from tiny_chat import start_tiny_chat
 from tool_templates import STYLES, TOOLS
 
@@ -39,12 +40,13 @@ TEMPLATES = {
     "json in tags": STYLES["json in tags"].template,
     "key by key": STYLES["key by key"].template,
     "special tokens": MARKED,
+    "generic": CHAT_TEMPLATE,
 }
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Live]:
-    model = start_tiny_chat(max_model_len=1024, max_num_seqs=4)
+    model = start_tiny_chat(max_model_len=2048, max_num_seqs=4)
     with live_server(over=model) as live:  # type: ignore[arg-type]
         yield live
 

@@ -120,6 +120,7 @@ def test_a_call_that_max_tokens_cuts(live: Live) -> None:
     body = {**SAY, "max_tokens": 30}
     [choice] = live.post(CHAT, body).json()["choices"]
     assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
+    assert choice["message"]["content"] == "Let me see."
     content, calls, reason = assembled(live.events(CHAT, body))
     assert (content, reason) == ("Let me see.", "length")
     assert calls[0]["function"]["name"] == "weather"
@@ -219,11 +220,19 @@ def test_wrong_fields_are_named(fields: dict[str, Any], param: str, live: Live) 
     assert error["param"] == param and error["type"] == "invalid_request_error", error
 
 
-def test_a_model_without_tools_says_so() -> None:
-    with live_server() as live:
-        response = live.chat(tools=TOOLS)
-        assert response.status_code == 400
-        error = response.json()["error"]
-        assert error["param"] == "tools" and "chat template has no tools" in error["message"]
-        assert live.chat(tools=TOOLS, tool_choice="none").status_code == 200
-        assert live.chat(tools=[], tool_choice="auto").status_code == 200
+def test_a_model_without_tools_is_told_of_them_in_words() -> None:
+    call = (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
+    )
+    scripted = make_scripted(max_model_len=2048, num_blocks=512, blocks_per_request=128)
+    scripted.runner.scripts = {"call these functions": f"Let me see.\n{call}"}
+    with live_server(over=scripted) as live:
+        body = {**SAY, "messages": [USER]}
+        [choice] = live.post(CHAT, body).json()["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] == "Let me see."
+        [made] = choice["message"]["tool_calls"]
+        assert json.loads(made["function"]["arguments"]) == {"city": "Oslo", "days": 2}
+        content, calls, reason = assembled(live.events(CHAT, body))
+        assert (content, reason) == ("Let me see.", "tool_calls") and len(calls) == 1
+        assert "tool_calls" not in live.chat(tools=TOOLS, tool_choice="none").json()

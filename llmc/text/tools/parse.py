@@ -64,6 +64,7 @@ class ToolParser:
         self._in = Reader()
         self._out = Delta()
         self._space = ""  # of content, emitted when more content follows
+        self._was_cut = False
         self._is_told = False  # the call at hand, at least its name
         self._name = ""
         self._arguments = ""
@@ -73,9 +74,9 @@ class ToolParser:
         self._in.text += text
         return self._go_on()
 
-    def finish(self) -> Delta:
-        """The text has ended: nothing is held back any more."""
-        self._in.closed = True
+    def finish(self, *, was_cut: bool = False) -> Delta:
+        """The text has ended: nothing is held back any more, but half a call where it was cut."""
+        self._in.closed, self._was_cut = True, was_cut
         return self._go_on()
 
     def _go_on(self) -> Delta:
@@ -99,6 +100,8 @@ class ToolParser:
                 continue
             self._say(len(self._in.text) - _half_of(trigger, self._in.text))
             if self._in.closed:
+                if self._was_cut:
+                    self._in.text = self._in.text[: -_half_of(trigger, self._in.text) or None]
                 self._say(len(self._in.text))
                 if not self.num_calls:
                     self._out.content += self._space
@@ -142,7 +145,8 @@ class ToolParser:
         """One call; whether it was one. If not, its text is content."""
         self._is_told, self._name, self._arguments = False, "", ""
         read = {"object": self._object, "named": self._named, "keyed": self._keyed}
-        is_whole = (yield from self._in.match(begin)) and (yield from read[self._form.kind]())
+        has_begun = yield from self._in.match(begin)
+        is_whole = has_begun and (yield from read[self._form.kind]())
         if is_whole and isinstance(decoded(self._arguments), dict):
             if not self._is_told:
                 self._tell(self._arguments)
@@ -152,6 +156,9 @@ class ToolParser:
             return True
         if self._is_told:  # it can't be taken back
             self.num_calls += 1
+            self._in.drop()
+            return False
+        if self._was_cut and has_begun and begin.strip() and self._in.at >= len(self._in.text):
             self._in.drop()
             return False
         num_read = self._in.put_back()

@@ -1,0 +1,63 @@
+"""Objects that list their properties have no others, where that is all their schema says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from llmc.json_schema import closed
+from llmc.structured_outputs import StructuredOutputs
+
+PLAIN: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
+CLOSED = {**PLAIN, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (PLAIN, CLOSED),
+        (CLOSED, CLOSED),
+        ({**PLAIN, "additionalProperties": True}, {**PLAIN, "additionalProperties": True}),
+        ({**PLAIN, "additionalProperties": PLAIN}, {**PLAIN, "additionalProperties": CLOSED}),
+        ({"type": "object"}, {"type": "object"}),
+        ({"type": "array", "items": PLAIN}, {"type": "array", "items": CLOSED}),
+        ({"anyOf": [PLAIN, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+        (
+            {"$defs": {"x": PLAIN}, "$ref": "#/$defs/x"},
+            {"$defs": {"x": CLOSED}, "$ref": "#/$defs/x"},
+        ),
+        ({"allOf": [PLAIN]}, {"allOf": [CLOSED]}),
+        (  # a property that is called as a keyword is
+            {"properties": {"properties": {"type": "string"}, "allOf": {"type": "string"}}},
+            {
+                "properties": {"properties": {"type": "string"}, "allOf": {"type": "string"}},
+                "additionalProperties": False,
+            },
+        ),
+        ({"const": PLAIN, "enum": [PLAIN]}, {"const": PLAIN, "enum": [PLAIN]}),
+        (True, True),
+    ],
+)
+def test_what_is_closed(schema: Any, expected: Any) -> None:
+    assert closed(schema) == expected
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [PLAIN, {"properties": {"b": {}}}]},
+        {"$defs": {"x": PLAIN}, "items": {"$ref": "#/$defs/x", "properties": {"b": {}}}},
+        {**PLAIN, "if": PLAIN, "then": {"required": ["a"]}},
+        {"not": PLAIN},
+    ],
+)
+def test_objects_that_meet_several_schemas_are_as_they_are(schema: Any) -> None:
+    assert closed(schema) == schema
+
+
+def test_a_request_may_ask_for_the_letter() -> None:
+    assert json.loads(StructuredOutputs(json=PLAIN).text) == CLOSED
+    assert json.loads(StructuredOutputs(json=json.dumps(PLAIN)).text) == CLOSED
+    assert json.loads(StructuredOutputs(json=PLAIN, additional_properties=True).text) == PLAIN
