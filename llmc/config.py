@@ -72,7 +72,7 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None  # or a mapping of its fields
     opt_level: Literal[0, 1, 2, 3] | None = None
     cuda_graph_buckets: Sequence[int] | None = None  # decode batch sizes captured at -O2
-    limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)  # {"image": 4}; 0: none
+    limit_mm_per_prompt: Mapping[str, int] | None = None  # {"image": 4}; 0: none are taken
     enable_lora: bool = False
     max_loras: int = 1  # adapters that steps use at a time, in slots of the device's memory
     max_lora_rank: int = 16
@@ -87,7 +87,7 @@ class EngineConfig:
     @property
     def max_images(self) -> int:
         """Of a prompt; 0: none are taken, and what reads them is not loaded."""
-        return self.limit_mm_per_prompt.get("image", DEFAULT_IMAGES)
+        return (self.limit_mm_per_prompt or {}).get("image", DEFAULT_IMAGES)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
@@ -135,7 +135,7 @@ class EngineConfig:
         drafting = self.speculative_config
         if drafting is not None and drafting.quantization is not None:
             _one_of("quantization in speculative_config", drafting.quantization, QUANTIZATIONS)
-        for kind, count in self.limit_mm_per_prompt.items():
+        for kind, count in (self.limit_mm_per_prompt or {}).items():
             if kind != "image" or type(count) is not int or not 0 <= count <= MOST_IMAGES:
                 raise ConfigError(
                     'limit_mm_per_prompt must be {"image": COUNT} with a count of 0 to '
