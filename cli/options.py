@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
@@ -18,6 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from llmc.config import (
+    DEFAULT_IMAGES,
     DEVICES,
     DTYPES,
     KV_CACHE_DTYPES,
@@ -55,6 +57,21 @@ def parse_buckets(text: str) -> tuple[int, ...]:
     if not words or not all(word.isdecimal() for word in words):
         raise ConfigError(f"--cuda-graph-buckets must be sizes such as 1,2,4,8, got {text!r}")
     return tuple(int(word) for word in words)
+
+
+def parse_limits(text: str) -> dict[str, int]:
+    """Counts from `{"image": 4}`, or as older servers take them from `image=4`."""
+    try:
+        if "=" in text and "{" not in text:
+            return {k: int(v) for k, _, v in (one.partition("=") for one in text.split(","))}
+        found = json.loads(text)
+    except ValueError as exc:
+        raise ConfigError(
+            f'--limit-mm-per-prompt must be such as {{"image": 4}}, got {text!r}'
+        ) from exc
+    if not isinstance(found, dict):
+        raise ConfigError(f'--limit-mm-per-prompt must be such as {{"image": 4}}, got {text!r}')
+    return found
 
 
 def option(*flags: str, help: str, panel: str | None = None, **settings: Any) -> Any:
@@ -295,6 +312,14 @@ ENGINE_OPTIONS = (
         "drafts what followed the last 4 to 2 tokens at their earlier occurrence; "
         '{"method":"draft_model","model":"DIR"} takes the tokens of a smaller model with the same '
         "vocabulary. The answers stay the same.",
+    ),
+    EngineOption(
+        field="limit_mm_per_prompt",
+        panel=BATCH_PANEL,
+        metavar="JSON",
+        read=parse_limits,
+        help=f'Most images of a prompt: {{"image": 4}}; {DEFAULT_IMAGES} when absent. With '
+        '{"image": 0} what reads images is not loaded.',
     ),
     EngineOption(
         field="enable_lora",

@@ -18,7 +18,7 @@ from typer.main import get_command
 from llmc.cli import main
 from llmc.cli.options import ENGINE_OPTIONS
 from llmc.config import EngineConfig
-from llmc.kernels.step_inputs import ROW_TABLES, STEP_INPUTS, StepTensor
+from llmc.kernels.step_inputs import IMAGE_INPUTS, ROW_TABLES, STEP_INPUTS, StepTensor
 
 DOCS = Path(__file__).parent
 ENGINE_FIELDS = [entry.field for entry in ENGINE_OPTIONS]
@@ -177,6 +177,7 @@ def tables() -> Mapping[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {
         "engine": engine_table,
         "step inputs": lambda: step_table(STEP_INPUTS),
+        "image inputs": lambda: step_table(IMAGE_INPUTS),
         "row tables": lambda: step_table(ROW_TABLES),
         "ported flags": ported_flags,
         "gguf architectures": gguf_architectures,

@@ -57,6 +57,7 @@ def attend(
     sinks: Tensor | None,  # [H]
     slopes: Tensor | None,  # [H]
     allowed: Tensor | None = None,  # [G, Q, K] bool, of heads in G groups: no others are seen
+    also: Tensor | None = None,  # [Q, K] bool: these are seen too
 ) -> Tensor:
     """Softmax attention of one sequence in float32, rounded once: [Q, H, Dv] in query's dtype."""
     groups = query.shape[1] // key.shape[1]
@@ -70,6 +71,8 @@ def attend(
         distance = (key_pos[None, :] - query_pos[:, None]).float()
         scores = scores + slopes.float()[:, None, None] * distance
     seen = visible(query_pos, key_pos, window, chunk)
+    if also is not None:
+        seen = seen | also
     if allowed is not None:
         seen = seen & allowed.repeat_interleave(query.shape[1] // allowed.shape[0], 0)
     scores = scores.masked_fill(~seen, float("-inf"))

@@ -49,6 +49,10 @@ SIZES = {
     "context": "tokens of the longest context, and one more",
     "biases": "entries of a request's logit bias",
     "mask words": "words of one bit a token of the vocabulary",
+    "image rows": "rows of the step's images",
+    "levels * hidden": "values of the hidden states that are replaced or added to",
+    "axes": "positions of a token",
+    "2": "first and end",
     "bad word tokens": f"{BAD_WORD_TOKENS} places for each bad word",
 }
 
@@ -89,6 +93,29 @@ STEP_INPUTS: Mapping[str, StepTensor] = {
         dtype=_INT,
         about="on GPUs, which requests are fresh prompts (`kernels/prompts.py`)",
         on_host=True,
+    ),
+}
+
+# What a step that reads images takes in addition (llmc/runner/images.py). Rows have the dtype of
+# hidden states.
+IMAGE_INPUTS: Mapping[str, StepTensor] = {
+    "image_rows": StepTensor(
+        dims=("image rows", "levels * hidden"),
+        dtype=_FLOAT,
+        about="what its images became, a row a token: its embedding, then what first layers add",
+    ),
+    "image_row": StepTensor(
+        dims=("T",), dtype=_LONG, about="the row that is a token's embedding; -1: its own"
+    ),
+    "seen_span": StepTensor(
+        dims=("2", "T"),
+        dtype=_LONG,
+        about="the first and the end of the places that a token sees besides those before it",
+    ),
+    "axis_positions": StepTensor(
+        dims=("axes", "T"),
+        dtype=_LONG,
+        about="in place of `positions` where a token has several, such as height and width",
     ),
 }
 
@@ -150,4 +177,4 @@ def base_name(name: str) -> str:
 
 def input_named(name: str) -> StepTensor:
     """The definition of a step input or a table, of any group; KeyError for another name."""
-    return {**STEP_INPUTS, **ROW_TABLES}[base_name(name)]
+    return {**STEP_INPUTS, **IMAGE_INPUTS, **ROW_TABLES}[base_name(name)]

@@ -50,7 +50,7 @@ from llmc.pooling import PoolingParams
 from llmc.processes.grammar_trial import make_trial
 from llmc.processes.watchdog import Watchdog
 from llmc.sampling_params import SamplingParams
-from llmc.text.chat import Message, Tool, check_tools, reasoning_format, render_chat
+from llmc.text.chat import Message, Tool, check_tools, reasoning_format
 from llmc.text.infill import infill_prompt, need_marks
 from llmc.text.reasoning import find_reasoning
 from llmc.text.tokenizer import Tokenizer
@@ -268,26 +268,29 @@ class AsyncLLM:
         self.inputs.need_generation()
         tokenizer = self.inputs.need_tokenizer("messages")
 
-        def render() -> Input:
-            ids = render_chat(
-                tokenizer,
+        def render() -> Prompt:
+            return self.inputs.render(
                 messages,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template_kwargs=template_kwargs,
             )
-            source = self.inputs.process(ids, sampling)
+
+        def process(prompt: Prompt) -> Input:
+            source = self.inputs.process(prompt, sampling)
             form = reasoning_format(tokenizer) if splits_reasoning else None
             if form is None:
                 return source
             continued = messages[-1] if continue_final_message else None
-            reasoning = find_reasoning(form, tokenizer, ids, continued)
+            reasoning = find_reasoning(form, tokenizer, source.prompt_token_ids, continued)
             return (
                 source if reasoning is None else source.splitting(reasoning, max_reasoning_tokens)
             )
 
-        source = await self._within_time(render)
+        prompt = await self._within_time(render)
+        # images take long to prepare
+        source = await self._work(LONG_TEXT + 1, functools.partial(process, prompt))
         await self._try_grammar(source.sampling)
         return source
 
@@ -572,5 +575,7 @@ class AsyncLLM:
 
 def _size(prompt: Prompt) -> int:
     if isinstance(prompt, Mapping):
+        if prompt.get("multi_modal_data") is not None:
+            return LONG_TEXT + 1
         return max((len(v) for v in prompt.values() if isinstance(v, str | list)), default=0)
     return len(prompt) if isinstance(prompt, str | list | tuple) else 0

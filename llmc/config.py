@@ -12,6 +12,7 @@ from llmc.speculative_config import SpeculativeConfig
 
 MOST_LORAS, MOST_LORA_RANK = 1024, 512
 MOST_RANKS = 64
+MOST_IMAGES, DEFAULT_IMAGES = 256, 16  # of a prompt
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {
     "half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
@@ -72,6 +73,7 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None  # or a mapping of its fields
     opt_level: Literal[0, 1, 2, 3] | None = None
     cuda_graph_buckets: Sequence[int] | None = None  # decode batch sizes captured at -O2
+    limit_mm_per_prompt: Mapping[str, int] | None = None  # {"image": 4}; 0: none are taken
     enable_lora: bool = False
     max_loras: int = 1  # adapters that steps use at a time, in slots of the device's memory
     max_lora_rank: int = 16
@@ -82,6 +84,11 @@ class EngineConfig:
     extra_passes: Sequence[object] = ()  # passes, or `module:pass` and `file.py:pass`
     logits_processors: Sequence[object] = ()  # classes, or `module:class` and `file.py:class`
     seed: int = 0
+
+    @property
+    def max_images(self) -> int:
+        """Of a prompt; 0: none are taken, and what reads them is not loaded."""
+        return (self.limit_mm_per_prompt or {}).get("image", DEFAULT_IMAGES)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
@@ -127,6 +134,12 @@ class EngineConfig:
         drafting = self.speculative_config
         if drafting is not None and drafting.quantization is not None:
             _one_of("quantization in speculative_config", drafting.quantization, QUANTIZATIONS)
+        for kind, count in (self.limit_mm_per_prompt or {}).items():
+            if kind != "image" or type(count) is not int or not 0 <= count <= MOST_IMAGES:
+                raise ConfigError(
+                    'limit_mm_per_prompt must be {"image": COUNT} with a count of 0 to '
+                    f"{MOST_IMAGES} (audio and video are not served), got {kind!r}: {count!r}"
+                )
         for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
             _positive(name, getattr(self, name))
         if self.max_loras > MOST_LORAS or self.max_lora_rank > MOST_LORA_RANK:

@@ -36,7 +36,7 @@ from llmc.lora_request import LoRARequest
 from llmc.outputs import BeamSearchOutput, RequestOutput
 from llmc.processes.grammar_trial import make_trial
 from llmc.sampling_params import BeamSearchParams, SamplingParams
-from llmc.text.chat import Message, Tool, render_chat
+from llmc.text.chat import Message, Tool
 from llmc.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -161,8 +161,7 @@ class LLM(PoolingMethods):
         params = self._params(sampling_params, len(chats), default)
 
         render = functools.partial(
-            render_chat,
-            self._inputs.need_tokenizer("messages"),
+            self._inputs.render,
             tools=tools,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,

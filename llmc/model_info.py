@@ -22,6 +22,19 @@ OnPhase = Callable[[Phase], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageInfo:
+    """How a model takes images: `row_token` is the id that stands for a row of one.
+
+    `most_rows`: of one image, where its tokens attend to all of it and are computed in one step; 0:
+    they attend to those before them alone, and any number will do.
+    """
+
+    row_token: int
+    max_per_prompt: int
+    most_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """The model that runs and the size of its KV cache. Memory in bytes, lengths in tokens."""
 
@@ -47,4 +60,6 @@ class ModelInfo:
     certificate_key: str = ""  # of its architecture's certificate; "": nothing can be kept
     disabled_passes: tuple[str, ...] = ()  # left out since that certificate names them
     pooling: PoolingInfo | None = None  # None: it generates text
+    images: ImageInfo | None = None
+    image_refusal: str = "it reads text alone"  # why, where it takes no images
     extra_args: tuple[str, ...] = ()  # names that its logits processors accept in a request

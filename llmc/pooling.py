@@ -38,10 +38,21 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What is captured of a model (compiler/heads.py)."""
+    """What is captured of a model (compiler/heads.py).
+
+    `image_levels`: rows of images may stand for embeddings of its tokens (1), and are added to the
+    hidden states behind so many first layers (each further one). `position_axes`: how many
+    positions each token then has; 0: one, its place in the text.
+    """
 
     kind: Literal["lm", "hidden", "score"] = "lm"
     dense: tuple[Dense, ...] = ()
+    image_levels: int = 0
+    position_axes: int = 0
+
+    def position_shape(self, tokens: int) -> tuple[int, ...]:
+        """Of the positions of so many tokens, in a batch of one."""
+        return (self.position_axes, 1, tokens) if self.position_axes else (1, tokens)
 
 
 LM = Head()

@@ -27,10 +27,12 @@ from llmc.passes.merge_linears import merge_linears
 from llmc.passes.page_attention import page_attention
 from llmc.passes.pool import pool, running_pool
 from llmc.passes.quantize_linears import quantize_linears
+from llmc.passes.see_whole_images import Where, see_whole_images
 from llmc.passes.shard_linears import shard_linears
 from llmc.passes.share_rotary import share_rotary
 from llmc.passes.slot_state import slot_state
 from llmc.passes.split_prompts import split_prompts
+from llmc.passes.take_image_rows import take_image_rows
 from llmc.pooling import Method
 
 
@@ -48,6 +50,7 @@ class PipelineOptions:
     max_loras: int = 0  # LoRA adapters that steps can use at a time
     max_lora_rank: int = 0
     pooling: Method | None = None  # None: tokens are sampled
+    whole_images: Where = "none"  # layers in which a token of an image sees all of it
     tensor_parallel_size: int = 1  # ranks that compute a part of each layer
 
 
@@ -64,6 +67,7 @@ def pipeline(
     return (
         canonicalize(),  # first: the others match on one spelling
         *(p for p in extra if p.place == "early"),  # see the model's own ops; ours fuse theirs too
+        take_image_rows(),
         find_attention(max_positions=options.max_positions),  # what page_attention then pages
         find_indexers(  # before page_attention: what it reads of a sequence, its caches are for
             max_positions=options.max_positions, block_size=options.block_size
@@ -94,6 +98,7 @@ def pipeline(
         fuse_act_mul(),  # after merge_linears: reads the two halves of its output
         fuse_rope_write(),  # after share_rotary and fuse_rms_norm: reads the table, takes the norm
         group_caches(max_positions=options.max_positions),  # after all that tell layers by caches
+        see_whole_images(where=options.whole_images),  # before what serves causal attention alone
         split_prompts(
             unwanted=None if options.device_type == "cuda" else "FlashAttention serves GPUs"
         ),

@@ -87,7 +87,7 @@ def build(
     interface.choose_all_keys(module)
     use_sorted_experts(module)
     use_expert_loops(module)
-    buffers = _materialize_buffers(module)
+    buffers = materialize_buffers(module)
     text = getattr(config, "get_text_config", lambda: config)()
     context = context or getattr(text, "max_position_embeddings", None) or 0
     has_tables = use_tables(module, buffers, context)
@@ -131,7 +131,7 @@ def _keep_frequencies(module: nn.Module) -> None:
             child.rope_type = {k: "default" if "dynamic" in v else v for k, v in kinds.items()}
 
 
-def _materialize_buffers(module: nn.Module) -> dict[str, Tensor]:
+def materialize_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Values of the buffers that state_dict leaves out, made by the model's own initializer.
 
     transformers' loader relies on the same `_init_weights` to fill them after a meta build. They

@@ -130,9 +130,9 @@ def _run_dynamo(model: nn.Module, head: Head, tokens: int) -> tuple[fx.GraphModu
         raise _Captured
 
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    positions = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    positions = torch.zeros(*head.position_shape(tokens), dtype=torch.long, device="meta")
     torch._dynamo.mark_dynamic(ids, 1)
-    torch._dynamo.mark_dynamic(positions, 1)
+    torch._dynamo.mark_dynamic(positions, positions.dim() - 1)
     wrapper = HeadOutput(model, head).eval()
     torch._dynamo.reset()
     try:
@@ -217,7 +217,8 @@ def _roles(built: BuiltModel, gm: fx.GraphModule, examples: Sequence[Any]) -> li
         elif "input_ids" in node.name:
             roles.append(StepInput(name="token_ids"))
         elif "position_ids" in node.name:
-            roles.append(StepInput(name="positions"))
+            name = "axis_positions" if example.dim() == 3 else "positions"
+            roles.append(StepInput(name=name))
         else:
             raise CompileError(f"capture made an input that is no parameter: {node.name}")
     return roles
@@ -234,19 +235,21 @@ def _to_aten(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _flatten_inputs(graph: fx.Graph) -> None:
-    """Step inputs become flat: token_ids [T], positions [T], and T itself is read off token_ids."""
+    """Step inputs become flat: token_ids [T], positions [T] or axis_positions [axes, T], and T
+    itself is read off token_ids."""
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     first_call = next(n for n in graph.nodes if n.op != "placeholder")
     tokens: fx.Node | None = None
     for node in placeholders:
         role = node.meta["input"]
-        if isinstance(role, StepInput) and role.name in ("token_ids", "positions"):
+        if isinstance(role, StepInput) and role.name != "num_tokens":
             val = node.meta["val"]
+            batch = val.dim() - 2
             with graph.inserting_before(first_call):
-                batched = graph.call_function(torch.ops.aten.unsqueeze.default, (node, 0))
+                batched = graph.call_function(torch.ops.aten.unsqueeze.default, (node, batch))
             batched.meta["val"] = val
             node.replace_all_uses_with(batched, delete_user_cb=lambda u, b=batched: u is not b)
-            node.meta["val"] = val.squeeze(0)
+            node.meta["val"] = val.squeeze(batch)
             if role.name == "token_ids":
                 tokens = node
     if tokens is None:

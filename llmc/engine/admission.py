@@ -93,6 +93,7 @@ def admit(message: AddRequest, limits: Limits, default_seed: int) -> Request:
         priority=message.priority,
         cache_salt=_prefix_key(message),
         adapter=message.adapter,
+        images=message.images,
     )
 
 

@@ -77,6 +77,7 @@ class EngineCore:
             )
         request = admit(message, self._admission, derive_seed(self._features.seed, self._num_added))
         self._check_adapter(request)
+        request.whole_images = self._features.whole_images and bool(request.images)
         args = request.sampling.extra_args
         if args is not None and self._features.row_states is not None:
             request.row_state = self._features.row_states.begin(args, message.prompt_token_ids)
@@ -97,6 +98,7 @@ class EngineCore:
         for index in range(params.beam_width):
             one = dataclasses.replace(message, request_id=f"{message.request_id}/beam-{index}")
             members.append(admit(one, self._admission, default_seed=0))
+            members[-1].whole_images = self._features.whole_images and bool(message.images)
         self._check_adapter(members[0])
         search = BeamSearch(params, members, self.scheduler)
         for member in members:

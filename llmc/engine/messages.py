@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmc.engine.plan import TokenLogprobs
+from llmc.image_input import ImageInput
 from llmc.lora_request import LoRARequest
 from llmc.outputs import FinishReason
 from llmc.sampling_params import SamplingParams
@@ -35,6 +36,7 @@ class AddRequest:
     fork_of: str | None = None
     cache_salt: str | None = None  # requests of different salts share no cached prefix
     adapter: LoRARequest | None = None  # and neither do those of different adapters
+    images: Sequence[ImageInput] = ()  # in the order of their tokens in the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

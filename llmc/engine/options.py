@@ -64,4 +64,5 @@ class EngineFeatures:
     speculation: Speculation | None = None
     grammars: Grammars | None = None  # None: structured outputs are refused
     adapters: AdapterLoader | None = None  # None: requests with LoRA adapters are refused
+    whole_images: bool = False  # the tokens of an image attend to all of it
     row_states: RowStates | None = None  # what `extra_args` mean to users' logits processors

@@ -64,5 +64,6 @@ def same_prompt(one: Request, other: Request) -> bool:
     return (
         one.num_prompt_tokens == other.num_prompt_tokens
         and one.cache_salt == other.cache_salt
+        and [image.digest for image in one.images] == [image.digest for image in other.images]
         and one.token_ids[: one.num_prompt_tokens] == other.token_ids[: other.num_prompt_tokens]
     )

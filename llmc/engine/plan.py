@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from llmc.image_input import ImageInput
 from llmc.lora_request import LoRARequest
 from llmc.sampling_params import SamplingParams
 
@@ -32,6 +33,7 @@ class NewRow:
     stop_token_ids: Sequence[int]  # banned while fewer than sampling.min_tokens are out
     row_state: Mapping[str, bytes] = field(default_factory=dict)  # of users' logits processors
     adapter_slot: int = 0  # of its LoRA adapter; 0: it has none
+    images: Sequence[ImageInput] = ()  # of the prompt
     position_offset: int = 0  # added to the positions that the model sees
     num_candidates: int = 0  # of a beam: likeliest tokens to report with each draw
 

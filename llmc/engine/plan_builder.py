@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from llmc.engine.plan import NewRow, RowMask, RowWork, StepPlan
 from llmc.engine.request import Request
+from llmc.image_input import uncut
 
 MAX_SCORED = 256  # prompt tokens of a step that are scored: each takes a row of logits
 
@@ -27,7 +28,9 @@ class PlanBuilder:
 
     def has_room(self, request: Request) -> bool:
         """Whether the request can compute a token in this step."""
-        return self.budget > 0 and not (request.needs_scores and self.num_scored >= MAX_SCORED)
+        if request.needs_scores and self.num_scored >= MAX_SCORED:
+            return False
+        return self.budget >= (1 if not request.whole_images else request.least_tokens())
 
     def num_computed_before(self, request: Request) -> int | None:
         """Tokens of a running request that earlier steps compute; None if this step admits it."""
@@ -49,6 +52,8 @@ class PlanBuilder:
         is_scored = request.needs_scores and start < len(request.prompt_scores)
         if is_scored:
             num_tokens = min(num_tokens, MAX_SCORED - self.num_scored)
+        if request.whole_images:
+            num_tokens = uncut(request.images, start, start + num_tokens) - start
         end = request.num_computed = start + num_tokens
         work = RowWork(
             row=request.row,

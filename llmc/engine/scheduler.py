@@ -34,6 +34,7 @@ from llmc.engine.plan_builder import PlanBuilder
 from llmc.engine.queues import Queues
 from llmc.engine.request import NOT_FINITE, Request, RequestState
 from llmc.engine.spec_decode.speculation import count_accepted
+from llmc.image_input import before_cut
 
 Drawn = tuple[int | None, TokenLogprobs | None]
 MAX_FINISHED = 64  # requests that are remembered for people who watch
@@ -260,8 +261,14 @@ class Scheduler:
                 num_wanted = request.table.capacity - request.num_computed
                 break
             blocks += self.rows.grow(request)
+        if request.whole_images:  # has_room has seen to the budget, but the blocks may not do
+            end = request.num_computed + num_wanted
+            if before_cut(request.images, end) <= request.num_computed:
+                num_wanted = 0
         if request.state is RUNNING and num_wanted > 0:
             builder.add(request, num_wanted, blocks)
+        elif request.state is RUNNING and blocks:  # which would reach no step
+            self._queues.preempt(request)
 
     def _schedule_waiting(self, builder: PlanBuilder) -> None:
         """Admit waiting requests by rank. Passed over are only those that are not ready, those that

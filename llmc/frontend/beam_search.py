@@ -50,6 +50,7 @@ def run_searches(
                     sampling=source.sampling,
                     cache_salt=source.cache_salt,
                     adapter=source.adapter,
+                    images=source.images,
                 )
                 with uninterrupted():
                     running.append(engine.search(message, params))

@@ -56,6 +56,7 @@ class EngineOptions(TypedDict, total=False):
     async_scheduling: bool | None
     scheduling_policy: SchedulingPolicy
     speculative_config: Mapping[str, object] | SpeculativeConfig | None
+    limit_mm_per_prompt: Mapping[str, int] | None
     opt_level: Literal[0, 1, 2, 3] | None
     cuda_graph_buckets: Sequence[int] | None
     enable_lora: bool

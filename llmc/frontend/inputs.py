@@ -8,17 +8,23 @@ and gets the same error from `LLM`, `AsyncLLM` and the server.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from llmc.engine import admission
 from llmc.errors import InvalidRequestError
+from llmc.frontend.images import PromptImages, images_of, take_images
+from llmc.image_input import ImageInput
 from llmc.lora_request import LoRARequest
+from llmc.model_info import ImageInfo
 from llmc.pooling import PoolingInfo
 from llmc.sampling_params import BAD_WORD_TOKENS, SamplingParams
 from llmc.structured_outputs import StructuredOutputs
+from llmc.text.chat import Message, render_chat, render_text
 from llmc.text.reasoning import Reasoning
 from llmc.text.tokenizer import Tokenizer
 
@@ -27,7 +33,9 @@ log = logging.getLogger(__name__)
 # The engine's request for a vector: it ends with the prompt.
 _POOLED = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "add_special_tokens", "cache_salt")
+_PROMPT_KEYS = (
+    *("prompt", "prompt_token_ids", "add_special_tokens", "cache_salt", "multi_modal_data"),
+)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -54,6 +62,12 @@ class ModelLimits(Protocol):
     def extra_args(self) -> Sequence[str]: ...
     @property
     def pooling(self) -> PoolingInfo | None: ...
+    @property
+    def images(self) -> ImageInfo | None: ...
+    @property
+    def image_refusal(self) -> str: ...
+    @property
+    def path(self) -> Path: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +79,7 @@ class Input:
     sampling: SamplingParams
     cache_salt: str | None = None  # only requests of the same salt share cached prefixes
     adapter: LoRARequest | None = None
+    images: tuple[ImageInput, ...] = ()
     shown_ids: frozenset[int] = frozenset()  # special tokens that the answer's text has in any case
     reasoning: Reasoning | None = None  # how the answer's text marks it, where it is to be split
 
@@ -102,6 +117,7 @@ class InputProcessor:
     def __init__(self, model: ModelLimits, tokenizer: Tokenizer | None) -> None:
         self.model = model
         self.tokenizer = tokenizer
+        self._images = PromptImages(model.images, model.image_refusal, model.name, model.path)
         self._defaults = _usable_defaults(model.generation_defaults)
         self._limits = admission.Limits(
             vocab_size=model.vocab_size,
@@ -137,11 +153,26 @@ class InputProcessor:
         options = prompt if isinstance(prompt, Mapping) else {}
         salt, special = options.get("cache_salt"), options.get("add_special_tokens")
         admission.check_cache_salt(salt)
+        images: tuple[ImageInput, ...] = ()
+        given = images_of(options.get("multi_modal_data"), self._images.check)
+        if given and token_ids is not None:
+            raise InvalidRequestError(
+                "a prompt of token ids can't have images; send its text, in which placeholders "
+                "stand for them",
+                param="multi_modal_data",
+            )
         if token_ids is None:
             assert text is not None, "a prompt without ids is text"
-            token_ids = self.need_tokenizer("prompt").encode(
-                text, add_special_tokens=special is not False
+            encode = functools.partial(
+                self.need_tokenizer("prompt").encode, add_special_tokens=special is not False
             )
+            if given:
+                prepared = self._images.prepare(text, given, encode)
+                token_ids, images = prepared.token_ids, prepared.images
+                if sampling.prompt_logprobs is not None:
+                    self._images.check_scored()
+            else:
+                token_ids = encode(text)
         if sampling.stop_strings:
             self.need_tokenizer("stop")
         sampling = self._with_bad_words(sampling)
@@ -155,7 +186,22 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             sampling=sampling,
             cache_salt=salt,
+            images=images,
         )
+
+    def render(self, messages: Sequence[Message], **options: Any) -> Prompt:
+        """The prompt of a conversation, by the model's chat template: ids, or with images a text
+        and those. `options` are `render_chat`'s."""
+        tokenizer = self.need_tokenizer("messages")
+        taken, images = take_images(messages, self._images.check)
+        if not images:
+            return render_chat(tokenizer, taken, **options)
+        text = render_text(tokenizer, taken, **options)
+        return {
+            "prompt": text,
+            "add_special_tokens": False,  # the template wrote them
+            "multi_modal_data": {"image": images},
+        }
 
     def need_generation(self) -> None:
         """Raises InvalidRequestError for a model that returns vectors."""
@@ -206,6 +252,7 @@ class InputProcessor:
         self.need_pooling()
         text, token_ids = self._split(prompt)
         options = prompt if isinstance(prompt, Mapping) else {}
+        images_of(options.get("multi_modal_data"), self._images.check)  # there are none
         salt = options.get("cache_salt")
         admission.check_cache_salt(salt)
         most = self._limits.max_model_len if truncate == -1 else truncate

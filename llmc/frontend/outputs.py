@@ -129,6 +129,7 @@ class OutputProcessor:
                     priority=priority,
                     cache_salt=source.cache_salt,
                     adapter=source.adapter,
+                    images=source.images,
                     fork_of=request.child_id(0) if completion.index else None,
                 )
             )

@@ -35,6 +35,7 @@ from llmc.runner.delta import NO_PROMPTS, Delta, encode, fresh_prompts
 from llmc.runner.device import Device, Download, HostDevice
 from llmc.runner.faults import classified
 from llmc.runner.graphs import StepGraphs, StepOutputs, StepShape
+from llmc.runner.images import RowImages
 from llmc.runner.kv_cache import copy_blocks
 from llmc.runner.logprobs import chosen_tokens, gather_logprobs, read_result, read_vectors
 from llmc.runner.profiler import StepProfiler
@@ -80,6 +81,7 @@ class ModelRunner:
         max_in_flight: int = 1,
         pools: bool = False,
         ranks: Ranks | None = None,
+        images: RowImages | None = None,
     ) -> None:
         self.step = step
         self.rows = rows
@@ -88,6 +90,7 @@ class ModelRunner:
         self.caches = tuple(caches)
         self.swap_space = swap_space
         self._adapters = adapters
+        self.images = images
         self._ranks = ranks
         self._group = None if ranks is None else ranks.group
         self._device = device or HostDevice()
@@ -167,21 +170,46 @@ class ModelRunner:
         """Send the plan's delta, queue the step, and start the copy of its tokens to the host."""
         with torch.inference_mode(), self._watch.launching(), ranks_of(self._group):
             step = self.step  # another thread may swap it meanwhile
+            if self.images is not None:
+                self.images.follow(plan)
+                if self.images.are_read(plan):
+                    return self._launch_images(plan, self.images)
             shape = self._shape(plan, step)
             delta, sent = self._send(plan, shape)
             if not plan.work:
                 return Launched(delta=delta, download=None)
             inputs = self._prepare(delta, sent)
+            if self.images is not None:
+                self.images.shift(plan, inputs["positions"])
             tokens, logits = self._compute(step, shape, inputs)
-            outputs = [tokens[: delta.num_sampled]]
-            if self._pools:
-                outputs.append(logits[: delta.num_sampled])
-            elif delta.wanted:
-                picks = sent[delta.picks : delta.picks + len(delta.wanted)]
-                if delta.scored:
-                    tokens = chosen_tokens(tokens, inputs, self.rows.tables)
-                outputs += gather_logprobs(logits, tokens, picks, max(delta.wanted))
-            return Launched(delta=delta, download=self._device.download(outputs))
+            return self._launched(delta, sent, inputs, tokens, logits)
+
+    def _launch_images(self, plan: StepPlan, images: RowImages) -> Launched:
+        """The same for a step with tokens that stand for images: never a graph or a recording."""
+        samples = sum(work.num_samples + work.num_scored for work in plan.work)
+        padding = 0 if samples else 1
+        shape = StepShape(plan.num_tokens + padding, len(plan.work) + padding, samples + padding)
+        delta, sent = self._send(plan, shape)
+        inputs = self._prepare(delta, sent)
+        given = {**inputs, **images.inputs(plan, shape.tokens, inputs["positions"])}
+        given |= self.rows.tables
+        tokens, logits = images.step.call(**{n: given[n] for n in images.step.inputs})
+        self._record(inputs, tokens)
+        return self._launched(delta, sent, inputs, tokens, logits)
+
+    def _launched(
+        self, delta: Delta, sent: Tensor, inputs: StepInputs, tokens: Tensor, logits: Tensor
+    ) -> Launched:
+        """Start the copy of what a step drew."""
+        outputs = [tokens[: delta.num_sampled]]
+        if self._pools:
+            outputs.append(logits[: delta.num_sampled])
+        elif delta.wanted:
+            picks = sent[delta.picks : delta.picks + len(delta.wanted)]
+            if delta.scored:
+                tokens = chosen_tokens(tokens, inputs, self.rows.tables)
+            outputs += gather_logprobs(logits, tokens, picks, max(delta.wanted))
+        return Launched(delta=delta, download=self._device.download(outputs))
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a step and read what it drew."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import MAX_STOP_STRINGS
 from llmc.server.protocol import MAX_TOOLS, Body, ChatBody
-from llmc.server.turn import text_part, text_parts
+from llmc.server.turn import content_part, text_parts
 
 TEXT = ("text",)
 ROLES = ("user", "assistant", "system")
@@ -203,7 +203,7 @@ def _messages(where: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         elif kind == "thinking" and role == "assistant":
             reasoning.append(_field(here, block, "thinking", str))
         elif not (kind == "redacted_thinking" and role == "assistant"):
-            parts.append(text_part(here, block, TEXT))
+            parts.append(content_part(here, block, TEXT, _image if role == "user" else None))
     said: dict[str, Any] = {"role": role, "content": parts}
     if reasoning:
         said["reasoning_content"] = "\n".join(reasoning)
@@ -212,6 +212,21 @@ def _messages(where: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
     if parts or calls or not made:
         made.append(said)
     return made
+
+
+def _image(where: str, block: Any) -> str | None:
+    if not isinstance(block, dict) or block.get("type") != "image":
+        return None
+    source = _field(where, block, "source", dict)
+    if source.get("type") == "url":
+        return str(_field(f"{where}.source", source, "url", str))
+    if source.get("type") != "base64":
+        raise InvalidRequestError(
+            f"{where}.source.type must be base64, got {source.get('type')!r:.80}",
+            param=f"{where}.source.type",
+        )
+    kind = _field(f"{where}.source", source, "media_type", str)
+    return f"data:{kind};base64,{_field(f'{where}.source', source, 'data', str)}"
 
 
 def _tool_use(where: str, block: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,11 +31,19 @@ async def read_bytes(request: Request) -> bytes:
     _check_headers(request)
     try:
         async with asyncio.timeout(settings.body_timeout_s):
-            return await _read(request, settings.max_body_bytes)
+            return await _read(request, _limit(request.app.state))
     except TimeoutError:
         raise ApiError(
             408, f"the body did not arrive within {settings.body_timeout_s:g} s"
         ) from None
+
+
+def _limit(state: Any) -> int:
+    """Bytes. A front of several models has none yet; the model's own application asks again."""
+    llm = getattr(state, "llm", None)
+    takes_images = llm is None or llm.info.images is not None
+    settings: ServerSettings = state.settings
+    return settings.max_image_body_bytes if takes_images else settings.max_body_bytes
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

@@ -184,17 +184,15 @@ class ShowBody(Body):
 
 def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     """A message of a chat: calls have no ids in Ollama's, and results name the tool."""
-    if message.get("images") not in (None, []):
-        raise InvalidRequestError(
-            f"{where}.images is not supported: this server takes text alone",
-            param=f"{where}.images",
-        )
     made = {key: value for key, value in message.items() if key not in ("images", "tool_name")}
     if made.get("role") == "tool":
         name = message.get("tool_name")
         made.setdefault("tool_call_id", "")
         if name is not None:
             made["name"] = name
+    images = message.get("images")
+    if images not in (None, []):
+        made["content"] = _with_images(f"{where}.images", images, made.get("content"))
     calls = made.get("tool_calls")
     if isinstance(calls, list):
         made["tool_calls"] = [
@@ -202,3 +200,14 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
             for i, call in enumerate(calls)
         ]
     return made
+
+
+def _with_images(where: str, images: Any, content: Any) -> list[dict[str, Any]]:
+    """Parts of a chat: images in base64 come before the text."""
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise InvalidRequestError(
+            f"{where} must be a list of images in base64, got {images!r:.80}", param=where
+        )
+    urls = [{"url": f"data:image;base64,{image}"} for image in images]
+    text = [{"type": "text", "text": content}] if isinstance(content, str) and content else []
+    return [*({"type": "image_url", "image_url": url} for url in urls), *text]

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llmc.errors import InvalidRequestError
 from llmc.server.protocol import MAX_TOOLS, Body, ChatBody, Int64, StreamOptions
-from llmc.server.turn import text_part, text_parts
+from llmc.server.turn import content_part, text_parts
 
 TEXT = ("input_text", "output_text", "text")
 ROLES = ("user", "assistant", "system", "developer")
@@ -201,9 +201,22 @@ def _plain(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
         for index, part in enumerate(content):
             if isinstance(part, dict) and part.get("type") == "refusal":
                 part = {"type": "text", "text": part.get("refusal")}
-            parts.append(text_part(f"{here}[{index}]", part, TEXT))
+            image_of = _image if role == "user" else None
+            parts.append(content_part(f"{here}[{index}]", part, TEXT, image_of))
         return {"role": role, "content": parts}
     return {"role": role, "content": text_parts(here, content, TEXT)}
+
+
+def _image(where: str, part: Any) -> str | None:
+    if not isinstance(part, dict) or part.get("type") != "input_image":
+        return None
+    url = part.get("image_url")
+    if not isinstance(url, str):
+        raise InvalidRequestError(
+            f"{where}.image_url must be a data URL, got {url!r:.80} (a file_id is not served)",
+            param=where,
+        )
+    return url
 
 
 def _reasoning(where: str, item: Mapping[str, Any]) -> str:

@@ -41,6 +41,7 @@ class ServerSettings:
     allowed_hosts: Sequence[str] = ()  # further Host names to accept on loopback without keys
     allowed_origins: Sequence[str] = ()  # of web pages that may call: scheme://host:port, or *
     max_body_bytes: int = 8 * 1024 * 1024
+    max_image_body_bytes: int = 32 * 1024 * 1024  # in its place, for a model that reads images
     max_header_bytes: int = 64 * 1024
     max_headers: int = 100
     body_timeout_s: float = 30.0

@@ -7,7 +7,7 @@ answer's text -> Turn.reader() or Turn.read() -> reasoning, content, calls -> pr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +147,13 @@ class AnswerReader:
         return Delta(content=first.content + last.content, reasoning=said, calls=calls)
 
 
-def text_parts(where: str, content: Any, kinds: Sequence[str]) -> str | list[dict[str, Any]]:
+# The address of the image that a part is, as its protocol holds one; None: it is no image.
+ImageOf = Callable[[str, Any], str | None]
+
+
+def text_parts(
+    where: str, content: Any, kinds: Sequence[str], image_of: ImageOf | None = None
+) -> str | list[dict[str, Any]]:
     """The text or the parts of a message, as a chat takes them. `kinds`: the types of text."""
     if isinstance(content, str):
         return content
@@ -155,15 +161,24 @@ def text_parts(where: str, content: Any, kinds: Sequence[str]) -> str | list[dic
         raise InvalidRequestError(
             f"{where} must be text or a list of parts, got {content!r:.80}", param=where
         )
-    return [text_part(f"{where}[{index}]", part, kinds) for index, part in enumerate(content)]
+    return [
+        content_part(f"{where}[{index}]", part, kinds, image_of)
+        for index, part in enumerate(content)
+    ]
 
 
-def text_part(where: str, part: Any, kinds: Sequence[str]) -> dict[str, Any]:
-    """One part of a message; images and all else is refused by name."""
+def content_part(
+    where: str, part: Any, kinds: Sequence[str], image_of: ImageOf | None = None
+) -> dict[str, Any]:
+    """One part of a message; all but text and images is refused by name."""
+    url = None if image_of is None else image_of(where, part)
+    if url is not None:
+        return {"type": "image_url", "image_url": {"url": url}}
     kind = part.get("type") if isinstance(part, dict) else part
     if kind not in kinds:
         raise InvalidRequestError(
-            f"{where} has type {kind!r:.80}; this server takes text alone ({', '.join(kinds)})",
+            f"{where} has type {kind!r:.80}; this server takes text ({', '.join(kinds)})"
+            f"{' and images' if image_of is not None else ' alone'} there",
             param=where,
         )
     text = part.get("text")

@@ -23,6 +23,7 @@ from llmc.runner.row_states import RowStates
 from llmc.runner.rows import RowTables
 from llmc.runner.swap_space import SwapSpace
 from llmc.startup.compile import LoadedModel
+from llmc.startup.images import ImageModel
 from llmc.startup.sizing import ModelProfile
 from llmc.startup.verify_packing import LENGTHS
 
@@ -58,10 +59,16 @@ def bind_model(
     *,
     num_blocks: int,
     max_model_len: int,
+    images: ImageModel | None = None,
 ) -> BoundModel:
     """The runner that serves. On a GPU every kernel that a step may need is compiled here."""
     made = make_runner(
-        model, profile.graph, mode, num_blocks=num_blocks, max_model_len=max_model_len
+        model,
+        profile.graph,
+        mode,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        images=images,
     )
     runner = made.runner
     if model.program.device.type == "cuda":
@@ -82,6 +89,7 @@ def make_runner(
     num_blocks: int,
     max_model_len: int,
     can_swap: bool = True,
+    images: ImageModel | None = None,
 ) -> BoundModel:
     """Allocates the cache and binds `graph`, the program with its kernels chosen; runs nothing.
 
@@ -123,6 +131,7 @@ def make_runner(
         max_in_flight=mode.max_in_flight,
         pools=model.source.pooling is not None,
         ranks=mode.ranks,
+        images=None if images is None else images.bind(caches, states),
     )
     return BoundModel(
         runner=runner,

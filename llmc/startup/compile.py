@@ -27,8 +27,9 @@ from llmc.compiler.program import (
 from llmc.errors import CompileError
 from llmc.passes.logits_processors import user_processors
 from llmc.passes.pipeline import PipelineOptions
+from llmc.passes.see_whole_images import Where
 from llmc.passes.user import user_passes
-from llmc.pooling import Method
+from llmc.pooling import Head, Method
 from llmc.runner import kv_cache
 from llmc.startup.pooling import head_of
 from llmc.startup.resolve import ModelSource
@@ -106,17 +107,26 @@ def for_parameters(
     return replace(options, pipeline=replace(options.pipeline, kept=kept))
 
 
-def compile_model(source: ModelSource, cache: ProgramCache) -> CompiledModel:
+def compile_model(
+    source: ModelSource,
+    cache: ProgramCache,
+    head: Head | None = None,
+    whole_images: Where = "none",
+) -> CompiledModel:
     """From the cache of an earlier start, else built, captured and rewritten; no weight is read.
 
-    Raises CompileError where the model can't be served. The cache is only read: see `keep`.
+    `head`: what is captured, if not what the source is served for. Raises CompileError where the
+    model can't be served. The cache is only read: see `keep`.
     """
     options = rewrite_options(source)
+    if head is not None:
+        pipeline = replace(options.pipeline, whole_images=whole_images)
+        options = replace(options, head=head, pipeline=pipeline)
     options.check()
     found = _find(source, source.facts.digest, options, cache)
     if found is not None and _stored_apart(source, found.program.parameters.aliases) is None:
         return found
-    built = build_as_stored(source)
+    built = build_as_stored(source, options.head)
     digest = config_digest(built.source_config)
     if digest != source.facts.digest:  # its tied weights are two
         found = _find(source, digest, options, cache)
@@ -158,13 +168,13 @@ def _find(
     return CompiledModel(source=source, program=program, key=key, built=None)
 
 
-def build_as_stored(source: ModelSource) -> BuiltModel:
+def build_as_stored(source: ModelSource, head: Head | None = None) -> BuiltModel:
     """The model on the meta device. Weights that the config ties but the checkpoint holds with
     different values are two, as transformers loads them."""
     from llmc.compiler.attention_fallback import build_model
     from llmc.weights.parameters import describe_parameters
 
-    head = head_of(source.pooling)
+    head = head or head_of(source.pooling)
     built = build_model(source.load_hf_config(), source.dtype, head, source.model_len)
     names = _stored_apart(source, describe_parameters(built.module).aliases)
     if names is None:

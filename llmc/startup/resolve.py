@@ -150,9 +150,6 @@ def resolve(
             facts_cache.save(files, config, facts, load_hf_config())
     _check_model_len(config, facts)
     pooling = find_pooling(config, files)
-    if facts.unused_parts:
-        named = " and ".join(facts.unused_parts)
-        log.info("%s is served as a text model: its %s parts are not loaded", files.name, named)
     dtype = pick_dtype(config.dtype, facts.dtype or _dtype_of_integers(config, stored, device))
     return ModelSource(
         config=config,

@@ -132,6 +132,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         from llmc.startup.compile import compile_model, keep, load_model
         from llmc.startup.config_facts import FactsCache
         from llmc.startup.draft_model import draft_in_flight, load_draft, resolve_draft, speculate
+        from llmc.startup.images import ImageModel, NoImages, load_images
         from llmc.startup.profile import profile_model
         from llmc.startup.sizing import size_pools
         from llmc.startup.tensor_parallel import check_source, share_threads
@@ -177,6 +178,13 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
             ranks = processes.join(device)
             detail.append(f"on each of {ranks.size} ranks")
 
+    images: ImageModel | NoImages
+    if source.facts.unused_parts:
+        with clock.phase("images") as detail:
+            images = load_images(model, programs)
+            detail.append("refused" if isinstance(images, NoImages) else "read")
+    else:
+        images = NoImages(reason="it reads text alone")
     drafting = _speculation_config(config, model)
     compiled_models, models = [compiled], [model]
     in_flight = [2 if pick_async(config.async_scheduling, device) else 1]
@@ -199,7 +207,12 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         ]
         for each in compiled_models:  # verified by now
             keep(each, programs)
+        if isinstance(images, ImageModel):
+            keep(images.compiled, programs)
     with clock.phase("size cache") as detail:
+        if isinstance(images, ImageModel) and device.type == "cuda":
+            beside = profiles[0].bytes_beside + images.bytes_beside
+            profiles[0] = replace(profiles[0], bytes_beside=beside)
         pool = size_pools(config, device, profiles, source.model_len, ranks)
         bound = [
             bind_model(
@@ -208,6 +221,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
                 mode,
                 num_blocks=pool.num_blocks,
                 max_model_len=min(pool.max_model_len, one.source.model_len),
+                images=images if one is model and isinstance(images, ImageModel) else None,
             )
             for one, profile, mode in zip(models, profiles, modes, strict=True)
         ]
@@ -222,11 +236,14 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
             if len(models) == 1
             else speculate(drafting, models[1], bound[1].runner, model, pool)
         )
-    engine = _make_engine(model, profiles[0], bound[0], pool, speculation)
+    whole_images = isinstance(images, ImageModel) and images.info.most_rows > 0
+    engine = _make_engine(model, profiles[0], bound[0], pool, speculation, whole_images)
     info = replace(
         _describe(model, profiles[0], pool, level),
         certificate_key=certificate_key,
         disabled_passes=disabled,
+        images=images.info if isinstance(images, ImageModel) else None,
+        image_refusal=images.reason if isinstance(images, NoImages) else "",
     )
     upgrade = compile_in_background(bound, level, cache_dir())
     return Started(
@@ -282,6 +299,7 @@ def _make_engine(
     bound: BoundModel,
     pool: PoolSize,
     speculation: Speculation | None,
+    whole_images: bool,
 ) -> EngineCore:
     from llmc.runner.row_states import RowStates
 
@@ -315,6 +333,7 @@ def _make_engine(
                 model.source.tokenizer_path, vocab_size=program.vocab_size, eos_token_ids=eos
             ),
             adapters=bound.adapters,
+            whole_images=whole_images,
             row_states=RowStates(program.processors, program.vocab_size),
         ),
     )

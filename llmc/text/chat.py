@@ -39,6 +39,7 @@ RESERVED = frozenset(
     )
 )
 
+IMAGE_PART = {"type": "image"}  # a part of a message, as templates know it
 # What a template's own arithmetic, lookups and macros raise.
 _TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 
@@ -53,6 +54,63 @@ def render_chat(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of the conversation, ready to generate the next turn from."""
+    conversation, extra = _conversation(
+        tokenizer,
+        messages,
+        tools,
+        add_generation_prompt,
+        continue_final_message,
+        template_kwargs,
+    )
+    if _spells_control_token(tokenizer, [conversation, extra["tools"]]) and can_sanitize(
+        tokenizer.hf
+    ):
+        # Transformers marks the text while rendering, so it must tokenize too.
+        with tokenizer.isolated() as hf:
+            ids = _apply(hf, conversation, tokenize=True, sanitize_control_tokens=True, **extra)
+        return [int(i) for i in ids]
+    text = _apply(tokenizer.hf, conversation, tokenize=False, **extra)
+    return tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
+
+
+def render_text(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Tool] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a conversation with {"type": "image"} among its parts, for which the template
+    writes what stands for an image. Special tokens are in it."""
+    conversation, extra = _conversation(
+        tokenizer,
+        messages,
+        tools,
+        add_generation_prompt,
+        continue_final_message,
+        template_kwargs,
+    )
+    if _spells_control_token(tokenizer, [conversation, extra["tools"]]):
+        raise InvalidRequestError(
+            "a message spells a control token of the model, which can't be told from a real one "
+            "beside images; leave it out",
+            param="messages",
+        )
+    text: str = _apply(tokenizer.hf, conversation, tokenize=False, **extra)
+    return text
+
+
+def _conversation(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    template_kwargs: Mapping[str, Any] | None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The conversation as its template reads it, and the template's other variables."""
     if tokenizer.chat_template is None:
         raise InvalidRequestError(
             "this model has no chat template; use completions with a prompt instead",
@@ -100,15 +158,7 @@ def render_chat(
     extra["add_generation_prompt"] = add_generation_prompt
     extra["continue_final_message"] = continue_final_message
     extra["tools"] = list(tools) if tools else None
-    if _spells_control_token(tokenizer, [conversation, extra["tools"]]) and can_sanitize(
-        tokenizer.hf
-    ):
-        # Transformers marks the text while rendering, so it must tokenize too.
-        with tokenizer.isolated() as hf:
-            ids = _apply(hf, conversation, tokenize=True, sanitize_control_tokens=True, **extra)
-        return [int(i) for i in ids]
-    text = _apply(tokenizer.hf, conversation, tokenize=False, **extra)
-    return tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
+    return conversation, extra
 
 
 def _apply(hf: Any, conversation: list[dict[str, Any]], **options: Any) -> Any:
@@ -268,6 +318,15 @@ def _flat(index: int, message: Message, parts: bool) -> dict[str, Any]:
         return flat
     if isinstance(content, str):
         texts = [content]
+    elif isinstance(content, list | tuple) and IMAGE_PART in content:
+        kept = [
+            part
+            if part == IMAGE_PART
+            else {"type": "text", "text": _part(f"{where}.content[{i}]", part)}
+            for i, part in enumerate(content)
+        ]
+        check_text("".join(part.get("text", "") for part in kept), f"{where}.content")
+        return {**flat, "content": kept}
     elif isinstance(content, list | tuple):
         texts = [_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
     else:

@@ -250,7 +250,7 @@ def test_threads_wait_for_each_other(llm: LLM, scripted: Scripted) -> None:
     scripted.assert_idle()
 
 
-@pytest.mark.parametrize("key", ["multi_modal_data", "promt"])
+@pytest.mark.parametrize("key", ["multi_modal_uuids", "promt"])
 def test_a_key_of_a_prompt_that_nobody_reads(llm: LLM, key: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{key}.*it may have prompt, prompt_token_ids"):
         llm.generate({"prompt": "x", key: {"image": 1}})
@@ -313,7 +313,7 @@ def test_chat_one_and_many(llm: LLM, scripted: Scripted) -> None:
         ([{"role": "forbidden", "content": "x"}], "no such role here"),
         ([{"role": "user", "content": 3}], r"messages\[0\].content must be text"),
         ([{"role": 5, "content": "x"}], r"messages\[0\].role"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "text parts only"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "takes none: it reads text alone"),
         ([{"role": "user", "content": "\udc00"}], "lone surrogate"),
     ],
 )

@@ -29,6 +29,7 @@ from llmc.engine.messages import (
 )
 from llmc.engine.plan import TokenLogprobs
 from llmc.errors import ConfigError
+from llmc.image_input import ImageInput, ImageTensor
 from llmc.model_info import Phase
 from llmc.processes import wire
 from llmc.processes.remote_errors import as_exception, describe_failure
@@ -51,7 +52,11 @@ ASKS_MORE = SamplingParams(
     best_of=4,
     extra_args={"a": [1, 0.5, "t"], "b": True, "c": 2.0},
 )
-REQUEST = AddRequest(request_id="r", prompt_token_ids=[1, 2], sampling=SAMPLING, priority=-1)
+PIXELS = ImageTensor(dtype="float32", shape=(1, 2), data=bytes(8))
+IMAGE = ImageInput(digest=bytes(16), tensors={"pixel_values": PIXELS}, spans=((0, 1),))
+REQUEST = AddRequest(
+    request_id="r", prompt_token_ids=[1, 2], sampling=SAMPLING, priority=-1, images=[IMAGE]
+)
 NUMBERS = {name: i for i, name in enumerate(EngineStats.__dataclass_fields__)}
 STATS = EngineStats(**{**NUMBERS, "step_sizes": [3, 1]})
 STATE = EngineState(

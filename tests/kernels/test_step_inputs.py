@@ -12,6 +12,7 @@ from torch import Tensor
 from llmc.kernels.prepare_step import prepare_step
 from llmc.kernels.registry import OPS
 from llmc.kernels.step_inputs import (
+    IMAGE_INPUTS,
     PREPARED,
     ROW_TABLES,
     SIZES,
@@ -40,11 +41,11 @@ def test_its_cases_are_of_these_shapes_and_dtypes() -> None:
 
 
 def test_every_dimension_is_explained_and_tables_go_by_rows() -> None:
-    tables = list(ROW_TABLES.values())
-    used = {dim for spec in (*STEP_INPUTS.values(), *tables) for dim in spec.dims}
+    tables, packed = ROW_TABLES.values(), [*STEP_INPUTS.values(), *IMAGE_INPUTS.values()]
+    used = {dim for spec in (*packed, *tables) for dim in spec.dims}
     assert used == set(SIZES)
     assert all(table.dims[0] == "rows" for table in tables)
-    assert not any("rows" in spec.dims for spec in STEP_INPUTS.values())
+    assert not any("rows" in spec.dims for spec in packed)
 
 
 def test_the_inputs_of_a_group_go_by_the_first_groups_name() -> None:

@@ -21,8 +21,10 @@ from llmc.kernels import (  # noqa: F401
     decayed_softmax,
     delta_rule,
     fused_linear,
+    image_attention,
     linear_recurrence,
     paged_attention,
+    place_rows,
     prepare_step,
     process_logits,
     quantized_embedding,
@@ -42,9 +44,9 @@ from llmc.kernels.registry import OPS, Case, Impl, Op
 
 CPU = torch.device("cpu")
 # What talks to other ranks is torch.distributed's (tests/kernels/test_collectives.py), and the
-# marker of attention never runs.
+# marker of attention never runs. What reads images runs in few steps, in torch.
 COLLECTIVES = {"all_reduce", "all_gather", "first_rank", "embed_shard"}
-WITHOUT_KERNELS = {"attention", *COLLECTIVES}
+WITHOUT_KERNELS = {"attention", "place_rows", "image_attention", *COLLECTIVES}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {  # of results that are rounded once from float32
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},

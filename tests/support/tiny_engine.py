@@ -92,6 +92,7 @@ class Running:
                 swap_room=swap_room,
                 adapters=adapters,
                 windows=windows,
+                whole_images=info.images is not None and info.images.most_rows > 0,
                 long_text_from=scheduler.rows.long_text_from,
             ),
         )

@@ -57,7 +57,7 @@ def _outline(
     layers = built.module.get_submodule(path)
     if not isinstance(layers, nn.ModuleList) or len(layers) != count:
         raise NotAlike(f"{path} is no plain list of layers")
-    tracer = LayerTracer(built.module, list(layers), most_traces=count // 2)
+    tracer = LayerTracer(built.module, list(layers), most_traces=count // 2, head=built.head)
     with tracer.ready():
         whole = tracer.run()
         calls = _in_order(whole, count)

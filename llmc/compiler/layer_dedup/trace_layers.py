@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmc.compiler.recurrent import replaced_functions
 from llmc.compiler.traceable import traceable_torch
+from llmc.pooling import LM, Head
 
 _EXAMPLE_TOKENS = 19  # as in capture
 
@@ -54,8 +55,11 @@ class ModelTrace:
 class LayerTracer:
     """Runs `model` on meta; traces made in one run are known in the next."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], most_traces: int) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Sequence[nn.Module], most_traces: int, head: Head = LM
+    ) -> None:
         self._model = model
+        self._head = head
         self._index = {id(layer): i for i, layer in enumerate(layers)}
         self._most_traces = most_traces
         self._names = {
@@ -96,7 +100,8 @@ class LayerTracer:
         ids = torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long, device="meta")
         given = {"input_ids": ids}
         if "position_ids" in inspect.signature(self._model.forward).parameters:
-            given["position_ids"] = torch.zeros_like(ids)
+            shape = self._head.position_shape(_EXAMPLE_TOKENS)
+            given["position_ids"] = torch.zeros(*shape, dtype=torch.long, device="meta")
         for name, tensor in given.items():
             self._notes.label(tensor, name)
         try:

@@ -52,10 +52,11 @@ class BlockPool:
         """Start of a chain of digests. Requests of different salts never share a block."""
         return hashlib.blake2b(salt, digest_size=16, key=_KEY, person=b"root").digest()
 
-    def chain_digest(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
-        """Key of a full block: its tokens and, through `parent`, all tokens before them."""
-        tokens = array("I", token_ids).tobytes()
-        return hashlib.blake2b(parent + tokens, digest_size=16, key=_KEY, person=b"block").digest()
+    def chain_digest(self, parent: bytes, token_ids: Sequence[int], shown: bytes = b"") -> bytes:
+        """Key of a full block: its tokens, the digests of the images that some of them stand for
+        (`shown`) and, through `parent`, all tokens before them."""
+        block = parent + array("I", token_ids).tobytes() + shown
+        return hashlib.blake2b(block, digest_size=16, key=_KEY, person=b"block").digest()
 
     def find_prefix(self, digests: Sequence[bytes]) -> list[int]:
         """The longest cached run of blocks from the first digest on. Allocates none of them."""

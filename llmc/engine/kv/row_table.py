@@ -17,6 +17,7 @@ from llmc.engine.kv.prefix_cache import NO_BLOCK, find_prefix, group_digest, liv
 from llmc.engine.kv.swap import Swapper, SwapRoom
 from llmc.engine.plan import BlockCopy, NewRow
 from llmc.engine.request import BlockTable, Request
+from llmc.image_input import before_cut, digests_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,16 @@ class RowTable:
             return []
         num_full = (request.num_tokens - 1) // self.pool.block_size
         self._extend_digests(request, num_full)
-        return find_prefix(self.pool, self.layout, request.table.digests[:num_full])
+        found = find_prefix(self.pool, self.layout, request.table.digests[:num_full])
+        if not request.whole_images:
+            return found
+        size, groups = self.pool.block_size, self.num_groups
+        num_found = len(found) // groups
+        while (cut := before_cut(request.images, num_found * size)) < num_found * size:
+            num_found = cut // size
+        if num_found * groups == len(found):
+            return found
+        return find_prefix(self.pool, self.layout, request.table.digests[:num_found])
 
     def _extend_digests(self, request: Request, num_full: int) -> None:
         size, digests = self.pool.block_size, request.table.digests
@@ -226,7 +236,8 @@ class RowTable:
             parent = digests[-1] if digests else self.pool.root_digest(salt)
             start = len(digests) * size
             tokens = request.token_ids[start : start + size]
-            digests.append(self.pool.chain_digest(parent, tokens))
+            shown = digests_within(request.images, start, start + size)
+            digests.append(self.pool.chain_digest(parent, tokens, shown))
 
     # Invariants
 
@@ -265,6 +276,7 @@ def new_row(request: Request, long_text_from: int | None = None) -> NewRow:
         stop_token_ids=tuple(sorted(request.stop_token_ids)),
         row_state=request.row_state,
         adapter_slot=request.adapter_slot,
+        images=request.images,
         position_offset=long_text_from or 0 if request.is_long else 0,
         num_candidates=request.extension.num_candidates if request.extension is not None else 0,
     )

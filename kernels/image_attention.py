@@ -1,0 +1,93 @@
+"""`image_attention`: attention of tokens that see their whole image, beside causal attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.attention import attend, first_visible
+from llmc.kernels.fp8 import from_cache, indexable
+from llmc.kernels.paged_attention import make_case
+from llmc.kernels.registry import Case, op
+
+
+def _shape(*, causal: Tensor, **others: object) -> Tensor:
+    return torch.empty_like(causal)
+
+
+@op(shape=_shape)
+def image_attention(
+    causal: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    seen_span: Tensor,
+) -> Tensor:
+    """What `paged_attention` gave, [T, H, Dv], with the rows of image tokens computed anew.
+
+    seen_span [2, T] int64: besides what `attention.visible` shows, token t sees the places from
+    seen_span[0, t] to seen_span[1, t] of its request, all of whose tokens are in this step; equal
+    ones for a token that sees no more. All else is `paged_attention`'s.
+    """
+    out = causal.clone()
+    block_size = key_cache.shape[2]
+    starts = query_start.tolist()
+    sees_more = (seen_span[1] > seen_span[0]).cpu()
+    for r, length in enumerate(context_len.tolist()):
+        first, last = starts[r], starts[r + 1]
+        if length == 0 or not bool(sees_more[first:last].any()):
+            continue
+        first_query = length - (last - first)
+        seen = first_visible(first_query, window, 0)
+        blocks = block_table[r, seen // block_size : -(-length // block_size)].long()
+
+        def gather(cache: Tensor, scale: Tensor | None) -> Tensor:
+            picked = indexable(cache)[blocks].view(cache.dtype)  # noqa: B023 - called at once
+            keys = picked.transpose(1, 2).flatten(0, 1)[seen % block_size :][: length - seen]  # noqa: B023
+            return from_cache(keys, scale)  # [K, Hkv, D]
+
+        rows = first + sees_more[first:last].nonzero()[:, 0].to(query.device)
+        places = torch.arange(seen, length, device=query.device)
+        span = seen_span[:, rows, None]
+        out[rows] = attend(
+            query[rows],
+            gather(key_cache, k_scale),
+            gather(value_cache, v_scale),
+            rows - first + first_query,
+            places,
+            scale,
+            window,
+            0,
+            softcap,
+            sinks,
+            None,
+            also=(places >= span[0]) & (places < span[1]),
+        )
+    return out
+
+
+@image_attention.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    for window in (0, 5):
+        lengths = [(7, 9), (1, 4), (6, 6)]
+        case = make_case(lengths, 4, 2, 8, 8, 4, device, dtype, window=window)
+        query, key_cache, value_cache, query_start, context_len, block_table = case[:6]
+        seen_span = torch.zeros(2, 14, dtype=torch.int64)
+        seen_span[:, 1:4] = torch.tensor([[3], [6]])
+        seen_span[:, 8:11] = torch.tensor([[0], [3]])
+        causal = torch.randn(14, 4, 8).to(device, dtype)
+        yield (
+            *(causal, query, key_cache, value_cache, query_start, context_len, block_table),
+            *(0.3, window, 0.0, None, None, None, seen_span.to(device)),
+        )

@@ -1,0 +1,162 @@
+"""ImageTower: the part of a model that makes rows of an image, in the model's own code.
+
+It runs as transformers wrote it (eager, not captured): once for each image, before the first step
+that reads it. The module is the whole model on meta, of which only what `get_image_features` needs
+has weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmc.compiler.build import materialize_buffers
+from llmc.errors import CheckpointError, reason_of
+
+FEATURES, POSITIONS = "get_image_features", "get_rope_index"
+LAYER_FEATURES = "deepstack_features"  # what a tower makes for first layers of the text model
+
+
+class ImageTower:
+    """`module` is transformers' model for images and text, on meta."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self.module = module
+        self.dtype = dtype
+        self.device = device
+        self.base: Any = _inner(module)
+        self._takes = set(inspect.signature(getattr(self.base, FEATURES)).parameters)
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The text model inside of it, which has no weights here."""
+        found: nn.Module = self.base.get_decoder()
+        return found
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether its tokens have several positions."""
+        return hasattr(self.base, POSITIONS)
+
+    def parameters(self) -> Iterator[str]:
+        """Names of those that images are read with."""
+        text = {id(p) for p in self.decoder.parameters()}
+        head: Any = self.module
+        output = head.get_output_embeddings()
+        if output is not None:
+            text |= {id(p) for p in output.parameters()}
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) not in text:
+                yield name
+
+    def fill(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Give it its parameters and buffers, on the device."""
+        for name, tensor in {**weights, **buffers}.items():
+            owner, _, leaf = name.rpartition(".")
+            child = self.module.get_submodule(owner)
+            if name in weights:
+                child._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+            else:
+                child._buffers[leaf] = tensor
+
+    def encode(self, tensors: Mapping[str, Tensor], /) -> Tensor:
+        """An image's tensors, on the host -> its rows [n, levels * hidden] on the device."""
+        given = {k: self._sent(v) for k, v in tensors.items() if k in self._takes}
+        with torch.no_grad():
+            made = getattr(self.base, FEATURES)(**given, return_dict=True)
+        levels = [made.pooler_output, *(getattr(made, LAYER_FEATURES, None) or ())]
+        return torch.cat([_rows(level) for level in levels], -1).to(self.dtype)
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+
+    def positions(
+        self, token_ids: Tensor, images: Sequence[Mapping[str, Tensor]], mask: Tensor, /
+    ) -> Tensor:
+        """Of a prompt's tokens [T], of which those in `mask` [T] stand for images -> [axes, T]."""
+        find = getattr(self.base, POSITIONS)
+        names = inspect.signature(find).parameters
+        given = {
+            name: torch.cat([image[name] for image in images])
+            for name in (images[0] if images else ())
+            if name in names
+        }
+        if "mm_token_type_ids" in names:
+            given["mm_token_type_ids"] = mask.int()[None]
+        positions, _ = find(input_ids=token_ids[None], **given)
+        found: Tensor = positions[:, 0]
+        return found
+
+
+def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """[n, hidden] of what a tower makes of one image: a tensor, or one for each of its parts."""
+    pieces = [features] if isinstance(features, Tensor) else features
+    return torch.cat([piece.flatten(0, -2) for piece in pieces])
+
+
+def build_tower(config: Any, dtype: torch.dtype, device: torch.device) -> ImageTower:
+    """Without weights. Raises CheckpointError where transformers has no such model, or one of
+    another form."""
+    from transformers import AutoModelForImageTextToText
+
+    try:
+        with torch.device("meta"):
+            module: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as e:
+        raise CheckpointError(f"transformers can't build it: {reason_of(e)}") from e
+    if not hasattr(_inner(module), FEATURES):
+        raise CheckpointError(f"{type(module).__name__} has no {FEATURES}")
+    return ImageTower(module.eval(), dtype, device)
+
+
+def tower_buffers(tower: ImageTower) -> dict[str, Tensor]:
+    """The values of buffers that no checkpoint holds, on the device."""
+    found = materialize_buffers(tower.module)
+    return {name: value.to(tower.device) for name, value in found.items()}
+
+
+def _inner(module: nn.Module) -> Any:
+    """The model without its head, whose forward puts rows in place of embeddings."""
+    base: Any = module.base_model
+    return base
+
+
+@contextmanager
+def recorded_decoder(tower: ImageTower, hidden: int) -> Iterator[list[Mapping[str, Any]]]:
+    """Inside, the text model is not run: what it is called with is put into the list. Embeddings
+    of tokens are zeros [..., hidden]."""
+    calls: list[Mapping[str, Any]] = []
+    decoder, embedding = tower.decoder, tower.base.get_input_embeddings()
+    names = list(inspect.signature(decoder.forward).parameters)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        calls.append({**dict(zip(names, args, strict=False)), **kwargs})
+        raise _Recorded
+
+    def embed(ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros(*ids.shape, hidden, dtype=tower.dtype, device=tower.device)
+
+    decoder.forward, embedding.forward = record, embed
+    try:
+        yield calls
+    finally:
+        del decoder.forward, embedding.forward
+
+
+class _Recorded(Exception):
+    """Ends a call of the text model."""
+
+
+def call_recorded(tower: ImageTower, inputs: Mapping[str, Any], hidden: int) -> Mapping[str, Any]:
+    """What the model's own forward gives its text model for these inputs of its processor."""
+    with recorded_decoder(tower, hidden) as calls, torch.no_grad():
+        try:
+            tower.base(**inputs, use_cache=False)
+        except _Recorded:
+            return calls[0]
+    raise CheckpointError("it does not call its text model for a prompt with an image")

@@ -1,0 +1,253 @@
+"""The images of the rows that run: what a step reads of them, and where its tokens are.
+
+    NewRow.images -> places of its placeholder tokens, positions of its tokens     (follow)
+    a step with placeholders -> rows of its images, made when first needed         (inputs)
+    a step behind them -> positions of tokens, which may not be their places       (shift)
+
+The rows of an image stay with the request until its last placeholder is computed, and as long as
+there is room in a cache by digest. A request that was preempted finds them there, or they are made
+again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from llmc.compiler.lower import StepFunction
+from llmc.engine.plan import NewRow, RowWork, StepPlan
+from llmc.errors import LlmcError
+from llmc.image_input import ImageInput, ImageTensor
+from llmc.runner.step_buffers import StepInputs
+
+CACHE_BYTES = 256 << 20  # of rows that no running request needs, on the device
+
+
+class Tower(Protocol):
+    """What makes rows of images, and positions of the tokens around them."""
+
+    def encode(self, tensors: Mapping[str, Tensor], /) -> Tensor:
+        """An image's tensors, on the host -> its rows [n, levels * hidden] on the device."""
+
+    def positions(
+        self, token_ids: Tensor, images: Sequence[Mapping[str, Tensor]], mask: Tensor, /
+    ) -> Tensor:
+        """Of a prompt's tokens [T], of which those in `mask` [T] stand for images -> [axes, T]."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    """A request with images. `first_row[i]`: rows of all images that tokens before i stand for;
+    `offsets` [axes, prompt]: from the places of its tokens to their positions, `behind` that of all
+    later tokens; `made`: the rows of images that are not used up, by their number."""
+
+    images: Sequence[ImageInput]
+    first_row: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64] | None
+    behind: int
+    differs: npt.NDArray[np.int64]  # of tokens before i, how many only an image step can compute
+    made: dict[int, Tensor] = field(default_factory=dict)
+
+
+class RowImages:
+    """`step` computes tokens that stand for images, and any others beside them. It has the text
+    step's weights and caches. `axes`: how many positions a token has; 0: one, its place.
+    `no_rows` [1, levels * hidden] has the device and dtype of the rows."""
+
+    def __init__(
+        self,
+        step: StepFunction,
+        tower: Tower,
+        *,
+        axes: int,
+        no_rows: Tensor,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        self.step = step
+        self._tower = tower
+        self._axes = axes
+        self._no_rows = no_rows
+        self._rows: dict[int, _Row] = {}
+        self._cache: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._cache_bytes = cache_bytes
+        self._used_bytes = 0
+        self.num_encoded = 0
+
+    def follow(self, plan: StepPlan) -> None:
+        """Take in which rows a step releases and fills."""
+        for row in plan.released_rows:
+            self._rows.pop(row, None)
+        for new in plan.new_rows:
+            self._rows.pop(new.row, None)
+            if new.images:
+                self._rows[new.row] = self._filled(new)
+
+    def _filled(self, new: NewRow) -> _Row:
+        count = new.num_prompt_tokens
+        is_image = np.zeros(count, np.bool_)
+        for image in new.images:
+            for first, length in image.spans:
+                is_image[first : first + length] = True
+        differs, offsets, behind = is_image, None, 0
+        if self._axes:
+            token_ids = torch.tensor(new.token_ids[:count], dtype=torch.long)
+            tensors = [tensors_of(image) for image in new.images]
+            positions = self._tower.positions(token_ids, tensors, torch.from_numpy(is_image))
+            offsets = positions.numpy() - np.arange(count)
+            behind = int(positions.max()) + 1 - count
+            differs = is_image | (offsets != offsets[0]).any(0)
+        return _Row(
+            images=new.images,
+            first_row=_counts(is_image),
+            offsets=offsets,
+            behind=behind,
+            differs=_counts(differs),
+        )
+
+    def are_read(self, plan: StepPlan) -> bool:
+        """Whether the step needs `step`."""
+        return any(
+            (row := self._rows.get(work.row)) is not None
+            and _at(row.differs, work.start + work.num_tokens) > _at(row.differs, work.start)
+            for work in plan.work
+        )
+
+    def inputs(self, plan: StepPlan, tokens: int, positions: Tensor) -> StepInputs:
+        """What `step` takes beside the inputs of every step; dummies follow the plan's tokens.
+
+        `positions` [T] are the tokens' places.
+        """
+        pieces: list[Tensor] = []
+        image_row = np.full(tokens, -1, np.int64)
+        token = num_rows = 0
+        for work in plan.work:
+            row = self._rows.get(work.row)
+            if row is not None:
+                places = np.arange(work.start, min(work.start + work.num_tokens, _prompt(row)))
+                here = np.flatnonzero(np.diff(row.first_row)[places]) if len(places) else places
+                if len(here):
+                    image_row[token + here] = np.arange(num_rows, num_rows + len(here))
+                    num_rows += len(here)
+                    pieces += self._pieces(row, work)
+            token += work.num_tokens
+        image_rows = torch.cat(pieces) if pieces else self._no_rows
+        inputs = {"image_rows": image_rows, "image_row": self._sent(image_row)}
+        if self._axes:
+            offsets = np.zeros((self._axes, tokens), np.int64)
+            self._add_offsets(plan, offsets)
+            inputs["axis_positions"] = positions + self._sent(offsets)
+        if "seen_span" in self.step.inputs:
+            inputs["seen_span"] = self._sent(self._spans(plan, tokens))
+        return inputs
+
+    def _spans(self, plan: StepPlan, tokens: int) -> npt.NDArray[np.int64]:
+        """[2, tokens]: of each token that stands for an image the places of all of them."""
+        spans = np.zeros((2, tokens), np.int64)
+        token = 0
+        for work in plan.work:
+            row = self._rows.get(work.row)
+            for image in row.images if row is not None else ():
+                [(first, count)] = image.spans  # as the frontend saw to
+                here = token + first - work.start
+                if work.start <= first < work.start + work.num_tokens:
+                    assert first + count <= work.start + work.num_tokens, "an image was cut"
+                    spans[:, here : here + count] = [[first], [first + count]]
+            token += work.num_tokens
+        return spans
+
+    def shift(self, plan: StepPlan, positions: Tensor) -> None:
+        """Make the places of a text step's tokens, [T], their positions."""
+        if self._axes and any(self._has_offset(work) for work in plan.work):
+            offsets = np.zeros((1, positions.shape[0]), np.int64)
+            self._add_offsets(plan, offsets)
+            positions += self._sent(offsets[0])
+
+    def _has_offset(self, work: RowWork) -> bool:
+        row = self._rows.get(work.row)
+        return row is not None and row.offsets is not None
+
+    def _add_offsets(self, plan: StepPlan, out: npt.NDArray[np.int64]) -> None:
+        token = 0
+        for work in plan.work:
+            row = self._rows.get(work.row)
+            if row is not None and row.offsets is not None:
+                end = work.start + work.num_tokens
+                known = max(0, min(end, _prompt(row)) - work.start)
+                part = row.offsets[: len(out), work.start : work.start + known]
+                out[:, token : token + known] = part
+                out[:, token + known : token + work.num_tokens] = row.behind
+            token += work.num_tokens
+
+    def _pieces(self, row: _Row, work: RowWork) -> list[Tensor]:
+        """The rows that the tokens of `work` stand for, in order; drops those that are used up."""
+        first = _at(row.first_row, work.start)
+        end = _at(row.first_row, work.start + work.num_tokens)
+        pieces, begin = [], 0
+        for number, image in enumerate(row.images):
+            stop = begin + image.num_rows
+            if begin < end and first < stop:
+                if number not in row.made:
+                    row.made[number] = self._made_of(image)
+                pieces.append(row.made[number][max(first - begin, 0) : end - begin])
+            if stop <= end:
+                row.made.pop(number, None)
+            begin = stop
+        return pieces
+
+    def _made_of(self, image: ImageInput) -> Tensor:
+        """[n, levels * hidden]. Raises LlmcError where the tower makes another number of rows."""
+        found = self._cache.get(image.digest)
+        if found is not None:
+            self._cache.move_to_end(image.digest)
+            return found
+        made = self._tower.encode(tensors_of(image))
+        self.num_encoded += 1
+        if made.shape[0] != image.num_rows:
+            raise LlmcError(
+                f"the model made {made.shape[0]} rows of an image for which its processor put "
+                f"{image.num_rows} tokens into the prompt"
+            )
+        self._cache[image.digest] = made
+        self._used_bytes += made.nbytes
+        while self._used_bytes > self._cache_bytes:
+            _, oldest = self._cache.popitem(last=False)
+            self._used_bytes -= oldest.nbytes
+        return made
+
+    def _sent(self, values: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self._no_rows.device)
+
+
+def _counts(marks: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """[n] -> [n + 1]: how many are marked before each place."""
+    counts = np.zeros(len(marks) + 1, np.int64)
+    np.cumsum(marks, out=counts[1:])
+    return counts
+
+
+def _at(counts: npt.NDArray[np.int64], place: int) -> int:
+    """Of `_counts`; nothing is marked behind the prompt."""
+    return int(counts[min(place, len(counts) - 1)])
+
+
+def _prompt(row: _Row) -> int:
+    return len(row.first_row) - 1
+
+
+def tensors_of(image: ImageInput) -> dict[str, Tensor]:
+    """Of its processor, on the host."""
+    return {name: _tensor(tensor) for name, tensor in image.tensors.items()}
+
+
+def _tensor(tensor: ImageTensor) -> Tensor:
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    if not tensor.data:
+        return torch.empty(tensor.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).view(tensor.shape)

@@ -1,0 +1,51 @@
+"""`see_whole_images`: tokens of an image attend to all of it, where the model's attention does."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import fx
+
+from llmc.kernels.image_attention import image_attention
+from llmc.kernels.paged_attention import paged_attention
+from llmc.passes.base import Notes, graph_pass
+from llmc.passes.edit import arguments, calls, emit
+from llmc.passes.inputs import step_input
+
+# Layers in which they do: all, or those with a window.
+Where = Literal["none", "all", "windowed"]
+
+
+@graph_pass(required=True)
+def see_whole_images(gm: fx.GraphModule, *, where: Where) -> Notes:
+    """Compute the attention of image tokens anew, with what they see besides.
+
+    Before:
+        o = llmc.paged_attention(q, ...)
+    After:
+        c = llmc.paged_attention(q, ...)
+        o = llmc.image_attention(c, q, ..., seen_span [2, T])
+    """
+    if where == "none":
+        return []
+    graph = gm.graph
+    same = ("query", "key_cache", "value_cache", "query_start", "context_len", "block_table")
+    how = ("scale", "window", "softcap", "sinks", "k_scale", "v_scale")
+    for node in calls(graph, paged_attention.overload):
+        given = arguments(node)
+        if any(user.target == image_attention.overload for user in node.users):
+            continue
+        if where == "windowed" and not given.window:
+            continue
+        span, users = step_input(graph, "seen_span"), list(node.users)
+        with graph.inserting_after(node):
+            seen = emit(
+                graph,
+                image_attention.overload,
+                causal=node,
+                seen_span=span,
+                **{name: getattr(given, name) for name in (*same, *how)},
+            )
+        for user in users:
+            user.replace_input_with(node, seen)
+    return []

@@ -1,0 +1,159 @@
+"""Images over HTTP, in each protocol's form; too large or too many ones are refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from live_server import Live, live_server
+from PIL import Image
+from tiny_chat import start_tiny_chat
+from tiny_images import random_image, tiny_image_model
+
+from llmc.frontend import images
+from llmc.text.processor import load_processor
+
+GREEDY = {"max_tokens": 8, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    over = start_tiny_chat(
+        tiny_image_model("llava"),
+        kv_cache_memory=1 << 22,
+        max_num_seqs=4,
+        limit_mm_per_prompt={"image": 2},
+    )
+    with live_server(over=over) as found:
+        yield found
+
+
+def encoded(image: Image.Image, kind: str = "PNG") -> str:
+    data = io.BytesIO()
+    image.save(data, kind)
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def url(image: Image.Image) -> str:
+    return f"data:image/png;base64,{encoded(image)}"
+
+
+def part(address: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": address}}
+
+
+def ask(live: Live, *parts: dict[str, Any]) -> str:
+    content = [*parts, {"type": "text", "text": "what is it"}]
+    answer = live.chat(content, **GREEDY)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_all_protocols_answer_as_transformers_does(live: Live) -> None:
+    image, other = random_image(1), random_image(2)
+    said = ask(live, part(url(image)))
+    assert said == of_transformers(image)
+    assert said != ask(live, part(url(other)))
+    blocks = [
+        {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": encoded(image)},
+        },
+        {"type": "text", "text": "what is it"},
+    ]
+    message = {"messages": [{"role": "user", "content": blocks}], **GREEDY}
+    assert live.post("/v1/messages", message).json()["content"][0]["text"] == said
+    items = [
+        {"type": "input_image", "image_url": url(image)},
+        {"type": "input_text", "text": "what is it"},
+    ]
+    given = {"input": [{"role": "user", "content": items}], "max_output_tokens": 8}
+    answer = live.post("/v1/responses", {**given, "temperature": 0.0}).json()
+    assert answer["output"][0]["content"][0]["text"] == said
+    asked = {"role": "user", "content": "what is it", "images": [encoded(image)]}
+    options = {"num_predict": 8, "temperature": 0.0}
+    answer = live.post(
+        "/api/chat", {"messages": [asked], "stream": False, "options": options}
+    ).json()
+    assert answer["message"]["content"] == said
+
+
+def test_the_tokens_of_images_are_counted_and_cached(live: Live) -> None:
+    content = [part(url(random_image(3))), {"type": "text", "text": "what is it"}]
+    first = live.chat(content, **GREEDY).json()["usage"]
+    again = live.chat(content, **GREEDY).json()["usage"]
+    assert first["prompt_tokens"] == again["prompt_tokens"] > 16  # rows of one image
+    assert again["prompt_tokens_details"]["cached_tokens"] >= 16
+
+
+def test_other_formats_and_modes_are_read(live: Live) -> None:
+    grey = random_image(4).convert("L")
+    same = ask(live, part(url(grey)))
+    assert ask(live, part(url(grey.convert("RGBA")))) == same
+    assert ask(live, part(f"data:image/webp;base64,{encoded(grey, 'JPEG')}"))  # by its content
+
+
+def of_transformers(image: Image.Image) -> str:
+    path = tiny_image_model("llava")
+    processor = load_processor(path)
+    content = [{"type": "image"}, {"type": "text", "text": "what is it"}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    given = processor(images=[image], text=[text], return_tensors="pt")
+    model = tf.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        made = model.generate(**given, max_new_tokens=8, do_sample=False)
+    return str(processor.tokenizer.decode(made[0, given["input_ids"].shape[1] :]))
+
+
+WRONG: list[tuple[list[dict[str, Any]], str, str]] = [
+    ([part("https://example.com/cat.png")], "nothing is fetched", "content[0]"),
+    ([part("file:///etc/passwd")], "nothing is fetched", "content[0]"),
+    ([part("data:image/png,abc")], "in base64", "content[0]"),
+    ([part("data:image/png;base64,!!")], "no valid base64", "content[0]"),
+    ([part("data:image/png;base64,aGVsbG8=")], "no image in one of the formats", "content[0]"),
+    ([part(url(random_image(1))[:-300])], "content[0]", "content[0]"),
+    ([{"type": "image_url"}], "data URL", "content[0]"),
+    ([{"type": "image_url", "image_url": {"url": 3}}], "data URL", "content[0]"),
+    ([part(url(random_image(1)))] * 3, "may have 2 images, got 3", "content[2]"),
+    ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "no audio", ""),
+    ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}], "no video", ""),
+]
+
+
+@pytest.mark.parametrize(("parts", "why", "param"), WRONG, ids=lambda v: str(v)[:40])
+def test_what_is_wrong_is_one_clear_error(
+    parts: list[dict[str, Any]], why: str, param: str, live: Live
+) -> None:
+    answer = live.chat([*parts, {"type": "text", "text": "what is it"}])
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert why in error["message"]
+    assert param in error["param"]
+
+
+def test_limits_of_size(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = part(url(random_image(5, 64, 64)))
+    for name, limit, why in (
+        ("MAX_IMAGE_PIXELS", 64 * 64 - 1, "64 x 64 pixels"),
+        ("MAX_PROMPT_PIXELS", 64 * 64 - 1, "of this prompt to 4096 pixels"),
+        ("MAX_IMAGE_BYTES", 100, "an image may have 100"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(images, name, limit)
+            answer = live.chat([large])
+        assert answer.status_code == 400, answer.text
+        assert why in answer.json()["error"]["message"]
+
+
+def test_text_that_spells_a_placeholder_is_no_image(live: Live) -> None:
+    answer = live.chat([part(url(random_image(1))), {"type": "text", "text": "an <image> more"}])
+    assert answer.status_code == 400
+    assert "spells a control token" in answer.json()["error"]["message"]
+    assert live.chat("an <image> alone", **GREEDY).status_code == 200

@@ -1,0 +1,112 @@
+"""The proof that llmc does with images what a model's own forward does, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_images import tiny_image_model
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.llava import modeling_llava
+from transformers.models.qwen3_vl import modeling_qwen3_vl
+
+from llmc.compiler.image_tower import build_tower
+from llmc.config import EngineConfig
+from llmc.errors import CheckpointError, ConfigError
+from llmc.startup.images import _fill, _unwanted, prove
+from llmc.startup.resolve import resolve
+from llmc.text.images import ImagePreparer
+from llmc.text.processor import load_processor
+
+CPU = torch.device("cpu")
+
+
+def proved(family: str, processor_patch: Any = None) -> Any:
+    path = tiny_image_model(family)
+    source = resolve(EngineConfig(model=str(path), dtype="float32"), CPU)
+    config = source.load_hf_config()
+    tower = build_tower(config, torch.float32, CPU)
+    _fill(tower, source)
+    processor = load_processor(path)
+    if processor_patch is not None:
+        processor.replace_image_token = processor_patch
+    preparer = ImagePreparer(processor, config.image_token_id)
+    return prove(tower, processor, preparer, config.get_text_config().hidden_size)
+
+
+@pytest.mark.parametrize(
+    ("family", "levels", "axes", "whole"),
+    [
+        ("llava", 1, 0, "none"),
+        ("internvl", 1, 0, "none"),
+        ("qwen2_vl", 1, 3, "none"),
+        ("qwen2_5_vl", 1, 3, "none"),
+        ("qwen3_vl", 2, 3, "none"),
+        ("gemma3", 1, 0, "all"),
+    ],
+)
+def test_what_is_found_of_a_model(family: str, levels: int, axes: int, whole: str) -> None:
+    head, where = proved(family)
+    assert (head.image_levels, head.position_axes, where) == (levels, axes, whole)
+
+
+def test_rows_in_other_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = modeling_llava.LlavaModel.get_placeholder_mask
+
+    def shifted(self: Any, ids: Any, **kwargs: Any) -> Any:
+        return find(self, ids, **kwargs).roll(1, 1)
+
+    monkeypatch.setattr(modeling_llava.LlavaModel, "get_placeholder_mask", shifted)
+    with pytest.raises(CheckpointError, match="embeds images in another way"):
+        proved("llava")
+
+
+def test_inner_layers_that_do_more_than_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = modeling_qwen3_vl.Qwen3VLTextModel
+    add = model._deepstack_process
+    monkeypatch.setattr(
+        model, "_deepstack_process", lambda self, state, *rest: 2 * add(self, state, *rest)
+    )
+    with pytest.raises(CheckpointError, match="do more with rows of images than add them"):
+        proved("qwen3_vl")
+
+
+def test_attention_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that attends to later text is neither causal nor that of an image."""
+
+    def one_block(token_type_ids: Any, device: Any = None) -> Any:
+        return token_type_ids.amax(-1, keepdim=True).expand_as(token_type_ids) - 1
+
+    monkeypatch.setattr(modeling_gemma3, "get_block_sequence_ids_for_mask", one_block)
+    with pytest.raises(CheckpointError, match="attend in a way of their own"):
+        proved("gemma3")
+
+
+def test_another_tensor_for_the_text_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = modeling_llava.LlavaModel.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(self, *args, **kwargs, image_bias=torch.zeros(1))
+
+    monkeypatch.setattr(modeling_llava.LlavaModel, "forward", forward)
+    with pytest.raises(CheckpointError, match="gives its text model image_bias"):
+        proved("llava")
+
+
+def test_a_processor_that_writes_several_images_otherwise() -> None:
+    def replaced(inputs: Any, image_idx: int, **_: Any) -> str:
+        return "<image>" * (4 if len(inputs["num_patches"]) == 1 else 8)
+
+    with pytest.raises(CheckpointError, match="several images in another way than one"):
+        proved("internvl", replaced)
+
+
+def test_what_needs_no_proof() -> None:
+    path = str(tiny_image_model("llava"))
+    none = resolve(EngineConfig(model=path, limit_mm_per_prompt={"image": 0}), CPU)
+    assert "allows none" in str(_unwanted(none))
+    ranks = resolve(EngineConfig(model=path, tensor_parallel_size=2), CPU)
+    assert "tensor_parallel_size" in str(_unwanted(ranks))
+    with pytest.raises(ConfigError, match="audio and video are not served"):
+        EngineConfig(limit_mm_per_prompt={"audio": 1})
