@@ -128,10 +128,10 @@ class Transformers(Engine):
         torch.set_num_threads(threads)
         folder = model_directory(path)
         config = AutoConfig.from_pretrained(folder)
-        self._model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         state = {name: t.read() for name, t in open_tensors(folder, None, torch.float32).items()}
-        self._model.load_state_dict(state, strict=False)  # a tied head is not in the file
-        self._model.tie_weights()
+        self.model.load_state_dict(state, strict=False)  # a tied head is not in the file
+        self.model.tie_weights()
 
     def run(self, job: Job) -> None:
         if len(job.prompts) == 1:
@@ -144,7 +144,7 @@ class Transformers(Engine):
 
         ids = torch.tensor([list(prompt)])
         with torch.inference_mode():
-            self._model.generate(
+            self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=num_tokens,
@@ -158,7 +158,7 @@ class Transformers(Engine):
         from transformers import GenerationConfig
 
         config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-        manager = self._model.init_continuous_batching(generation_config=config)
+        manager = self.model.init_continuous_batching(generation_config=config)
         manager.start()
         try:
             for ids, tokens in zip(job.prompts, job.num_tokens, strict=True):

@@ -33,9 +33,10 @@ def load_async_llm(config: EngineConfig, console: Console, *, quiet: bool = Fals
 def load_engine(config: EngineConfig, console: Console) -> Started:
     """An engine without the text side, for benchmarks of generation."""
     with phases(console) as on_phase:
+        from llmc.frontend.engine_options import refuse_several
         from llmc.startup.start import start_engine
 
-        started = start_engine(config, on_phase)
+        started = start_engine(refuse_several(config), on_phase)
     if started.info.pooling is not None:
         raise ConfigError(
             f"{started.info.name} is served for its vectors, and this measures the generation of "

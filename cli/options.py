@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
@@ -276,6 +276,13 @@ ENGINE_OPTIONS = (
         "the CPU's cores shared out. Memory of the KV cache is that of each.",
     ),
     EngineOption(
+        field="data_parallel_size",
+        panel=BATCH_PANEL,
+        metavar="ENGINES",
+        help="Engines of llmc serve, each with the whole model and an equal share of this machine; "
+        "a request goes to one of them.",
+    ),
+    EngineOption(
         field="enable_prefix_caching",
         panel=BATCH_PANEL,
         flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
@@ -431,24 +438,47 @@ def say_flag(message: str) -> str:
     return message if name is None else FLAG_OF_FIELD[name[1]] + message[name.end() :]
 
 
-def engine_options(*, positional_model: bool = True) -> Callable[[Any], Any]:
+def changed(config: EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
+    """`config` with these options, by the names of flags or fields; ConfigError for a wrong one."""
+    rows = {entry.flag.removeprefix("--").replace("-", "_"): entry for entry in ENGINE_OPTIONS}
+    rows |= {entry.field: entry for entry in ENGINE_OPTIONS}
+    values = {}
+    for name, value in options.items():
+        entry = rows.get(name.removeprefix("--").replace("-", "_"))
+        if entry is None:
+            raise ConfigError(f"{name!r:.80} is no option of a model")
+        is_text = isinstance(value, str) or (entry.default == () and isinstance(value, list))
+        values[entry.field] = entry.read(value) if entry.read and is_text else value
+    try:
+        return replace(config, **values)
+    except TypeError as error:  # a text where a number belongs
+        raise ConfigError(f"{dict(options)!r:.200}: {error}") from None
+
+
+def engine_options(
+    *, positional_model: bool = True, several_models: bool = False
+) -> Callable[[Any], Any]:
     """Decorator: the command's `config: EngineConfig` parameter becomes the flags of the table.
 
-    With `positional_model` the model may also be given as the command's first word.
+    With `positional_model` the model may also be given as the command's first word. With
+    `several_models` there may be more, which the command takes as `more_models`.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(command, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.name != "config"]
+        taken_apart = ("config", "more_models")
+        own = [p for p in signature.parameters.values() if p.name not in taken_apart]
         # Keyword-only: typer calls by name, and defaults may then stand in any order.
         own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-        first = [_model_argument()] if positional_model else []
+        first = [_model_argument(several_models)] if positional_model else []
         taken = {flag for p in own for flag in _flags(p)}  # -q is --quick where a command has that
         parameters = [*first, *own, *(_parameter(entry, taken) for entry in ENGINE_OPTIONS)]
 
         @functools.wraps(command)
         def run(**given: Any) -> Any:
             word = given.pop("model_word", None)
+            if several_models:
+                word, *given["more_models"] = word or [None]
             if word is not None and given["model"] not in (None, word):
                 raise ConfigError(f"two models were given: {word!r} and --model {given['model']!r}")
             given["model"] = word if word is not None else given["model"]
@@ -470,15 +500,16 @@ def _flags(parameter: inspect.Parameter) -> list[str]:
     return [word for word in declared if isinstance(word, str) and word.startswith("-")]
 
 
-def _model_argument() -> inspect.Parameter:
+def _model_argument(several: bool) -> inspect.Parameter:
     declared = typer.Argument(
-        metavar="[MODEL]",
-        help="Directory, GGUF file or hub id of the model. The default one when absent.",
+        metavar="MODEL" if several else "[MODEL]",
+        help="Directory, GGUF file or hub id of the model. The default one when absent."
+        + (" Several are loaded as they are asked for." if several else ""),
         show_default=False,
     )
     return inspect.Parameter(
         "model_word",
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[str | None, declared],
+        annotation=Annotated[list[str] | None if several else str | None, declared],
     )

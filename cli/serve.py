@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
-from llmc.cli.options import engine_options, option
+from llmc.cli.options import changed, engine_options, option, parse_size
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
 from llmc.logs import FORMATS
@@ -15,9 +16,39 @@ SERVER_PANEL = "Server"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-@engine_options()
+@engine_options(several_models=True)
 def command(
     config: EngineConfig,
+    more_models: list[str],
+    models: Annotated[
+        str | None,
+        option(
+            "--models",
+            help='Models by the names to serve them under, each with its options: {"small": '
+            '{"model": "DIR", "max-model-len": 4096}}. Options beside it are for all.',
+            metavar="JSON",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
+    model_idle_timeout: Annotated[
+        float | None,
+        option(
+            "--model-idle-timeout",
+            help="With several models: unload one after so many seconds without a request.",
+            metavar="SECONDS",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
+    model_memory: Annotated[
+        str | None,
+        option(
+            "--model-memory",
+            help="With several models: memory that they may take together, such as 16G. For one "
+            "more, those are unloaded that were idle for longest. No limit when absent.",
+            metavar="BYTES",
+            panel=SERVER_PANEL,
+        ),
+    ] = None,
     host: Annotated[
         str,
         option(
@@ -133,8 +164,8 @@ def command(
         str | None,
         option(
             "--admin-api-key",
-            help="Key of the operator, for /load, /server_info, profiles, /reset_prefix_cache and "
-            "/abort_requests. When absent nobody can use them.",
+            help="Key of the operator, for /load, /server_info, profiles, /reset_prefix_cache, "
+            "/abort_requests, /sleep and /wake_up. When absent nobody can use them.",
             metavar="KEY",
             panel=SERVER_PANEL,
         ),
@@ -282,7 +313,7 @@ def command(
         ),
     ] = True,
 ) -> None:
-    """Serve a model over HTTP with the OpenAI API.
+    """Serve a model over HTTP with the OpenAI API, or several.
 
     Without MODEL it serves the default one.
     """
@@ -303,9 +334,27 @@ def command(
         raise ConfigError("--lora-modules and --runtime-lora-dir need --enable-lora")
     if api_workers > 1 and not engine_process:
         raise ConfigError("--api-workers needs the engine in a separate process")
-    from llmc.startup.resolve import check_paths
+    if config.data_parallel_size > 1 and not engine_process:
+        raise ConfigError("--data-parallel-size needs the engines in separate processes")
+    several = _several(config, more_models, models)
+    if several:
+        _check_several(
+            {
+                "--served-model-name": bool(served_model_name),
+                "--lora-modules": bool(lora_modules),
+                "--runtime-lora-dir": runtime_lora_dir is not None,
+                "--batch-dir": batch_dir is not None,
+                "--api-workers": api_workers > 1,
+                "--no-engine-process": not engine_process,
+                "--verify": verify,
+            }
+        )
+    elif model_idle_timeout is not None or model_memory is not None:
+        raise ConfigError("--model-idle-timeout and --model-memory are for several models")
+    else:
+        from llmc.startup.resolve import check_paths
 
-    check_paths(config)  # before the imports below, which take a second or more
+        check_paths(config)  # before the imports below, which take a second or more
     from llmc.server.settings import ServerSettings
 
     settings = ServerSettings(
@@ -322,6 +371,8 @@ def command(
         lora_modules=_lora_modules(lora_modules or ()),
         runtime_lora_dir=runtime_lora_dir,
         batch_dir=batch_dir,
+        model_idle_timeout_s=model_idle_timeout,
+        model_memory=None if model_memory is None else parse_size(model_memory, "--model-memory"),
         api_keys=tuple(api_key or ()),
         admin_api_key=admin_api_key,
         profile_dir=profile_dir,
@@ -339,6 +390,11 @@ def command(
         from llmc.cli.verify import require_certificate
 
         require_certificate(config)
+    if several:
+        from llmc.cli.serve_several import run_several
+
+        run_several(several, settings, log_level=log_level, log_format=log_format)
+        return
     from llmc.cli.serve_run import run_server
 
     run_server(
@@ -348,6 +404,44 @@ def command(
         log_format=log_format,
         engine_process=engine_process,
     )
+
+
+def _several(
+    config: EngineConfig, more_models: Sequence[str], models: str | None
+) -> dict[str, EngineConfig]:
+    """Configs by the names of the models; empty where one model is served as ever."""
+    if models is None and not more_models:
+        return {}
+    found: dict[str, EngineConfig] = {}
+    if models is not None:
+        if config.model is not None:
+            raise ConfigError("models are given by --models or as MODEL ..., not both")
+        try:
+            given = json.loads(models)
+        except ValueError as error:
+            raise ConfigError(f"--models must be JSON: {error}") from None
+        if not isinstance(given, dict) or not given:
+            raise ConfigError('--models must be like {"NAME": {"model": "DIR"}}')
+        for name, options in given.items():
+            if not name or not isinstance(options, dict) or not options.get("model"):
+                raise ConfigError(f"--models: {name!r:.80} must be an object with a model")
+            found[name] = changed(config, options)
+        return found
+    from llmc.startup.model_files import served_name
+
+    for model in (config.model, *more_models):
+        one = replace(config, model=model)
+        name = served_name(one)
+        if name in found:
+            raise ConfigError(f"two models would be served as {name!r}; name them with --models")
+        found[name] = one
+    return found
+
+
+def _check_several(asked: dict[str, bool]) -> None:
+    refused = [name for name, is_asked in asked.items() if is_asked]
+    if refused:
+        raise ConfigError(f"with several models there can't be {', '.join(refused)}; leave it out")
 
 
 def _lora_modules(words: Sequence[str]) -> dict[str, str]:

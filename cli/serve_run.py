@@ -3,7 +3,8 @@
 The port comes first, so that a taken port is an error at once and not after the model was loaded.
 
     this process (HTTP, text) --ZeroMQ--> engine process     unless --no-engine-process
-    more API processes -------ZeroMQ-->                      with --api-workers
+    more API processes -------ZeroMQ-->   (more of them)     with --api-workers
+                                                             with --data-parallel-size
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from llmc.startup.architecture_certificate import ArchitectureCertificate
 
 if TYPE_CHECKING:
     from llmc.async_llm import AsyncLLM
-    from llmc.processes.supervisor import Supervisor
+    from llmc.processes.engine_processes import EngineProcesses
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +55,15 @@ def run_server(
     )
     check_certificates(settings)
     with contextlib.ExitStack() as stack:
-        sock = stack.enter_context(_listening(settings))
+        sock = stack.enter_context(listening(settings))
         companions: Companions | None = None
+        engines: EngineProcesses | None = None
         if engine_process:
-            llm, companions = _load_in_process(run, sock, stack)
+            llm, engines = _load_in_process(run, stack)
+            companions = _more_workers(run, engines, sock, stack)
         else:
             llm = load_async_llm(config, run.console)
-        _serve(run, llm, sock, companions)
+        _serve(run, llm, engines, sock, companions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,20 +77,27 @@ class _Run:
     console: Console
 
 
-def _serve(run: _Run, llm: AsyncLLM, sock: socket.socket, companions: Companions | None) -> None:
+def _serve(
+    run: _Run,
+    llm: AsyncLLM,
+    engines: EngineProcesses | None,
+    sock: socket.socket,
+    companions: Companions | None,
+) -> None:
     from llmc.server.app import create_app
 
     settings = run.settings
-    app = create_app(llm, settings)
+    app = create_app(llm, settings, engines)
     rows = [
-        _where(settings, sock),
+        where(settings, sock),
         ("names", ", ".join(app.state.names)),
         *model_rows(llm.info),
+        *([("engines", str(size))] if (size := run.config.data_parallel_size) > 1 else ()),
         ("API key", "required" if settings.api_keys else "none"),
     ]
     if llm.info.is_default:
         note(run.console, about_model(llm.info))
-    _warn_if_open(run.console, settings)
+    warn_if_open(run.console, settings)
     with contextlib.ExitStack() as stack:
 
         def on_ready() -> None:
@@ -102,49 +112,44 @@ def _log_certificate(found: ArchitectureCertificate) -> None:
     log.log(logging.WARNING if found.status == "different" else logging.INFO, "%s", found)
 
 
-def _load_in_process(
-    run: _Run, sock: socket.socket, stack: contextlib.ExitStack
-) -> tuple[AsyncLLM, Companions | None]:
-    """The engine in a separate process, which ends with `stack`."""
-    from llmc.processes.supervisor import Supervisor
+def _load_in_process(run: _Run, stack: contextlib.ExitStack) -> tuple[AsyncLLM, EngineProcesses]:
+    """The engines in separate processes, which end with `stack`."""
+    from llmc.processes.engine_processes import EngineProcesses
 
     with phases(run.console) as on_phase:
-        supervisor = stack.enter_context(
-            Supervisor(
+        engines = stack.enter_context(
+            EngineProcesses(
                 run.config,
                 on_phase=on_phase,
                 log_level=run.log_level,
                 log_format=run.log_format,
             )
         )
-        folder = supervisor.folder
         if run.settings.api_workers > 1:
             # Before prometheus_client is imported, which reads it then.
-            os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = engines.folder
         import llmc.server.app  # noqa: F401 - while the engine loads
         from llmc.text.tokenizer import preload
 
         preload()
-        engine = supervisor.wait_ready()
+        engine = engines.wait_ready()
 
     from llmc.async_llm import AsyncLLM
     from llmc.frontend.engine_options import load_tokenizer
-    from llmc.processes.remote_engine import RemoteEngine
 
-    tokenizer = load_tokenizer(run.config, engine.info)
     llm = AsyncLLM.from_link(
-        RemoteEngine("api-0", supervisor),
+        engines.link("api-0"),
         engine.info,
         engine.stats,
         run.config,
-        tokenizer,
+        load_tokenizer(run.config, engine.info),
         is_shared=run.settings.api_workers > 1,
     )
-    return llm, _more_workers(run, supervisor, sock, stack)
+    return llm, engines
 
 
 def _more_workers(
-    run: _Run, supervisor: Supervisor, sock: socket.socket, stack: contextlib.ExitStack
+    run: _Run, engines: EngineProcesses, sock: socket.socket, stack: contextlib.ExitStack
 ) -> Companions | None:
     if run.settings.api_workers == 1:
         return None
@@ -154,21 +159,21 @@ def _more_workers(
         sock,
         run.settings,
         run.config,
-        metrics_folder=supervisor.folder,
+        metrics_folder=engines.folder,
         log_level=run.log_level,
         log_format=run.log_format,
     )
-    workers = Workers(supervisor, make_order, sock, run.settings.api_workers - 1)
+    workers = Workers(engines, make_order, sock, run.settings.api_workers - 1)
     return stack.enter_context(workers)
 
 
-def _listening(settings: ServerSettings) -> contextlib.AbstractContextManager[socket.socket]:
+def listening(settings: ServerSettings) -> contextlib.AbstractContextManager[socket.socket]:
     if settings.uds is not None:
         return unix_socket(settings.uds)
     return contextlib.closing(bind_socket(settings.host, settings.port))
 
 
-def _where(settings: ServerSettings, sock: socket.socket) -> tuple[str, str]:
+def where(settings: ServerSettings, sock: socket.socket) -> tuple[str, str]:
     if settings.uds is not None:
         return "socket", settings.uds
     return "URL", url_of(settings, sock) + settings.root_path
@@ -181,7 +186,7 @@ def url_of(settings: ServerSettings, sock: socket.socket) -> str:
     return f"{settings.scheme}://{shown}:{sock.getsockname()[1]}"
 
 
-def _warn_if_open(console: Console, settings: ServerSettings) -> None:
+def warn_if_open(console: Console, settings: ServerSettings) -> None:
     from llmc.server.guard import is_loopback
 
     if settings.uds is None and not settings.api_keys and not is_loopback(settings.host):

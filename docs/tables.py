@@ -116,16 +116,24 @@ def step_table(inputs: Mapping[str, StepTensor]) -> str:
 
 
 def gguf_architectures() -> str:
-    """Decoders among those that transformers maps."""
+    """Decoders among those that transformers or rules.json map."""
     from transformers import CONFIG_MAPPING
 
-    from llmc.weights.gguf.config import architectures
+    from llmc.weights.gguf.rules import architectures, rules
+
+    def read_as(model: str) -> str | None:
+        config = CONFIG_MAPPING[model]()
+        if getattr(config, "is_encoder_decoder", False):
+            return None
+        return f"`{type(config.get_text_config()).__name__}`"
 
     rows = []
-    for name in architectures():
-        config = CONFIG_MAPPING[name]()
-        if not config.is_encoder_decoder:
-            rows.append([f"`{name}`", f"`{type(config.get_text_config()).__name__}`"])
+    for name, model in architectures().items():
+        variants = rules()["architectures"].get(name, {}).get("variants", [])
+        models = [model, *(v["as"] for v in variants if "as" in v)]
+        found = [config for m in models if (config := read_as(m))]
+        if found:
+            rows.append([f"`{name}`", ", ".join(found)])
     return _table(("architecture", "read as"), rows)
 
 

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -29,13 +29,14 @@ from llmc.engine.messages import (
     Operation,
     RequestUpdate,
 )
-from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from llmc.errors import EngineAsleepError, EngineDeadError, InvalidRequestError, QueueFullError
 from llmc.frontend.engine_link import (
     EngineEvent,
     EngineLink,
     EngineLost,
     EngineStarted,
     Processes,
+    RequestsLost,
 )
 from llmc.frontend.engine_options import EngineOptions, load_tokenizer, make_config, start
 from llmc.frontend.engine_thread import EngineThread
@@ -121,7 +122,8 @@ class AsyncLLM:
         self.info = info
         self.tokenizer = tokenizer
         self.inputs = InputProcessor(info, tokenizer)
-        self.max_queued = config.max_num_queued or 4 * config.max_num_seqs
+        self.num_rows = config.max_num_seqs * config.data_parallel_size  # of all its engines
+        self.max_queued = config.max_num_queued or 4 * self.num_rows
         self._outputs = OutputProcessor(tokenizer)
         self._streams: dict[str, Stream] = {}
         self._link = link
@@ -137,6 +139,7 @@ class AsyncLLM:
         self._is_over = False
         self._is_shared = False
         self._draining = False
+        self.is_asleep = False  # it takes no requests until `wake_up`
         self._last_event = time.monotonic()
         self._watchdog = Watchdog(self._seconds_left, link.dump_stacks)
 
@@ -339,10 +342,12 @@ class AsyncLLM:
 
     def _admit(self) -> None:
         """Whether there is room. One call may overshoot the limit, the next is refused."""
+        if self.is_asleep:
+            raise EngineAsleepError(f"{self.info.name} is asleep, and has to be woken first")
         self.check_health()
         if self._draining:
             raise EngineDeadError("the server is shutting down and takes no new requests")
-        waiting = self._outputs.num_sequences - self.config.max_num_seqs
+        waiting = self._outputs.num_sequences - self.num_rows
         if self._is_shared:  # the others' requests are known from the engine alone, a bit late
             waiting = max(waiting, self._stats.num_waiting)
         if waiting >= self.max_queued:
@@ -402,6 +407,15 @@ class AsyncLLM:
             raise EngineDeadError("the engine was restarted")
         return state
 
+    async def close_door(self, *, aborts: bool) -> None:
+        """Take no more requests, and wait for those that run, or abort them: for a sleep."""
+        self.is_asleep = True
+        for request_id in list(self._outputs.active) if aborts else ():
+            self.abort(request_id)
+        while self._outputs.active:
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(self._trial.close)  # a process, which a later check starts again
+
     async def operate(self, operation: Operation, folder: str = "") -> str:
         """Have the engine do this between two steps; what came of it, in words.
 
@@ -446,6 +460,8 @@ class AsyncLLM:
         """Until the engine counts as stalled; None while it has nothing to do."""
         if not self._outputs.active:
             return None
+        if self._link.has_idle_engine:
+            return WATCHDOG_S
         return self._last_event + WATCHDOG_S - time.monotonic()
 
     @property
@@ -456,7 +472,7 @@ class AsyncLLM:
     @property
     def is_ready(self) -> bool:
         """Whether a request sent now can expect an answer."""
-        return self._dead is None and not self._draining and not self.is_stalled
+        return self.is_alive and not (self._draining or self.is_stalled or self.is_asleep)
 
     @property
     def is_alive(self) -> bool:
@@ -473,7 +489,6 @@ class AsyncLLM:
         await self.drain(drain_timeout)
         self._watchdog.stop()
         self._dead = self._dead or "it was shut down"
-        self._answer_state(None)
         self._lose_all("abort")
         for workers in (self._workers, self._trial_worker):
             workers.shutdown(wait=False, cancel_futures=True)
@@ -512,10 +527,12 @@ class AsyncLLM:
                     answer.set_result(event)
             case EngineLost():
                 self._dead, self._is_over = event.reason, event.is_final
-                self._answer_state(None)
+                self.is_asleep = self.is_asleep or event.is_asleep
                 self._lose_all("error")
-            case EngineStarted():
+            case RequestsLost():
                 self._answer_state(None)
+                self._lose(self._outputs.owners(event.request_ids), "error", event.reason)
+            case EngineStarted():
                 self._lose_all("error")
                 self._dead = None
                 self._stats = event.stats or self._stats
@@ -537,11 +554,15 @@ class AsyncLLM:
                 stream.notify(request)
 
     def _lose_all(self, reason: FinishReason) -> None:
-        message = f"the engine has stopped: {self._dead}"
+        self._answer_state(None)
         for answer in self._orders.values():
             if not answer.done():
-                answer.set_exception(EngineDeadError(message))
-        for request_id in list(self._outputs.active):
+                answer.set_exception(EngineDeadError(f"the engine has stopped: {self._dead}"))
+        self._lose(list(self._outputs.active), reason, self._dead or "")
+
+    def _lose(self, request_ids: Iterable[str], reason: FinishReason, why: str) -> None:
+        message = f"the engine has stopped: {why}"
+        for request_id in request_ids:
             for child in self._outputs.abort(request_id, reason, message):
                 self._link.send(AbortRequest(request_id=child))
             self._streams.pop(request_id).lose(message)

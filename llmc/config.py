@@ -66,6 +66,7 @@ class EngineConfig:
     swap_space: int = 0  # host memory for the blocks of preempted requests
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1  # ranks, each a process, that compute a part of every layer
+    data_parallel_size: int = 1  # engines of a server, which share this machine evenly
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None  # plan a step while the one before it runs
     scheduling_policy: SchedulingPolicy = "fcfs"
@@ -117,12 +118,10 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
-        _positive("tensor_parallel_size", self.tensor_parallel_size)
-        if self.tensor_parallel_size > MOST_RANKS:
-            raise ConfigError(
-                f"tensor_parallel_size must be at most {MOST_RANKS}, got "
-                f"{self.tensor_parallel_size}"
-            )
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            _positive(name, getattr(self, name))
+            if getattr(self, name) > MOST_RANKS:
+                raise ConfigError(f"{name} must be at most {MOST_RANKS}, got {getattr(self, name)}")
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         if isinstance(self.speculative_config, Mapping):
             given = SpeculativeConfig.of(self.speculative_config)

@@ -6,6 +6,7 @@
     |   +-- CheckpointError                     the model's files are missing, broken or unfit
     +-- CompileError                            capture or a pass failed on this model
     +-- EngineDeadError                         the engine stopped and takes no more requests
+    |   +-- EngineAsleepError                   it was sent to sleep, and can be woken
     +-- QueueFullError                          too many requests wait; try again later
 
 A message says what is wrong with the value in it, and what to do, in one or two sentences.
@@ -47,6 +48,10 @@ class CompileError(LlmcError):
 
 class EngineDeadError(LlmcError):
     """The engine has stopped; the message says why."""
+
+
+class EngineAsleepError(EngineDeadError):
+    """The engine was sent to sleep; it takes requests again when it is woken."""
 
 
 class QueueFullError(LlmcError):

@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from llmc.config import EngineConfig
-from llmc.errors import EngineDeadError, InvalidRequestError, LlmcError, QueueFullError
+from llmc.errors import (
+    ConfigError,
+    EngineAsleepError,
+    EngineDeadError,
+    InvalidRequestError,
+    LlmcError,
+    QueueFullError,
+)
 from llmc.frontend.beam_search import SearchingEngine, run_searches
 from llmc.frontend.engine_options import Engine, EngineOptions, load_tokenizer, make_config, start
 from llmc.frontend.inputs import Input, InputProcessor, Prompt, as_list
@@ -76,16 +83,20 @@ class LLM(PoolingMethods):
 
     def _attach(self, started: Started, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.config = config
-        self.info: ModelInfo = started.info
-        self._engine: SearchingEngine | None = started.engine
-        self._upgrade = started.upgrade
-        self._end_ranks = started.end_ranks
         self._tokenizer = tokenizer
-        self._inputs = InputProcessor(started.info, tokenizer)
+        self._is_asleep = False
+        self._take(started)
         self._outputs = OutputProcessor(tokenizer)
         self._trial = make_trial(started.info)
         self._ids = itertools.count()
         self._in_use = threading.RLock()  # by the caller whose requests the engine has
+
+    def _take(self, started: Started) -> None:
+        self.info: ModelInfo = started.info
+        self._engine: SearchingEngine | None = started.engine
+        self._upgrade = started.upgrade
+        self._end_ranks = started.end_ranks
+        self._inputs = InputProcessor(started.info, self._tokenizer)
 
     def generate(
         self,
@@ -204,12 +215,47 @@ class LLM(PoolingMethods):
         """
         return self._upgrade is not None and self._upgrade.wait(timeout)
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`; meanwhile there are no answers.
+
+        Level 1 returns the memory of the KV cache and keeps the weights. Level 2 gives the engine
+        up, weights included, and so does level 1 where a cache can't be returned in place (GPUs,
+        several ranks): waking reads them again.
+        """
+        if level not in (1, 2):
+            raise ConfigError(f"level must be 1 or 2, got {level!r}")
+        with self._in_use:
+            engine = self._engine
+            if engine is None and not self._is_asleep:
+                raise EngineDeadError("this LLM is closed; make a new one")
+            self._is_asleep = True
+            self._trial.close()
+            if engine is None:
+                return
+            if level == 1 and self.info.device == "cpu" and self.config.tensor_parallel_size == 1:
+                engine.give_back_caches()
+                return
+            self._engine = self._upgrade = None
+            self._end_ranks()
+            self._end_ranks = lambda: None  # which holds the engine
+            del engine
+            from llmc.startup.start import give_back_freed
+
+            give_back_freed()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Answer again. `tags` are taken and mean nothing: all wakes at once."""
+        with self._in_use:
+            if self._is_asleep and self._engine is None:
+                self._take(start(self.config))
+            self._is_asleep = False
+
     def close(self) -> None:
         """Give the model's memory back. The LLM can't be used afterwards; closing twice is fine."""
         self._trial.close()
         with self._in_use:
             engine, self._engine = self._engine, None
-            self._upgrade = None
+            self._upgrade, self._is_asleep = None, False
             if engine is not None:
                 self._abort_all(engine)
         self._end_ranks()
@@ -221,6 +267,8 @@ class LLM(PoolingMethods):
         self.close()
 
     def _running(self) -> SearchingEngine:
+        if self._is_asleep:
+            raise EngineAsleepError("this LLM is asleep; call wake_up() first")
         if self._engine is None:
             raise EngineDeadError("this LLM is closed; make a new one")
         return self._engine

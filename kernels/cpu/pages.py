@@ -20,7 +20,8 @@ from torch import Tensor
 
 from llmc.background_thread import BackgroundThread
 
-_MADV_HUGEPAGE = 14  # madvise(2)
+_MADV_DONTNEED = 4  # madvise(2): the pages go back to the system, and read as zeros from then on
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # makes pages present without changing them; Linux 5.14
 _IDLE = 19  # the lowest priority
 _PAGE = 4096
@@ -49,6 +50,28 @@ def advise_huge_pages(tensor: Tensor) -> Tensor:
         # A refusal (no such pages on this system) changes nothing.
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
     return tensor
+
+
+def give_back(tensors: Sequence[Tensor]) -> int:
+    """Return the memory under CPU tensors to the system. -> bytes, 0 where that is not possible.
+
+    The tensors stay, at their addresses, with undefined contents; what is written to takes memory
+    again. Memory that the allocator keeps for later is returned too.
+    """
+    madvise = _madvise()
+    if madvise is None:
+        return 0
+    given = 0
+    for tensor in tensors:
+        start, end = _whole_pages(tensor)
+        if end > start and not madvise(
+            ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED
+        ):
+            given += end - start
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
+    return given
 
 
 def empty_in_huge_pages(

@@ -29,7 +29,7 @@ class Identity:
 
 def identify(config: EngineConfig) -> Identity:
     """What one rank would run: how ranks share it out is proven op by op (passes/sharding.py)."""
-    config = replace(config, tensor_parallel_size=1)
+    config = replace(config, tensor_parallel_size=1, data_parallel_size=1)
     source = resolve(config, pick_device(config.device))
     if source.pooling is not None:
         raise ConfigError(

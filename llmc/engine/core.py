@@ -237,6 +237,8 @@ class EngineCore:
             match order.operation:
                 case "reset_prefix_cache":
                     result = f"{self.scheduler.pool.forget_all()} cached blocks are forgotten"
+                case "give_back_caches":
+                    result = f"{self.give_back_caches()} bytes of caches are given back"
                 case "start_profile":
                     self.runner.start_profile()
                     result = "the profile has begun"
@@ -245,6 +247,17 @@ class EngineCore:
         except (LlmcError, OSError, RuntimeError) as error:
             return Operated(number=order.number, error=str(error))
         return Operated(number=order.number, result=result)
+
+    def give_back_caches(self) -> int:
+        """Return the memory of the caches to the system until a request needs it. -> its bytes.
+
+        Raises RuntimeError while requests have blocks, or where the runner can't.
+        """
+        if self.scheduler.requests:
+            raise RuntimeError(f"{len(self.scheduler.requests)} requests use the caches")
+        given = self.runner.give_back_caches()
+        self.scheduler.pool.forget_all()
+        return given
 
     def state(self) -> EngineState:
         """Rows, blocks and queues, for people who watch."""

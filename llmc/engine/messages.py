@@ -16,7 +16,7 @@ from llmc.lora_request import LoRARequest
 from llmc.outputs import FinishReason
 from llmc.sampling_params import SamplingParams
 
-Operation = Literal["reset_prefix_cache", "start_profile", "stop_profile"]
+Operation = Literal["reset_prefix_cache", "give_back_caches", "start_profile", "stop_profile"]
 # Upper bounds of the counts in EngineStats.step_sizes, in tokens; a last count is for all above.
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 

@@ -187,5 +187,9 @@ class Runner(Protocol):
     def stop_profile(self, folder: str) -> str:
         """Write the record to a file in `folder`. -> its path. RuntimeError when there is none."""
 
+    def give_back_caches(self) -> int:
+        """Return the memory of the caches, whose contents nobody needs, until they are written to.
+        -> its bytes. Raises RuntimeError where that is not possible."""
+
     def submit(self, plan: StepPlan) -> PendingStep:
         """Start a step and return at once. Never raises for the content of one request."""

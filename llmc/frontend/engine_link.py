@@ -1,16 +1,17 @@
 """How `AsyncLLM` reaches its engine, wherever that runs.
 
     AsyncLLM --AddRequest, AbortRequest, GetState, Operate--> EngineLink --> the engine
-             <-- EngineOutputs, EngineState, Operated, EngineStarted, EngineLost --
+             <-- EngineOutputs, EngineState, Operated, EngineStarted, EngineLost, RequestsLost --
 
 `engine_thread.EngineThread`: an engine in a thread of this process.
 `processes.remote_engine.RemoteEngine`: one in another process, which may die and be restarted.
+`engine_fleet.EngineFleet`: several of these, of which each request goes to one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from llmc.engine.messages import (
@@ -40,13 +41,25 @@ class EngineStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLost:
-    """There is no engine any more, and all requests with it. `is_final`: there will be none."""
+    """There is no engine any more, and all requests with it. `is_final`: there will be none.
+
+    `is_asleep`: it was ended on purpose, and comes back when it is woken.
+    """
 
     reason: str
     is_final: bool
+    is_asleep: bool = False
 
 
-EngineEvent = EngineOutputs | EngineState | Operated | EngineStarted | EngineLost
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestsLost:
+    """One of several engines is gone, and these of its requests; the other engines serve on."""
+
+    request_ids: Sequence[str]  # as the engine knows them
+    reason: str
+
+
+EngineEvent = EngineOutputs | EngineState | Operated | EngineStarted | EngineLost | RequestsLost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +68,8 @@ class Processes:
 
     pids: Mapping[str, int]  # process name -> pid, of those that run
     restarts: Mapping[str, int]  # process name -> times that it was restarted
+    # By name, where several run; None: it is down.
+    engines: Mapping[str, EngineStats | None] = field(default_factory=dict)
 
 
 Publish = Callable[[EngineEvent], None]
@@ -67,6 +82,10 @@ class EngineLink(Protocol):
     def send(self, message: Message) -> None: ...
     def dump_stacks(self) -> None:
         """Write the stacks of the engine's threads to stderr."""
+
+    @property
+    def has_idle_engine(self) -> bool:
+        """Whether, with requests in flight, an engine has none of them: then it need not speak."""
 
     def processes(self) -> Processes: ...
     async def close(self) -> None: ...

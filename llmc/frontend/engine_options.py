@@ -51,6 +51,7 @@ class EngineOptions(TypedDict, total=False):
     swap_space: int
     gpu_memory_utilization: float
     tensor_parallel_size: int
+    data_parallel_size: int
     enable_prefix_caching: bool
     async_scheduling: bool | None
     scheduling_policy: SchedulingPolicy
@@ -79,6 +80,7 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
     def state(self) -> EngineState: ...
+    def give_back_caches(self) -> int: ...
     def operate(self, order: Operate, /) -> Operated: ...
 
 
@@ -92,7 +94,17 @@ def make_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}"
             raise ConfigError(f"unknown engine option {name!r}; {hint}")
-    return EngineConfig(model=model, **options)
+    return refuse_several(EngineConfig(model=model, **options))
+
+
+def refuse_several(config: EngineConfig) -> EngineConfig:
+    """ConfigError for a config of several engines, where there is one."""
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size {config.data_parallel_size} is for llmc serve, which runs the "
+            "engines in processes of their own; here there is one"
+        )
+    return config
 
 
 def start(config: EngineConfig, on_phase: Callable[[Phase], None] | None = None) -> Started:

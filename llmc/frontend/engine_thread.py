@@ -64,6 +64,8 @@ class EngineThread:
     def send(self, message: Message) -> None:
         self._inbox.put(message)
 
+    has_idle_engine = False  # there is one engine
+
     def dump_stacks(self) -> None:
         # The process's own stderr: faulthandler writes past Python's objects, to a file descriptor.
         if sys.__stderr__ is not None:

@@ -166,6 +166,10 @@ class OutputProcessor:
             changed[request.request_id] = request
         return list(changed.values()), aborts
 
+    def owners(self, engine_ids: Iterable[str]) -> set[str]:
+        """The requests that these sequences of the engine belong to; unknown ones to none."""
+        return {self._owners[one][0].request_id for one in engine_ids if one in self._owners}
+
     def _take_scores(self, request: ActiveRequest, update: RequestUpdate) -> None:
         """With the first token of the one that was asked for them: the prompt's."""
         if request.source.sampling.prompt_logprobs is not None and update.new_token_ids:

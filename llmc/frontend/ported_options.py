@@ -28,6 +28,8 @@ RENAMED: Mapping[str, str] = {
     "--max-running-requests": "--max-num-seqs",
     "-tp": "--tensor-parallel-size",
     "--tp-size": "--tensor-parallel-size",
+    "-dp": "--data-parallel-size",
+    "--dp-size": "--data-parallel-size",
 }
 # Switches that are written otherwise.
 WRITTEN: Mapping[str, tuple[str, ...]] = {
@@ -67,8 +69,6 @@ NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
 VALUES: Mapping[str, tuple[frozenset[str], str]] = {
     "--pipeline-parallel-size": (frozenset({"1"}), _ONE_STAGE),
     "-pp": (frozenset({"1"}), _ONE_STAGE),
-    "--data-parallel-size": (frozenset({"1"}), "start one llmc server for each device"),
-    "-dp": (frozenset({"1"}), "start one llmc server for each device"),
     "--num-scheduler-steps": (frozenset({"1"}), "a step draws one token a request"),
     "--tokenizer-mode": (frozenset({"auto", "hf"}), "only tokenizers of Hugging Face are read"),
     "--cpu-offload-gb": (frozenset({"0"}), "weights stay on one device; take fewer bits with -q"),

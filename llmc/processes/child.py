@@ -10,15 +10,24 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 POLL_S = 0.05
 
 
 class Child:
-    """Started at once. `command` gets the number of its report pipe as its last argument."""
+    """Started at once. `command` gets the number of its report pipe as its last argument.
 
-    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> None:
+    `environment` is added to that of this process.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         reports, theirs = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -26,6 +35,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 pass_fds=[theirs, *pass_fds],
                 bufsize=0,
+                env={**os.environ, **(environment or {})},
             )
         except BaseException:
             os.close(reports)

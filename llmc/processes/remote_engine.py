@@ -61,6 +61,8 @@ class RemoteEngine:
     def send(self, message: Message) -> None:
         self._write(message)
 
+    has_idle_engine = False  # there is one engine
+
     def dump_stacks(self) -> None:
         self._watcher.dump_stacks()
 
@@ -86,7 +88,13 @@ class RemoteEngine:
         if processes.engine is None:
             if self._engine is not None or processes.is_over:
                 self._disconnect()
-                self._publish(EngineLost(reason=processes.why, is_final=processes.is_over))
+                self._publish(
+                    EngineLost(
+                        reason=processes.why,
+                        is_final=processes.is_over,
+                        is_asleep=processes.is_asleep,
+                    )
+                )
         elif self._engine is None or processes.engine.address != self._engine.address:
             self._connect(processes.engine)
         for frontend in processes.gone_frontends[self._num_gone :]:

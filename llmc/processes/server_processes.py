@@ -29,11 +29,16 @@ class EngineUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerProcesses:
-    """A snapshot. `engine` is None while there is none, and `why` says why."""
+    """A snapshot. `engine` is None while there is none, and `why` says why.
 
+    A server of several engines has one of these for each, by its `name`.
+    """
+
+    name: str = "engine"
     engine: EngineUp | None = None
     why: str = "it has not started yet"
     is_over: bool = False  # the engine is not restarted any more
+    is_asleep: bool = False  # it was ended on purpose, and waits for a wake-up
     restarts: Mapping[str, int] = field(default_factory=dict)  # process name -> number
     pids: Mapping[str, int] = field(default_factory=dict)  # of those that run now
     gone_frontends: Sequence[str] = ()

@@ -19,7 +19,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llmc.config import EngineConfig
@@ -40,6 +40,7 @@ from llmc.processes.wire import (
 log = logging.getLogger(__name__)
 
 ENGINE_MODULE = "llmc.processes.engine_main"
+POLL_S = 0.05
 END_S = 5.0  # for the engine process to end after its standard input was closed
 LONGEST_FOLDER = 70  # characters: the path of a Unix socket has at most 107 in all
 
@@ -54,20 +55,28 @@ class Supervisor:
         on_phase: Callable[[Phase], None] | None = None,
         command: Sequence[str] = (),
         budget: RestartBudget | None = None,
+        name: str = "engine",
+        environment: Mapping[str, str] | None = None,
         log_level: str = "warning",
         log_format: str = "text",
     ) -> None:
         # The engine's own queue has no limit: frontends refuse what is too much.
         self._config = dataclasses.replace(config, max_num_queued=None)
         self._on_phase = on_phase
+        self._title = "the engine process" if name == "engine" else f"the process of {name}"
         self._command = list(command) or python_module(ENGINE_MODULE)
         self._budget = budget or RestartBudget()
         self._log = (log_level, log_format)
+        self._environment = environment or {}
         self.folder = private_folder()
-        self._processes = ServerProcesses(pids={"api-0": os.getpid()}, restarts={"engine": 0})
+        self._processes = ServerProcesses(
+            name=name, pids={"api-0": os.getpid()}, restarts={name: 0}
+        )
         self._listeners: list[Listener] = []
         self._lock = threading.RLock()
         self._stopped = threading.Event()
+        self._awake = threading.Event()
+        self._awake.set()
         self._first = threading.Event()
         self._error: Exception | None = None
         self._child: Child | None = None
@@ -91,6 +100,10 @@ class Supervisor:
         if engine is None:
             raise EngineDeadError(f"the engine has stopped: {self.processes.why}")
         return engine
+
+    @property
+    def name(self) -> str:
+        return self._processes.name
 
     @property
     def processes(self) -> ServerProcesses:
@@ -128,6 +141,24 @@ class Supervisor:
         if child is not None:
             child.signal(signal.SIGUSR1)
 
+    def suspend(self) -> None:
+        """End the engine process, whose memory goes back, until `resume`."""
+        self._first.clear()
+        self._error = None
+        self._awake.clear()
+        child = self._child
+        if child is not None:
+            child.end(END_S)
+        while self._thread.is_alive() and not self._processes.is_asleep:
+            time.sleep(POLL_S)
+
+    def resume(self) -> None:
+        """Start the engine process again; `wait_ready` waits for it, or raises what kept it from
+        that. Then it sleeps on."""
+        self._first.clear()
+        self._error = None
+        self._awake.set()
+
     def stop(self) -> None:
         """End the engine process and remove the private folder. Safe to call again."""
         self._stopped.set()
@@ -141,32 +172,52 @@ class Supervisor:
     # ---- in the thread ----
 
     def _run(self) -> None:
-        number = 0
+        number, is_restart = 0, False
         while not self._stopped.is_set():
-            why = self._live(number)
-            if self._error is not None or self._stopped.is_set():
-                log.debug("the engine process ended: %s", why)
+            if not self._awake.is_set():
+                self._sleep()
+                is_restart = False
+                continue
+            why = self._live(number, is_restart=is_restart)
+            number += 1
+            if self._stopped.is_set() or (self._error is not None and number == 1):
+                log.debug("%s ended: %s", self._title, why)
                 break
+            if self._error is not None:  # it can't be woken
+                self._awake.clear()
+            if not self._awake.is_set():
+                continue
+            is_restart = True
             delay_s = self._budget.take(time.monotonic())
             if delay_s is None:
-                log.error("the engine process died again: %s; giving up (%s)", why, self._budget)
+                log.error("%s died again: %s; giving up (%s)", self._title, why, self._budget)
                 self._report_down(f"{why}; it died too often", is_over=True)
                 break
-            log.error("the engine process died: %s", why)
+            log.error("%s died: %s", self._title, why)
             log.info("restarting it in %g s (%s)", delay_s, self._budget)
             self._report_down(f"{why}; it is being restarted")
             self._stopped.wait(delay_s)
-            number += 1
         self._first.set()
 
-    def _live(self, number: int) -> str:
+    def _sleep(self) -> None:
+        """Until somebody resumes or stops it."""
+        self._report_down("it is asleep", is_asleep=True)
+        if self._error is not None:
+            self._first.set()
+        while not (self._awake.is_set() or self._stopped.is_set()):
+            self._awake.wait(POLL_S)
+        shutil.rmtree(self.folder, ignore_errors=True)  # as the engine does that ended
+        self.folder = private_folder()
+        self.update(is_asleep=False, why="it is being woken")
+
+    def _live(self, number: int, *, is_restart: bool) -> str:
         """One engine process from its start to its end. Returns the reason for its end."""
         address = f"ipc://{self.folder}/engine-{number}"
-        with Child(self._command) as child:
+        with Child(self._command, environment=self._environment) as child:
             self._child = child
-            if self._stopped.is_set():
+            if self._stopped.is_set() or not self._awake.is_set():
                 return "it was not needed any more"
-            self.report_process("engine", child.pid, restarted=number > 0)
+            self.report_process(self.name, child.pid, restarted=is_restart)
             try:
                 ready = self._start(child, address)
                 self.update(engine=EngineUp(address=address, info=ready.info, stats=ready.stats))
@@ -184,10 +235,10 @@ class Supervisor:
             os.unlink(address.removeprefix("ipc://"))
         return why
 
-    def _report_down(self, why: str, *, is_over: bool = False) -> None:
+    def _report_down(self, why: str, **more: bool) -> None:
         with self._lock:
-            self.update(engine=None, why=why, is_over=is_over)
-            self.report_process("engine", None)
+            self.update(engine=None, why=why, **more)
+            self.report_process(self.name, None)
 
     def _start(self, child: Child, address: str) -> Ready:
         child.order(to_line(self._order(address)))

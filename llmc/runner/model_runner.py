@@ -23,6 +23,7 @@ from llmc.compiler.lower import StepFunction
 from llmc.engine.plan import PendingStep, StepPlan, StepResult
 from llmc.errors import EngineDeadError
 from llmc.kernels.collectives import ranks as ranks_of
+from llmc.kernels.cpu.pages import give_back
 from llmc.kernels.prepare_step import WORK_WORDS
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.record_tokens import record_tokens
@@ -134,6 +135,15 @@ class ModelRunner:
     def stop_profile(self, folder: str) -> str:
         """Write the record into `folder`. -> the file, for chrome://tracing or Perfetto."""
         return self._on_step_thread(functools.partial(self._profiler.stop, folder))
+
+    def give_back_caches(self) -> int:
+        """Return the memory of the caches to the system until it is written to. -> its bytes."""
+        if self.rows.device.type != "cpu" or self._ranks is not None:
+            raise RuntimeError(
+                "caches are given back in place by an engine of one rank on a CPU alone; "
+                "take level 2"
+            )
+        return give_back(self.caches)
 
     def _on_step_thread(self, do: Callable[[], T]) -> T:
         """torch profiles the thread that asks for it."""

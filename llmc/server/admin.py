@@ -54,17 +54,23 @@ async def load(request: Request) -> Response:
 
 async def server_info(request: Request) -> Response:
     """What runs: version, model, engine options and server settings; no keys."""
-    llm: AsyncLLM = request.app.state.llm
-    settings = dataclasses.asdict(request.app.state.settings)
-    return json_response(
-        {
-            "version": llmc.__version__,
-            "model": _plain(dataclasses.asdict(llm.info)),
-            "engine": _plain(dataclasses.asdict(llm.config)),
-            "server": _plain({k: v for k, v in settings.items() if k not in _SECRETS}),
-            "processes": dict(llm.processes().pids),
-        }
-    )
+    state = request.app.state
+    settings = public_settings(state.settings)
+    return json_response({"version": llmc.__version__, **describe(state.llm), "server": settings})
+
+
+def describe(llm: AsyncLLM) -> dict[str, Any]:
+    """What runs for one model."""
+    return {
+        "model": _plain(dataclasses.asdict(llm.info)),
+        "engine": _plain(dataclasses.asdict(llm.config)),
+        "processes": dict(llm.processes().pids),
+    }
+
+
+def public_settings(settings: ServerSettings) -> Any:
+    given = dataclasses.asdict(settings)
+    return _plain({name: value for name, value in given.items() if name not in _SECRETS})
 
 
 async def start_profile(request: Request) -> Response:
@@ -83,10 +89,13 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def _operated(request: Request, operation: Any) -> Response:
-    llm: AsyncLLM = request.app.state.llm
-    settings: ServerSettings = request.app.state.settings
+    state = request.app.state
+    return json_response({"message": await operated(state.llm, operation, state.settings)})
+
+
+async def operated(llm: AsyncLLM, operation: Any, settings: ServerSettings) -> str:
     try:
-        return json_response({"message": await llm.operate(operation, settings.profile_dir)})
+        return await llm.operate(operation, settings.profile_dir)
     except InvalidRequestError as exc:  # a profile is recorded already, or none is
         raise ApiError(409, str(exc)) from exc
 
@@ -98,12 +107,17 @@ async def abort_requests(request: Request) -> Response:
         raise ApiError(
             400, "with several API processes (--api-workers) none knows the calls of the others"
         )
-    calls: RunningCalls = request.app.state.running_calls
+    return json_response({"aborted": abort_calls(request.app.state, body)})
+
+
+def abort_calls(state: Any, body: AbortBody) -> list[str]:
+    """Of the calls that run in an application, those that were ended. `state` is its."""
+    calls: RunningCalls = state.running_calls
     wanted = calls.ids if body.all else body.request_ids or ()
     aborted = [one for one in wanted if one in calls]
     for request_id in aborted:
-        calls.abort(request_id, request.app.state.llm)
-    return json_response({"aborted": aborted})
+        calls.abort(request_id, state.llm)
+    return aborted
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmc.async_llm import AsyncLLM
+from llmc.processes.engine_processes import EngineProcesses
 from llmc.server import (
     adapters,
     admin,
@@ -34,6 +35,7 @@ from llmc.server import (
     page,
     pooling,
     responses,
+    sleep,
     status,
     tokens,
 )
@@ -48,6 +50,7 @@ from llmc.server.settings import ServerSettings
 from llmc.server.tracing import Tracer
 
 Endpoint = Callable[[Request], Awaitable[Any]]
+OnRoute = Callable[[str, str, int, float], None]  # method, route, status, seconds
 
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/chat/completions", chat.create_chat_completion),
@@ -99,6 +102,9 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/stop_profile", admin.stop_profile),
     ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
     ("POST", "/abort_requests", admin.abort_requests),
+    ("POST", "/sleep", sleep.go_to_sleep),
+    ("POST", "/wake_up", sleep.wake_up),
+    ("GET", "/is_sleeping", sleep.is_sleeping),
     ("GET", "/v1/engine/events", engine_events.engine_events),
     ("GET", "/openapi.json", openapi.openapi),
 )
@@ -110,31 +116,19 @@ PAGE_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 )
 
 
-def create_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
-    """The server's application on a loaded model. `serve` runs it; tests may run it otherwise."""
+def create_app(
+    llm: AsyncLLM, settings: ServerSettings, engines: EngineProcesses | None = None
+) -> Starlette:
+    """The server's application on a loaded model. `serve` runs it; tests may run it otherwise.
+
+    `engines` are those of `llm`, where they are processes that may be ended for a sleep.
+    """
     names = models.served_names(llm, settings.served_model_names)
     metrics = Metrics(llm, names[0], vllm_names=settings.vllm_metrics)
-    guard = Middleware(
-        Guard,
-        settings=settings,
-        is_draining=lambda: llm.is_draining,
-        on_answer=_counted_by(metrics),
-    )
-    middleware = [guard]
-    if settings.allowed_origins:
-        # around the Guard: browsers send no key when they ask whether they may
-        middleware.insert(0, _for_web_pages(settings.allowed_origins))
-    if settings.root_path:
-        middleware.insert(0, Middleware(_Mounted, root_path=settings.root_path))
-    app = Starlette(
-        routes=[*_routes(ROUTES), *(_routes(PAGE_ROUTES, False) if settings.ui else ())],
-        middleware=middleware,
-        exception_handlers={HTTPException: unknown_route},  # all else is for the Guard
-    )
-    app.router.redirect_slashes = False
+    app = guarded_app(ROUTES, settings, lambda: llm.is_draining, metrics.answered)
     state = app.state
     state.llm = llm
-    state.settings = settings
+    state.sleeper = sleep.Sleeper(llm, engines)
     state.responses = ResponseStore()
     state.names = names
     state.adapters = adapters.Adapters(llm, settings, state.names)
@@ -152,14 +146,42 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> Starlette:
     return app
 
 
-def _counted_by(metrics: Metrics) -> Callable[[Scope, int, float], None]:
+def guarded_app(
+    routes: Sequence[tuple[str, str, Endpoint]],
+    settings: ServerSettings,
+    is_draining: Callable[[], bool],
+    answered: OnRoute,
+) -> Starlette:
+    """An application of these routes and of the page's, with the Guard around it."""
+    guard = Middleware(
+        Guard, settings=settings, is_draining=is_draining, on_answer=_counted_by(answered, routes)
+    )
+    middleware = [guard]
+    if settings.allowed_origins:
+        # around the Guard: browsers send no key when they ask whether they may
+        middleware.insert(0, _for_web_pages(settings.allowed_origins))
+    if settings.root_path:
+        middleware.insert(0, Middleware(_Mounted, root_path=settings.root_path))
+    app = Starlette(
+        routes=[*_routes(routes), *(_routes(PAGE_ROUTES, False) if settings.ui else ())],
+        middleware=middleware,
+        exception_handlers={HTTPException: unknown_route},  # all else is for the Guard
+    )
+    app.router.redirect_slashes = False
+    app.state.settings = settings
+    return app
+
+
+def _counted_by(
+    answered: OnRoute, routes: Sequence[tuple[str, str, Endpoint]]
+) -> Callable[[Scope, int, float], None]:
     """Counts an answer by the route that gave it: clients choose paths, and there are many."""
-    paths = {call: path for _, path, call in (*ROUTES, *PAGE_ROUTES)}
+    paths = {call: path for _, path, call in (*routes, *ROUTES, *PAGE_ROUTES)}
 
     def count(scope: Scope, status: int, seconds: float) -> None:
         endpoint = scope.get("endpoint")
         handler = paths.get(endpoint, "none") if endpoint is not None else "none"
-        metrics.answered(scope["method"], handler, status, seconds)
+        answered(scope["method"], handler, status, seconds)
 
     return count
 

@@ -43,7 +43,7 @@ class BatchRunner:
         self._work: asyncio.Task[None] | None = None  # of the current batch
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._at_once = max(1, app.state.llm.config.max_num_seqs // 2)
+        self._at_once = max(1, app.state.llm.num_rows // 2)
 
     def start(self) -> None:
         if self._task is None:

@@ -22,18 +22,23 @@ M = TypeVar("M", bound=BaseModel)
 
 async def read_body(request: Request, model: type[M]) -> M:
     """The body as `model`; ApiError 400, 408, 413 or 415, or pydantic's ValidationError."""
+    return model.model_validate(parse_object(await read_bytes(request)), strict=True)
+
+
+async def read_bytes(request: Request) -> bytes:
+    """The body of a JSON request, within the limits; ApiError 400, 408, 413 or 415."""
     settings: ServerSettings = request.app.state.settings
     _check_headers(request)
     try:
         async with asyncio.timeout(settings.body_timeout_s):
-            takes_images = request.app.state.llm.info.images is not None
+            llm = getattr(request.app.state, "llm", None)  # none where several models are served
+            takes_images = llm is not None and llm.info.images is not None
             limit = settings.max_image_body_bytes if takes_images else settings.max_body_bytes
-            raw = await _read(request, limit)
+            return await _read(request, limit)
     except TimeoutError:
         raise ApiError(
             408, f"the body did not arrive within {settings.body_timeout_s:g} s"
         ) from None
-    return model.model_validate(parse_object(raw), strict=True)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
 import psutil
@@ -17,6 +17,18 @@ from llmc.async_llm import AsyncLLM
 from llmc.engine.messages import STEP_SIZES, EngineStats
 
 LABELS = ("model_name",)
+# With several engines: of each of them, by the label `engine`, in addition to the sums.
+ENGINE_GAUGES: Mapping[str, Callable[[EngineStats], float]] = {
+    "engine_num_requests_running": lambda stats: stats.num_running,
+    "engine_num_requests_waiting": lambda stats: stats.num_waiting,
+    "engine_kv_cache_usage_perc": lambda s: 1 - s.num_free_blocks / max(1, s.num_blocks),
+}
+ENGINE_COUNTERS: Mapping[str, Callable[[EngineStats], float]] = {
+    "engine_prompt_tokens": lambda stats: stats.num_prompt_tokens,
+    "engine_generation_tokens": lambda stats: stats.num_generated_tokens,
+    "engine_prefix_cache_queries": lambda stats: stats.prefix_cache_queries,
+    "engine_prefix_cache_hits": lambda stats: stats.prefix_cache_hits,
+}
 
 
 class EngineCollector:
@@ -68,6 +80,7 @@ class EngineCollector:
         yield self._gauge("engine_up", self._llm.is_alive)
         yield self._cache_config(stats)
         yield from self._processes()
+        yield from self._each_engine()
 
     def _step_sizes(self, stats: EngineStats) -> Metric:
         name = "iteration_tokens_total"  # vLLM's name: tokens of a step, of all its requests
@@ -116,6 +129,18 @@ class EngineCollector:
                 memory.add_metric(labels, used[0])
                 seconds.add_metric(labels, used[1])
         yield from (up, restarts, memory, seconds)
+
+    def _each_engine(self) -> Iterator[Metric]:
+        """The parts of some of the sums above, where several engines run."""
+        engines = self._llm.processes().engines
+        if not engines:
+            return
+        for name, read in ENGINE_GAUGES.items():
+            values = {one: read(stats) for one, stats in engines.items() if stats is not None}
+            yield self._by_label(GaugeMetricFamily, name, "engine", values)
+        for name, read in ENGINE_COUNTERS.items():
+            values = {one: read(stats) for one, stats in engines.items() if stats is not None}
+            yield self._by_label(CounterMetricFamily, name, "engine", values)
 
     def _gauge(self, name: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"llmc:{name}", _help(name), labels=LABELS)

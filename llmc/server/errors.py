@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from llmc.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from llmc.errors import EngineAsleepError, EngineDeadError, InvalidRequestError, QueueFullError
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +141,8 @@ def as_api_error(exc: Exception) -> ApiError:
             return ApiError(400, str(exc), param=exc.param, code=exc.code)
         case QueueFullError():
             return ApiError(429, str(exc))
+        case EngineAsleepError():
+            return ApiError(503, str(exc), code="engine_asleep")
         case EngineDeadError():
             return ApiError(503, str(exc), code="engine_dead")
         case ValidationError():

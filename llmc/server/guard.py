@@ -27,7 +27,7 @@ PUBLIC_PATHS = frozenset({"/health", "/ready", "/ping"})
 ADMIN_PATHS = frozenset(
     {
         *("/load", "/server_info", "/start_profile", "/stop_profile"),
-        *("/reset_prefix_cache", "/abort_requests"),
+        *("/reset_prefix_cache", "/abort_requests", "/sleep", "/wake_up", "/is_sleeping"),
     }
 )
 UNCOUNTED_PATHS = PUBLIC_PATHS | {"/metrics", "/load", "/version"}  # probes

@@ -70,26 +70,17 @@ class Metrics:
         self._rejected = self._counter(
             "admission_rejections", "Calls that were refused, by reason.", (*LABELS, "reason")
         )
-        self._answered = self._counter(
-            "http_requests", "Answers by path and class of status.", ("method", "handler", "status")
-        )
-        self._answer_s = Histogram(
-            "llmc:http_request_duration_seconds",
-            "Seconds to the end of an answer, by path.",
-            ("method", "handler"),
-            registry=self._registry,
-            buckets=HTTP_S,
-        )
-
-        self._shown = self._registry
+        self._http = HttpMetrics(self._registry)
+        self.answered = self._http.answered
+        self.shown = self._registry
         if MULTIPROCESS in os.environ:
-            self._shown = CollectorRegistry()
-            MultiProcessCollector(self._shown)  # type: ignore[no-untyped-call]
-        self._shown.register(EngineCollector(llm, model_name))
-        self._vllm = vllm_registry(self._shown) if vllm_names else None
+            self.shown = CollectorRegistry()
+            MultiProcessCollector(self.shown)  # type: ignore[no-untyped-call]
+        self.shown.register(EngineCollector(llm, model_name))
+        self._vllm = vllm_registry(self.shown) if vllm_names else None
 
     def render(self) -> bytes:
-        text = generate_latest(self._shown)
+        text = generate_latest(self.shown)
         return text if self._vllm is None else text + generate_latest(self._vllm)
 
     def finished(self, reason: str) -> None:
@@ -97,11 +88,6 @@ class Metrics:
 
     def rejected(self, reason: str) -> None:
         self._rejected.labels(self._model_name, reason).inc()
-
-    def answered(self, method: str, handler: str, status: int, seconds: float) -> None:
-        """An HTTP request is over. `handler` is a route's path, so that there are few."""
-        self._answered.labels(method, handler, f"{status // 100}xx").inc()
-        self._answer_s.labels(method, handler).observe(seconds)
 
     def watch(self, stream: Stream) -> Watch:
         return Watch(self, stream)
@@ -118,6 +104,30 @@ class Metrics:
 
     def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
         return Counter(f"llmc:{name}", text, labels, registry=self._registry)
+
+
+class HttpMetrics:
+    """Answers by route, whatever the model."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._answered = Counter(
+            "llmc:http_requests",
+            "Answers by path and class of status.",
+            ("method", "handler", "status"),
+            registry=registry,
+        )
+        self._answer_s = Histogram(
+            "llmc:http_request_duration_seconds",
+            "Seconds to the end of an answer, by path.",
+            ("method", "handler"),
+            registry=registry,
+            buckets=HTTP_S,
+        )
+
+    def answered(self, method: str, handler: str, status: int, seconds: float) -> None:
+        """An HTTP request is over. `handler` is a route's path, so that there are few."""
+        self._answered.labels(method, handler, f"{status // 100}xx").inc()
+        self._answer_s.labels(method, handler).observe(seconds)
 
 
 class Watch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -16,6 +17,15 @@ def served_names(llm: AsyncLLM, names: Any) -> tuple[str, ...]:
     return tuple(names) or (llm.info.name,)
 
 
+def not_served(wanted: str, known: Iterable[str]) -> ApiError:
+    return ApiError(
+        404,
+        f"model {wanted[:200]!r} is not served here; there is {', '.join(known):.1000}",
+        param="model",
+        code="model_not_found",
+    )
+
+
 def model_name(request: Request, wanted: str | None) -> str:
     """The name to answer with. Absent means the served model; any other name is a 404."""
     names: tuple[str, ...] = request.app.state.names
@@ -23,29 +33,24 @@ def model_name(request: Request, wanted: str | None) -> str:
         wanted = names[0]
     adapters = request.app.state.adapters.by_name
     if wanted not in names and wanted not in adapters:
-        known = ", ".join([*names, *adapters])
-        raise ApiError(
-            404,
-            f"model {wanted[:200]!r} is not served here; there is {known:.1000}",
-            param="model",
-            code="model_not_found",
-        )
+        raise not_served(wanted, [*names, *adapters])
     request.state.model = wanted
     return wanted
 
 
 async def list_models(request: Request) -> Response:
     state = request.app.state
-    data = [_card(request, name) for name in (*state.names, *state.adapters.by_name)]
+    data = [card(state, name) for name in (*state.names, *state.adapters.by_name)]
     return json_response({"object": "list", "data": data})
 
 
 async def get_model(request: Request) -> Response:
-    return json_response(_card(request, model_name(request, request.path_params["name"])))
+    name = model_name(request, request.path_params["name"])
+    return json_response(card(request.app.state, name))
 
 
-def _card(request: Request, name: str) -> dict[str, Any]:
-    state = request.app.state
+def card(state: Any, name: str) -> dict[str, Any]:
+    """What is told of a model or an adapter. `state` is the application's."""
     info = state.llm.info
     adapter = state.adapters.by_name.get(name)
     return {
@@ -56,5 +61,6 @@ def _card(request: Request, name: str) -> dict[str, Any]:
         "root": state.names[0] if adapter is None else adapter.lora_path,
         "parent": None if adapter is None else state.names[0],
         "max_model_len": info.max_model_len,
+        "state": "asleep" if state.sleeper.level else "loaded",
         "certificate": describe_status(info, is_checked=state.settings.certificate),
     }

@@ -17,6 +17,7 @@ import llmc
 from llmc.async_llm import AsyncLLM, Stream
 from llmc.frontend.inputs import Input, Prompt
 from llmc.frontend.pooling import check_params
+from llmc.model_info import ModelInfo
 from llmc.pooling import PoolingParams, embedding, values_of
 from llmc.server import answer
 from llmc.server.body import read_body
@@ -128,7 +129,9 @@ async def _embedded(
 
 
 async def tags(request: Request) -> Response:
-    return json_response({"models": [_card(request, name) for name in request.app.state.names]})
+    state = request.app.state
+    cards = [card(name, state.created, state.llm.info) for name in state.names]
+    return json_response({"models": cards})
 
 
 async def show(request: Request) -> Response:
@@ -150,19 +153,19 @@ async def show(request: Request) -> Response:
 def _shown(request: Request, name: str, capabilities: list[str]) -> Response:
     llm: AsyncLLM = request.app.state.llm
     tokenizer = llm.tokenizer
-    card = _card(request, name)
+    shown = card(name, request.app.state.created, llm.info)
     return json_response(
         {
             "modelfile": "",
             "parameters": "",
             "template": (tokenizer.chat_template if tokenizer is not None else None) or "",
-            "details": card["details"],
+            "details": shown["details"],
             "model_info": {
                 "general.architecture": "llmc",
                 "llmc.context_length": llm.info.max_model_len,
             },
             "capabilities": capabilities,
-            "modified_at": card["modified_at"],
+            "modified_at": shown["modified_at"],
         }
     )
 
@@ -204,14 +207,13 @@ def _loaded(request: Request, body: OllamaBody, said: dict[str, Any]) -> Respons
     return Response(_line(line), media_type=WIRE.media_type.decode())
 
 
-def _card(request: Request, name: str) -> dict[str, Any]:
-    state = request.app.state
-    info = state.llm.info
+def card(name: str, created: int, info: ModelInfo | None) -> dict[str, Any]:
+    """What is told of a model. `info` None: it was not loaded yet."""
     return {
         "name": name,
         "model": name,
-        "modified_at": datetime.fromtimestamp(state.created, UTC).isoformat(),
-        "size": info.weight_bytes,
+        "modified_at": datetime.fromtimestamp(created, UTC).isoformat(),
+        "size": 0 if info is None else info.weight_bytes,
         "digest": "",
         "details": {
             "parent_model": "",
@@ -219,7 +221,7 @@ def _card(request: Request, name: str) -> dict[str, Any]:
             "family": "",
             "families": [],
             "parameter_size": "",
-            "quantization_level": info.dtype,
+            "quantization_level": "" if info is None else info.dtype,
         },
     }
 

@@ -31,6 +31,8 @@ class ServerSettings:
     served_model_names: Sequence[str] = ()  # the first is shown; empty: the model's own name
     lora_modules: Mapping[str, str] = field(default_factory=dict)  # directories by adapters' names
     runtime_lora_dir: str | None = None  # adapters inside may be loaded over HTTP; None: none
+    model_idle_timeout_s: float | None = None  # several models: then an idle one is unloaded
+    model_memory: int | None = None  # bytes that several models may take together; None: any
     batch_dir: str | None = None  # folder of files and batches; None: there are none
     api_keys: Sequence[str] = ()  # empty: anyone who reaches the port
     admin_api_key: str | None = None  # for the operator's routes; None: nobody may use them
@@ -80,6 +82,9 @@ class ServerSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        timeout = self.model_idle_timeout_s
+        if timeout is not None and not timeout > 0:
+            raise ConfigError(f"model_idle_timeout must be more than 0 seconds, got {timeout}")
         if self.runtime_lora_dir is not None and self.api_workers > 1:
             raise ConfigError(
                 "adapters can't be loaded at run time into several API processes; leave "

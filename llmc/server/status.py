@@ -7,13 +7,15 @@ from starlette.responses import Response
 
 import llmc
 from llmc.async_llm import AsyncLLM
-from llmc.errors import EngineDeadError
+from llmc.errors import EngineAsleepError, EngineDeadError
 from llmc.server.errors import ApiError, json_response
 
 
 async def health(request: Request) -> Response:
-    """200 as long as the engine lives."""
+    """200 as long as the engine lives, or sleeps."""
     llm: AsyncLLM = request.app.state.llm
+    if llm.is_asleep:
+        return json_response({"status": "asleep"})
     llm.check_health()
     return json_response({"status": "ok"})
 
@@ -21,6 +23,8 @@ async def health(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """200 when a request sent now can expect an answer."""
     llm: AsyncLLM = request.app.state.llm
+    if llm.is_asleep:
+        raise EngineAsleepError(f"{llm.info.name} is asleep")
     llm.check_health()
     if llm.is_draining:
         raise ApiError(503, "the server is shutting down", code="shutting_down")

@@ -28,8 +28,9 @@ async def log_throughput(read: Callable[[], EngineStats], interval_s: float = IN
 
 def throughput_line(before: EngineStats, after: EngineStats, seconds: float) -> str | None:
     """None when nothing ran between the two and nothing runs or waits now."""
-    prompt = after.num_prompt_tokens - before.num_prompt_tokens
-    generated = after.num_generated_tokens - before.num_generated_tokens
+    # An engine that was started anew counts from 0.
+    prompt = max(0, after.num_prompt_tokens - before.num_prompt_tokens)
+    generated = max(0, after.num_generated_tokens - before.num_generated_tokens)
     if not (prompt or generated or after.num_running or after.num_waiting):
         return None
     used = 1 - after.num_free_blocks / max(1, after.num_blocks)

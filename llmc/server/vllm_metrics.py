@@ -6,7 +6,8 @@ of its metrics that llmc has. HTTP metrics have no prefix there. Others get the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
@@ -29,7 +30,13 @@ UNPREFIXED = ("http_requests", "http_request_duration_seconds")
 ENGINE = "0"
 
 
-def vllm_registry(shown: CollectorRegistry) -> CollectorRegistry:
+class Shown(Protocol):
+    """Such as a CollectorRegistry."""
+
+    def collect(self) -> Iterable[Metric]: ...
+
+
+def vllm_registry(shown: Shown) -> CollectorRegistry:
     """What `shown` has, renamed, and the metrics of this process."""
     registry = CollectorRegistry()
     registry.register(_Renamed(shown))
@@ -38,7 +45,7 @@ def vllm_registry(shown: CollectorRegistry) -> CollectorRegistry:
 
 
 class _Renamed:
-    def __init__(self, shown: CollectorRegistry) -> None:
+    def __init__(self, shown: Shown) -> None:
         self._shown = shown
         self._names = {f"llmc:{name}": f"vllm:{name}" for name in NAMES}
         self._names |= {f"llmc:{name}": name for name in UNPREFIXED}

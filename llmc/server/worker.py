@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from llmc.logs import set_up_logging
 from llmc.processes.parent_watch import die_with_parent, leave_signals_to_parent
-from llmc.processes.server_processes import Listener, ServerProcesses
+from llmc.processes.server_processes import EngineUp, Listener, ServerProcesses
 from llmc.processes.wire import from_line
 from llmc.server.workers import End, WorkerOrder
 
@@ -27,38 +27,53 @@ if TYPE_CHECKING:
     from llmc.async_llm import AsyncLLM
 
 
-class MainProcess:
-    """The main process's messages, line by line. A server_processes.ProcessWatch."""
+class EngineWatch:
+    """What the main process says of one engine. A server_processes.ProcessWatch."""
 
-    def __init__(self, order: WorkerOrder) -> None:
-        self._processes = order.processes
+    def __init__(self, processes: ServerProcesses) -> None:
+        self._processes = processes
         self._listeners: list[Listener] = []
         self._lock = threading.Lock()
-        self.on_end: Callable[[], object] = lambda: os._exit(0)  # nothing is served yet
-        self._thread = threading.Thread(target=self._run, name="llmc-orders", daemon=True)
-        self._thread.start()
 
     def watch(self, listener: Listener) -> ServerProcesses:
         with self._lock:
             self._listeners.append(listener)
             return self._processes
 
+    def update(self, processes: ServerProcesses) -> None:
+        with self._lock:
+            self._processes = processes
+            for listener in self._listeners:
+                listener(processes)
+
     def dump_stacks(self) -> None:
-        pid = self._processes.pids.get("engine")
+        pid = self._processes.pids.get(self._processes.name)
         if pid is not None and self._processes.engine is not None:
             os.kill(pid, signal.SIGUSR1)
 
-    def wait_for_engine(self) -> ServerProcesses:
-        """The state once there is an engine: at the start there may be none for a moment."""
+
+class MainProcess:
+    """The main process's messages, line by line."""
+
+    def __init__(self, order: WorkerOrder) -> None:
+        self.watches = {one.name: EngineWatch(one) for one in order.processes}
+        self.on_end: Callable[[], object] = lambda: os._exit(0)  # nothing is served yet
+        self._thread = threading.Thread(target=self._run, name="llmc-orders", daemon=True)
+        self._thread.start()
+
+    def wait_for_engines(self) -> list[EngineUp]:
+        """Those that are up, once there is one: at the start there may be none for a moment."""
         known = threading.Event()
 
         def listen(processes: ServerProcesses) -> None:
             if processes.engine is not None:
                 known.set()
 
-        if self.watch(listen).engine is None:
+        while True:
+            engines = [one.watch(listen).engine for one in self.watches.values()]
+            if any(engines):
+                return [engine for engine in engines if engine is not None]
             known.wait()
-        return self._processes
 
     def _run(self) -> None:
         for line in sys.stdin.buffer:
@@ -66,10 +81,7 @@ class MainProcess:
             if isinstance(message, End):
                 self.on_end()
             else:
-                with self._lock:
-                    self._processes = message
-                    for listener in self._listeners:
-                        listener(message)
+                self.watches[message.name].update(message)
         os._exit(0)
 
 
@@ -90,17 +102,18 @@ def main() -> int:
 
 def _connect(order: WorkerOrder, parent: MainProcess) -> AsyncLLM:
     from llmc.async_llm import AsyncLLM
+    from llmc.frontend.engine_fleet import smallest
     from llmc.frontend.engine_options import load_tokenizer
-    from llmc.processes.remote_engine import RemoteEngine
+    from llmc.processes.engine_processes import connect
 
-    engine = parent.wait_for_engine().engine
-    assert engine is not None, "it was waited for"
+    engines = parent.wait_for_engines()
+    info = smallest(engine.info for engine in engines)
     return AsyncLLM.from_link(
-        RemoteEngine(order.name, parent),
-        engine.info,
-        engine.stats,
+        connect(order.name, parent.watches, order.config),
+        info,
+        engines[0].stats,
         order.config,
-        load_tokenizer(order.config, engine.info),
+        load_tokenizer(order.config, info),
         is_shared=True,
     )
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from llmc.config import EngineConfig
 from llmc.processes.child import Child, python_module
+from llmc.processes.engine_processes import EngineProcesses
 from llmc.processes.server_processes import RestartBudget, ServerProcesses
-from llmc.processes.supervisor import Supervisor
 from llmc.processes.wire import to_line
 from llmc.server.settings import ServerSettings
 
@@ -38,7 +38,7 @@ class WorkerOrder:
     socket_fd: int
     settings: ServerSettings
     config: EngineConfig
-    processes: ServerProcesses
+    processes: Sequence[ServerProcesses]  # one for each engine
     metrics_folder: str
     log_level: str
     log_format: str
@@ -49,17 +49,20 @@ class End:
     """Drain and end; a second one: end at once."""
 
 
+MakeOrder = Callable[[str, Sequence[ServerProcesses]], WorkerOrder]
+
+
 class Workers:
     """A context manager: at its end no worker is left."""
 
     def __init__(
         self,
-        supervisor: Supervisor,
-        make_order: Callable[[str, ServerProcesses], WorkerOrder],
+        engines: EngineProcesses,
+        make_order: MakeOrder,
         sock: socket.socket,
         count: int,
     ) -> None:
-        self._supervisor = supervisor
+        self._engines = engines
         self._make_order = make_order
         self._sock = sock
         self._budget = RestartBudget()
@@ -72,7 +75,7 @@ class Workers:
         ]
 
     def __enter__(self) -> Workers:
-        self._supervisor.watch(self._pass_on)
+        self._engines.watch(self._pass_on)
         for thread in self._threads:
             thread.start()
         return self
@@ -116,7 +119,7 @@ class Workers:
             why = self._live(name, frontend, is_restart=number > 0)
             if self._is_closing.is_set():
                 return
-            self._supervisor.report_gone(frontend)
+            self._engines.report_gone(frontend)
             delay_s = self._budget.take(time.monotonic())
             if delay_s is None:
                 log.error("%s died: %s; it is not restarted (%s)", name, why, self._budget)
@@ -128,16 +131,17 @@ class Workers:
     def _live(self, name: str, frontend: str, *, is_restart: bool) -> str:
         command = python_module(WORKER_MODULE)
         with Child(command, pass_fds=[self._sock.fileno()]) as child:
-            child.order(to_line(self._make_order(frontend, self._supervisor.processes)))
+            engines = [one.processes for one in self._engines.supervisors]
+            child.order(to_line(self._make_order(frontend, engines)))
             self._children[name] = child  # only now, since the order must be its first line
-            self._supervisor.report_process(name, child.pid, restarted=is_restart)
+            self._engines.report_process(name, child.pid, restarted=is_restart)
             if self._is_closing.is_set():
                 return "it was not needed any more"
             for _ in child.reports():
                 log.info("%s answers", name)
             why = child.wait()
             del self._children[name]
-        self._supervisor.report_process(name, None)
+        self._engines.report_process(name, None)
         return why
 
 
@@ -149,10 +153,10 @@ def order_maker(
     metrics_folder: str,
     log_level: str,
     log_format: str,
-) -> Callable[[str, ServerProcesses], WorkerOrder]:
+) -> MakeOrder:
     """Orders that differ in the worker's name and in the processes at its start."""
 
-    def make(name: str, processes: ServerProcesses) -> WorkerOrder:
+    def make(name: str, processes: Sequence[ServerProcesses]) -> WorkerOrder:
         return WorkerOrder(
             name=name,
             socket_fd=sock.fileno(),

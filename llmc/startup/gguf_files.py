@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from llmc.cache_dir import cache_dir
-from llmc.errors import CheckpointError
+from llmc.errors import CheckpointError, reason_of
 from llmc.weights.gguf.files import INDEX
 
-_LAYOUT = 4  # of the directory: one made by another version is not used
+_LAYOUT = 5  # of the directory: one made by another version is not used
 
 
 def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> Path:
@@ -40,7 +40,14 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
     from llmc.weights.gguf.reader import read_header
 
     header = read_header(path)
-    config, fields = read_config(header)
+    try:
+        config, fields = read_config(header)
+    except (ArithmeticError, TypeError, ValueError, LookupError) as e:
+        if isinstance(e, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"the metadata of {path.name} describes no usable model: {reason_of(e)}"
+        ) from e
     hf_config = parsed(config)
     parameters = map_parameters(header, hf_config, fields)
     made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.config import EngineConfig
-from llmc.errors import CheckpointError, reason_of
+from llmc.errors import CheckpointError, ConfigError, reason_of
 from llmc.startup.default_model import default_model, default_model_path
 from llmc.startup.gguf_files import model_directory
 from llmc.weights.gguf.files import first_part, is_gguf
@@ -72,6 +72,16 @@ def find_local(config: EngineConfig) -> ModelFiles | None:
             "a .gguf file, a hub id like `owner/name`, or no model for the default one"
         )
     return None
+
+
+def served_name(config: EngineConfig) -> str:
+    """The name of a model that may not be there (yet): as ModelFiles has it, or the last part of
+    what was given."""
+    try:
+        files = find_local(config)
+    except (ConfigError, OSError):
+        files = None
+    return files.name if files is not None else Path(config.model or "").name
 
 
 def _gguf_in(path: Path) -> Path | None:

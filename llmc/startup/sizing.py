@@ -83,8 +83,8 @@ def free_bytes(device: torch.device, config: EngineConfig) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         return int(free - total * (1 - config.gpu_memory_utilization))
-    ranks = config.tensor_parallel_size  # which all take from this memory
-    return int(psutil.virtual_memory().available * _CPU_SHARE / ranks)
+    sharers = config.tensor_parallel_size * config.data_parallel_size  # all take from this memory
+    return int(psutil.virtual_memory().available * _CPU_SHARE / sharers)
 
 
 def least_free_bytes(device: torch.device, config: EngineConfig, ranks: Ranks | None) -> int:

@@ -98,6 +98,20 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
         raise
 
 
+def give_back_freed() -> None:
+    """Return the memory of engines that nobody refers to any more to the system."""
+    import gc
+
+    import torch
+
+    from llmc.kernels.cpu.pages import give_back
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    give_back(())
+
+
 def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | None) -> Started:
     check_paths(config)
     files = find_local(config)
@@ -139,10 +153,9 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         log.warning("left out, as this model is wrong with them: %s", ", ".join(disabled))
     if device.type == "cpu":
         limit_threads()
+        share_threads(config.tensor_parallel_size * config.data_parallel_size)
     if processes is not None:
         check_source(source)
-        if device.type == "cpu":
-            share_threads(processes.size)
     build = start_kernels(device)
     with clock.phase("compile") as detail:
         compiled = compile_model(source, programs)

@@ -298,6 +298,6 @@ def _read_line(channel: socket.socket) -> bytes | None:
 
 
 def share_threads(size: int) -> None:
-    """All ranks compute on this machine's cores; a number in OMP_NUM_THREADS is for each rank."""
-    if "OMP_NUM_THREADS" not in os.environ:
+    """`size` processes compute on this machine's cores; a number in OMP_NUM_THREADS is for each."""
+    if size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // size))

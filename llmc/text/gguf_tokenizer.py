@@ -65,7 +65,9 @@ class _Vocabulary:
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._data = metadata
         kind = self._get("model", "")
-        self.kind = _rules()["kinds"].get(kind, str(kind))
+        if not isinstance(kind, str):
+            raise CheckpointError("tokenizer.ggml.model is no text")
+        self.kind = _rules()["kinds"].get(kind, kind)
 
     def _get(self, key: str, default: Any = None) -> Any:
         return self._data.get(f"tokenizer.ggml.{key}", default)
@@ -87,7 +89,7 @@ class _Vocabulary:
             return None
         if type(number) is not int or not 0 <= number < len(tokens):
             raise CheckpointError(
-                f"tokenizer.ggml.{key}_token_id is {number!r}, of {len(tokens)} tokens"
+                f"tokenizer.ggml.{key}_token_id is {str(number)[:80]}, of {len(tokens)} tokens"
             )
         return tokens[number]
 
@@ -118,7 +120,7 @@ class _Vocabulary:
         }
         if self.kind not in makers:
             raise CheckpointError(
-                f"the file's tokenizer is of kind {self.kind!r}, of which llmc reads "
+                f"the file's tokenizer is of kind {self.kind[:80]!r}, of which llmc reads "
                 f"{', '.join(_rules()['kinds'])}; give another with --tokenizer DIR"
             )
         tokens = self.tokens
@@ -136,7 +138,7 @@ class _Vocabulary:
         split = _rules()["splits"].get(rule)
         if split is None:
             log.warning("unknown rule %r of splitting text: the common one is used", rule)
-            split = _rules()["splits"]["default"]
+            split = _rules()["splits"]["gpt-2"]
         splits = [
             pre_tokenizers.Split(Regex(_rules()["patterns"].get(p, p)), behavior="isolated")
             for p in split["patterns"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ pytest.importorskip("uvicorn", reason="the server's dependencies are not install
 
 from llmc.cli import serve_run
 from llmc.cli.main import main
+from llmc.config import EngineConfig
 from llmc.server.settings import ServerSettings
 
 
@@ -54,3 +56,73 @@ def test_the_url_has_the_port_that_was_chosen(host: str, shown: str) -> None:
         assert serve_run.url_of(ServerSettings(host=host), sock) == f"http://{shown}:{port}"
         secure = ServerSettings(host=host, ssl_certfile="cert.pem")
         assert serve_run.url_of(secure, sock) == f"https://{shown}:{port}"
+
+
+@pytest.fixture
+def several(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `llmc serve` would serve: configs by name, and settings."""
+    from llmc.cli import serve_several
+
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        serve_several,
+        "run_several",
+        lambda configs, settings, **_: seen.append((configs, settings)),
+    )
+    return seen
+
+
+def test_several_models_are_named_by_their_directories(
+    several: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    words = ["--model-memory", "2G", "--model-idle-timeout", "60", "--max-num-seqs", "3"]
+    assert main(["serve", str(one), str(other), "owner/third", *words]) == 0
+    [(configs, settings)] = several
+    assert list(configs) == ["one", "other", "third"]
+    assert configs["other"] == EngineConfig(model=str(other), max_num_seqs=3)
+    assert (settings.model_memory, settings.model_idle_timeout_s) == (2 << 30, 60.0)
+    assert main(["serve", str(one), str(tmp_path / "x" / "one")]) == 2
+    assert "two models would be served as 'one'" in capsys.readouterr().err
+
+
+def test_models_have_names_and_options_in_a_file(several: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(
+        "max-num-seqs: 4\n"
+        "models:\n"
+        "  small: {model: dir/a}\n"
+        "  large: {model: dir/b, max-model-len: 4096, kv-cache-memory: 1G, dtype: bfloat16}\n"
+    )
+    assert main(["serve", "--config", str(file)]) == 0
+    [(configs, _)] = several
+    assert configs["small"] == EngineConfig(model="dir/a", max_num_seqs=4)
+    assert configs["large"] == EngineConfig(
+        model="dir/b",
+        max_num_seqs=4,
+        max_model_len=4096,
+        kv_cache_memory=1 << 30,
+        dtype="bfloat16",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--models", "[]"], "must be like"),
+        (["--models", "{"], "must be JSON"),
+        (["--models", '{"a": {}}'], "'a' must be an object with a model"),
+        (["--models", '{"a": {"model": "x", "max-len": 1}}'], "'max-len' is no option of a model"),
+        (["--models", '{"a": {"model": "x", "max-num-seqs": "y"}}'], "max-num-seqs must be a"),
+        (["m", "--models", '{"a": {"model": "x"}}'], "not both"),
+        (["m", "--model-memory", "1G"], "are for several models"),
+        (["m", "n", "--served-model-name", "x"], "can't be --served-model-name"),
+        (["m", "n", "--batch-dir", "x", "--api-workers", "2"], "--batch-dir, --api-workers"),
+        (["m", "n", "--model-idle-timeout", "0"], "must be more than 0 seconds"),
+    ],
+)
+def test_what_several_models_can_not_have(
+    words: list[str], said: str, several: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *words]) == 2
+    assert said in capsys.readouterr().err and not several

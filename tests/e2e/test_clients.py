@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,12 @@ from real_model import needs_model
 TEXT = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
 SAID = "The capital of France is Paris."
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, needs_model]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("clients"),  # one server and one environment for all
+    needs_model,
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +87,34 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def installed(snippet: Snippet, folder: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python that has the packages of the snippets which this one has not."""
+    folder = tmp_path_factory.mktemp("others")
+    packages = [package_of(s) for s in snippets() if s.language == "python" and not is_here(s)]
+    python = folder / "venv" / "bin" / "python"
+    for command in (
+        [sys.executable, "-m", "venv", str(folder / "venv")],
+        [str(python), "-m", "pip", "install", "-q", *packages],
+    ):
+        done = run(command, folder)
+        assert done.returncode == 0, done.stderr
+    return python
+
+
+def package_of(snippet: Snippet) -> str:
+    return snippet.install.removeprefix("pip install ").strip('"')
+
+
+def is_here(snippet: Snippet) -> bool:
+    name, version = package_of(snippet).split("==")
+    try:
+        return metadata.version(name) == version
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def runner(snippet: Snippet, others: Path, folder: Path) -> list[str]:
     """The command that runs a file of the snippet's language, with its package there."""
     if snippet.language == "bash":
         return ["bash"]
@@ -91,25 +124,13 @@ def installed(snippet: Snippet, folder: Path) -> list[str]:
         done = run([*snippet.install.split(), "--no-audit", "--no-fund"], folder)
         assert done.returncode == 0, done.stderr
         return ["node"]
-    package = snippet.install.removeprefix("pip install ").strip('"')
-    name, version = package.split("==")
-    have = f"from importlib.metadata import version as v; assert v({name!r}) == {version!r}"
-    if run([sys.executable, "-c", have], folder).returncode == 0:
-        return [sys.executable, "-P"]
-    python = folder / "venv" / "bin" / "python"
-    for command in (
-        [sys.executable, "-m", "venv", str(folder / "venv")],
-        [str(python), "-m", "pip", "install", "-q", package],
-    ):
-        done = run(command, folder)
-        assert done.returncode == 0, done.stderr
-    return [str(python)]
+    return [sys.executable, "-P"] if is_here(snippet) else [str(others)]
 
 
 @pytest.mark.parametrize("snippet", snippets(), ids=lambda snippet: snippet.name)
-def test_a_snippet_runs(snippet: Snippet, port: int, tmp_path: Path) -> None:
+def test_a_snippet_runs(snippet: Snippet, port: int, others: Path, tmp_path: Path) -> None:
     suffix = {"python": "py", "javascript": "mjs", "bash": "sh"}[snippet.language]
-    command = installed(snippet, tmp_path)
+    command = runner(snippet, others, tmp_path)
     script = tmp_path / f"snippet.{suffix}"
     script.write_text(snippet.code.replace(":8000", f":{port}"), encoding="utf-8")
     done = run([*command, str(script)], tmp_path)

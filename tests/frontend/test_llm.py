@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from llmc.config import EngineConfig
 from llmc.engine import admission
-from llmc.errors import ConfigError, EngineDeadError, InvalidRequestError
+from llmc.errors import ConfigError, EngineAsleepError, EngineDeadError, InvalidRequestError
 from llmc.frontend import progress
 from llmc.frontend.engine_options import EngineOptions
 from llmc.llm import LLM
@@ -358,3 +358,32 @@ def test_token_ids_work_without_a_tokenizer(scripted: Scripted) -> None:
         llm.generate("text")
     with pytest.raises(InvalidRequestError, match="stop needs a tokenizer"):
         llm.generate([10], SamplingParams(stop=["x"]))
+
+
+def test_an_llm_sleeps_and_wakes(
+    llm: LLM, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmc import llm as module
+
+    started = []
+
+    def start(config: EngineConfig) -> Scripted:
+        started.append(config)
+        return make_scripted()
+
+    monkeypatch.setattr(module, "start", start)
+    before = llm.generate("count", SamplingParams(max_tokens=5))[0].outputs[0].text
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.sleep(level)
+        with pytest.raises(EngineAsleepError, match="wake_up"):
+            llm.generate("count")
+        llm.wake_up(tags=["weights"])
+        assert llm.generate("count", SamplingParams(max_tokens=5))[0].outputs[0].text == before
+        assert len(started) == level - 1
+    with pytest.raises(ConfigError, match="level must be 1 or 2, got 3"):
+        llm.sleep(3)
+    llm.sleep(2)
+    llm.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        llm.sleep()

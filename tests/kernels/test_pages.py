@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from llmc.kernels.cpu.pages import empty_in_huge_pages, touch_in_background
+from llmc.kernels.cpu.pages import empty_in_huge_pages, give_back, touch_in_background
 
 _HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23  # madvise(2)
@@ -69,3 +70,28 @@ def _resident_pages(tensor: torch.Tensor) -> int:
     address, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
     assert ctypes.CDLL(None, use_errno=True).mincore(address, size, flags) == 0
     return sum(flag & 1 for flag in flags)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
+def test_memory_is_given_back_and_can_be_written_again() -> None:
+    tensor = torch.full((64 << 20,), 7, dtype=torch.uint8)
+    address, before = tensor.data_ptr(), private_bytes()
+    given = give_back([tensor])
+    assert given > 63 << 20
+    assert private_bytes() < before - (60 << 20)
+    assert tensor.data_ptr() == address
+    tensor.fill_(9)
+    assert private_bytes() > before - (4 << 20) and int(tensor[-1]) == 9
+
+
+def test_small_tensors_have_nothing_to_give_back() -> None:
+    tensor = torch.full((100,), 7, dtype=torch.uint8)
+    assert give_back([tensor]) == 0
+    assert bool((tensor == 7).all())
+
+
+def private_bytes() -> int:
+    """Of this process, whose pages may be on their way to swap meanwhile: those too."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    fields = {line.split(":")[0]: line.split()[1] for line in lines[1:]}
+    return sum(int(fields[name]) for name in ("Private_Dirty", "Private_Clean", "Swap")) * 1024

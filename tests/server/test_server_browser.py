@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from live_fleet import live_fleet
 from live_server import Live, live_server
 from scripted_engine import REPLY
 
@@ -301,3 +302,16 @@ def test_an_example_of_the_description_works(page: Page) -> None:
         command = page.locator(".operation[open] pre").inner_text()
         body = command[command.index("{") : command.rindex("}") + 1]
         assert live.post("/v1/chat/completions", json.loads(body)).status_code == 200
+
+
+def test_one_of_several_models_is_chosen(page: Page) -> None:
+    with live_fleet({"a": "scripted:0.005", "b": "scripted:0.005"}) as live:
+        page.goto(str(live.client.base_url))
+        page.wait_for_selector("#connection[data-state=up]")
+        assert page.locator("#model-name option").all_text_contents() == ["a", "b"]
+        page.select_option("#model-name select", "b")
+        page.fill("#prompt", "hello")
+        page.press("#prompt", "Enter")
+        live.wait_state("b", "loaded")
+        page.wait_for_selector("text=tokenizer")  # which these models have none of
+        assert live.states()["a"] == "unloaded"

@@ -3,90 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from live_command import Served, served
 from live_processes import PROMPT
 from scripted_process import HANG_IN_C, has_ended, wait_for
 
 pytestmark = pytest.mark.e2e
-
-SERVE = """
-import sys
-sys.path.insert(0, {support!r})
-import scripted_process
-from unittest import mock
-from llmc.cli.main import main
-from llmc.processes import supervisor
-command = lambda module: scripted_process.command({delay})
-with mock.patch.object(supervisor, "python_module", command):
-    sys.exit(main(["serve", "--port", "0", *{words!r}]))
-"""
-
-
-class Served:
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, folder: Path) -> None:
-        self.process = process
-        self.folder = folder
-        self.log = log
-        wait_for(lambda: "URL" in log.read_text() or process.poll() is not None, seconds=60)
-        found = re.search(r"URL +(\S+)", log.read_text())
-        assert found, log.read_text()
-        self.url = found[1]
-
-    def complete(self, **fields: Any) -> httpx.Response:
-        body = {"prompt": PROMPT, "max_tokens": 5, "return_token_ids": True, **fields}
-        # A connection of its own each time, so that any process may get it.
-        return httpx.post(self.url + "/v1/completions", json=body, timeout=30)
-
-    def metric(self, name: str) -> dict[str, float]:
-        text = httpx.get(self.url + "/metrics", timeout=30).text
-        found = re.findall(rf"^llmc:{name}\{{(.*)\}} (\S+)$", text, re.MULTILINE)
-        return {labels: float(value) for labels, value in found}
-
-    def event(self) -> dict[str, Any]:
-        """The first event of the engine's state, from whichever process takes the connection."""
-        with httpx.stream("GET", self.url + "/v1/engine/events", timeout=30) as response:
-            line = next(line for line in response.iter_lines() if line)
-        event: dict[str, Any] = json.loads(line.removeprefix("data: "))
-        return event
-
-    def children(self) -> dict[str, psutil.Process]:
-        """The processes under the main one, by the module that they run."""
-        below = psutil.Process(self.process.pid).children(recursive=True)
-        return {("api" if "worker" in " ".join(p.cmdline()) else "engine"): p for p in below}
-
-
-@contextlib.contextmanager
-def served(tmp_path: Path, *words: str, delay: float = 0.01) -> Iterator[Served]:
-    support = str(Path(__file__).parents[1] / "support")
-    log = tmp_path / "log"
-    code = SERVE.format(support=support, delay=delay, words=list(words))
-    with tempfile.TemporaryDirectory() as folder:  # tmp_path is too long for a socket's
-        environment = {**os.environ, "XDG_RUNTIME_DIR": folder}
-        with log.open("w") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code], stderr=stderr, env=environment
-            )
-        try:
-            yield Served(process, log, Path(folder))
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait(30)
 
 
 def test_the_engine_ends_with_a_killed_main_process(tmp_path: Path) -> None:

@@ -211,6 +211,9 @@ class FakeRunner:
     def use_idle_time(self) -> bool:
         return False
 
+    def give_back_caches(self) -> int:
+        return 0
+
     def start_profile(self) -> None:
         raise RuntimeError("this runner has no profiler")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from scripted_process import wait_for
 from llmc.async_llm import AsyncLLM
 from llmc.config import EngineConfig
 from llmc.errors import EngineDeadError
-from llmc.processes.remote_engine import RemoteEngine
+from llmc.processes.engine_processes import EngineProcesses
 from llmc.processes.server_processes import RestartBudget
 from llmc.processes.supervisor import Supervisor
 from llmc.server.app import create_app
@@ -28,7 +28,7 @@ PROMPT = [11, 12, 13, 14, 15]  # what the scripted engine repeats
 
 @dataclass(kw_only=True)
 class LiveProcesses:
-    supervisor: Supervisor
+    engines: EngineProcesses
     llm: AsyncLLM
     port: int
     client: httpx.Client
@@ -36,8 +36,12 @@ class LiveProcesses:
     failures: list[Exception] = field(default_factory=list)
 
     @property
+    def supervisor(self) -> Supervisor:
+        return self.engines.supervisors[0]
+
+    @property
     def engine_pid(self) -> int:
-        return self.supervisor.processes.pids["engine"]
+        return self.supervisor.processes.pids[self.supervisor.name]
 
     def body(self, **fields: Any) -> dict[str, Any]:
         return {"prompt": PROMPT, "max_tokens": 12, "return_token_ids": True, **fields}
@@ -70,26 +74,27 @@ def live_processes(
     settings: ServerSettings | None = None,
     *,
     delay_s: float = 0.0,
-    budget: RestartBudget | None = None,
+    budget: RestartBudget | Callable[[], RestartBudget] | None = None,
     command: Sequence[str] | None = None,
     **config: Any,
 ) -> Iterator[LiveProcesses]:
     options = EngineConfig(**{"max_num_seqs": 8, **config})
     settings = settings or ServerSettings()
     command = scripted_process.command(delay_s) if command is None else command
-    budget = budget or RestartBudget((0.05, 0.05, 0.05))
-    with Supervisor(options, command=command, budget=budget) as supervisor:
-        engine = supervisor.wait_ready()
-        link = RemoteEngine("api-0", supervisor)
-        llm = AsyncLLM.from_link(link, engine.info, engine.stats, options)
+
+    def make_budget() -> RestartBudget:
+        made = budget() if callable(budget) else budget
+        return made or RestartBudget((0.05, 0.05, 0.05))
+
+    with EngineProcesses(options, command=command, budget=make_budget) as engines:
+        engine = engines.wait_ready()
+        llm = AsyncLLM.from_link(engines.link("api-0"), engine.info, engine.stats, options)
         ready = threading.Event()
-        server = Server(create_app(llm, settings), settings, on_ready=ready.set)
+        server = Server(create_app(llm, settings, engines), settings, on_ready=ready.set)
         sock = bind_socket("127.0.0.1", 0)
         port = sock.getsockname()[1]
         client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
-        live = LiveProcesses(
-            supervisor=supervisor, llm=llm, port=port, client=client, server=server
-        )
+        live = LiveProcesses(engines=engines, llm=llm, port=port, client=client, server=server)
 
         def run() -> None:
             server.run(sockets=[sock])
@@ -109,4 +114,4 @@ def live_processes(
             thread.join(20)
             assert not thread.is_alive(), "the server did not stop"
             sock.close()
-    assert not os.path.exists(supervisor.folder)
+    assert not any(os.path.exists(one.folder) for one in engines.supervisors)

@@ -33,6 +33,9 @@ class ScriptedRunner:
     def use_idle_time(self) -> bool:
         return False
 
+    def give_back_caches(self) -> int:
+        return 0
+
     def start_profile(self) -> None:
         if self.is_profiling:
             raise RuntimeError("a profile is being recorded already; stop it first")

@@ -61,7 +61,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", SIZES),
     "falcon": (
         "falcon",
-        {**SIZES, "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False},
+        {
+            **SIZES,
+            "num_key_value_heads": 1,
+            "multi_query": True,
+            "parallel_attn": True,
+            "bias": False,
+            "alibi": False,
+        },
     ),
     "gpt2": (
         "gpt2",

@@ -5,16 +5,22 @@ from __future__ import annotations
 import struct
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from gguf import GGUFValueType, GGUFWriter
+from gguf.gguf_writer import GGUFValue
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_gguf import write_gguf
 
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
+from llmc.startup.gguf_files import model_directory
 from llmc.startup.model_files import resolve_model
 from llmc.weights.gguf.reader import read_header
+from llmc.weights.tensors import open_tensors
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +116,108 @@ def test_any_changed_bytes_are_read_or_refused(
         assert len(str(e)) < 70_000
         return
     assert all(t.offset + t.num_bytes <= len(changed) for t in found.tensors.values())
+
+
+SCALARS = st.one_of(
+    st.integers(-(2**31), 2**31 - 1),
+    st.sampled_from([0, 1, 2**31 - 1, -(2**31)]),
+    st.booleans(),
+    st.floats(width=32),
+    st.text(max_size=8),
+    st.sampled_from(["(" * 3000, "{{" * 3000, "{% if a %}" * 3000 + "{% endif %}" * 3000, "\0"]),
+)
+LISTS = st.one_of(
+    st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=200),
+    st.lists(st.text(max_size=3), min_size=1, max_size=200),
+    st.lists(st.floats(width=32), min_size=1, max_size=200),
+    st.sampled_from([[1] * 128, ["a"] * 128, ["a b c"], [" "], [0.5] * 128, [2**30] * 128]),
+)
+MORE_KEYS = (
+    "tokenizer.ggml.pre", "tokenizer.ggml.scores", "tokenizer.ggml.unknown_token_id",
+    "tokenizer.ggml.eot_token_id", "tokenizer.ggml.precompiled_charsmap", "split.tensors.count",
+    "general.alignment", "general.sampling.temp", "A.rope.scaling.type", "A.rope.scaling.factor",
+    "A.rope.dimension_count", "A.attention.sliding_window_pattern", "A.expert_count",
+    "A.nextn_predict_layers", "A.attention.key_length",
+)  # fmt: skip
+
+
+def pair(key: str, value: Any) -> GGUFValue:
+    if isinstance(value, list):
+        inner = GGUFValueType.get_type(value[0])
+        return GGUFValue(value=value, type=GGUFValueType.ARRAY, sub_type=inner)
+    return GGUFValue(value=value, type=GGUFValueType.get_type(value))
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_metadata_makes_a_model_or_one_sentence(tmp_path: Path, data: st.DataObject) -> None:
+    architecture = data.draw(st.sampled_from(["llama", "qwen3moe", "phi3", "mamba"]))
+
+    def change(writer: GGUFWriter) -> None:
+        pairs = writer.kv_data[0]
+        keys = [*pairs, *(key.replace("A.", f"{architecture}.") for key in MORE_KEYS)]
+        for key in data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=3)):
+            if data.draw(st.booleans()) and key in pairs:
+                del pairs[key]
+            else:
+                pairs[key] = pair(key, data.draw(st.one_of(SCALARS, LISTS)))
+
+    path = tmp_path / "m.gguf"
+    path.unlink(missing_ok=True)
+    try:
+        write_gguf(path, architecture, edit=change)
+    except (ValueError, TypeError, struct.error):  # the writer's own: an alignment of a text
+        return
+    try:
+        folder = model_directory(path)
+        for tensor in open_tensors(folder, None, torch.float32).values():
+            tensor.read()
+    except CheckpointError as e:
+        assert "\n" not in str(e) and len(str(e)) < 600
+
+
+TOKENIZERS: list[tuple[str, Any, str]] = [
+    ("token_type", [1] * 3, "token_type has not one entry a token"),
+    ("token_type", ["a"] * 128, "token_type is no list of the right kind"),
+    ("tokens", [7] * 128, "tokens is no list of the right kind"),
+    ("tokens", ["a"] * 128, "empty or has a token twice"),
+    ("eos_token_id", 128, "eos_token_id is 128, of 128 tokens"),
+    ("model", [1], "tokenizer.ggml.model is no text"),
+    ("model", "bert", "of kind 'bert', of which llmc reads"),
+    ("model", "llama", "scores has 0 of 128 scores"),
+    ("model", "t5", "scores has 0 of 128 scores"),
+    ("merges", ["no merge"], "tokenizer can't be used"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), TOKENIZERS)
+def test_damaged_tokenizers(key: str, value: Any, message: str, tmp_path: Path) -> None:
+    def change(writer: GGUFWriter) -> None:
+        writer.kv_data[0][f"tokenizer.ggml.{key}"] = pair(key, value)
+        writer.kv_data[0].pop("tokenizer.ggml.merges" if key == "model" else "none", None)
+
+    path = write_gguf(tmp_path / "m.gguf", "llama", edit=change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        model_directory(path)
+    assert str(caught.value).startswith("m.gguf: ") and len(str(caught.value)) < 300
+
+
+def test_parts_that_repeat_or_miss_tensors(whole: bytes, tmp_path: Path) -> None:
+    one, two = (tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2))
+    one.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="part m-00002-of-00002.gguf is missing"):
+        read_header(one)
+    two.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="m-00002-of-00002.gguf repeats tensor"):
+        read_header(one)
+    two.write_bytes(header() + PAD)
+    assert read_header(one).files == (one, two)
+    two.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match="m-00002-of-00002.gguf tensor .* truncated"):
+        read_header(one)
+    huge = tmp_path / "m-00001-of-99999.gguf"
+    huge.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="part m-00002-of-99999.gguf is missing"):
+        read_header(huge)

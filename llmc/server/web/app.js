@@ -181,7 +181,7 @@ async function ask(question) {
   if (running.has(one.id)) return;
   let body;
   try {
-    body = { ...sampling(one.settings), messages: history(one, question), stream: true, stream_options: { include_usage: true } };
+    body = { ...(served && { model: served }), ...sampling(one.settings), messages: history(one, question), stream: true, stream_options: { include_usage: true } };
   } catch (error) {
     openPanel("side", "settings");
     notice(error.message);
@@ -548,6 +548,7 @@ function connection(state, text) {
 }
 
 let retry = 0;
+let served = ""; // the model that is asked, where there are several
 
 // The model's facts; again and again until the server answers.
 async function connect() {
@@ -565,24 +566,39 @@ async function connect() {
 }
 
 async function showModel(models, version) {
-  const [model] = models;
-  $("model-name").textContent = model.id;
+  const model = models.find((one) => one.id === served) ?? models[0];
+  $("model-name").replaceChildren(models.length > 1 ? modelMenu(models, model, version) : model.id);
   document.title = `${model.id} · llmc`;
   const facts = [
     ["Model", models.map((one) => one.id).join(", ")],
-    ["Context", `${model.max_model_len.toLocaleString()} tokens`],
+    ["State", model.error ?? model.state],
+    ["Context", model.max_model_len && `${model.max_model_len.toLocaleString()} tokens`],
     ["llmc", version],
   ];
   try {
-    const info = await getJson("/tokenizer_info");
+    if (model.state !== "loaded") throw null; // asking would load it
+    const info = await getJson(`/tokenizer_info?model=${encodeURIComponent(model.id)}`);
     facts.push(["Tokenizer", info.tokenizer_class], ["Vocabulary", info.vocab_size?.toLocaleString()]);
     $("template-box").hidden = !info.chat_template;
     $("template").textContent = info.chat_template ?? "";
   } catch {
-    // a server without a tokenizer
+    // a model without a tokenizer, or one that is not loaded
   }
   $("facts").replaceChildren(...facts.filter(([, value]) => value).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, String(value))]));
   $("forget-key").hidden = !hasKey();
+}
+
+function modelMenu(models, model, version) {
+  const menu = element("select", { ariaLabel: "Model" }, ...models.map(({ id }) => element("option", { value: id, selected: id === model.id }, id)));
+  served = model.id;
+  engine.model = served;
+  menu.addEventListener("change", () => {
+    served = menu.value;
+    engine.watch(false);
+    showModel(models, version);
+    watchEngine();
+  });
+  return menu;
 }
 
 const engine = new EnginePanel({

@@ -20,6 +20,7 @@ export class EnginePanel {
   constructor({ onUp, onDown, onKey }) {
     this.tell = { onUp, onDown, onKey };
     this.abort = null;
+    this.model = ""; // to be watched, where there are several
     this.reset();
     $("blocks").addEventListener("mousemove", (event) => this.point(event));
     $("blocks").addEventListener("mouseleave", () => ($("blocks-note").textContent = this.summary));
@@ -51,7 +52,7 @@ export class EnginePanel {
   async run(signal) {
     while (!signal.aborted) {
       try {
-        for await (const event of events("/v1/engine/events", { signal })) {
+        for await (const event of events(`/v1/engine/events?model=${encodeURIComponent(this.model)}`, { signal })) {
           this.tell.onUp();
           if (event.error) this.note(event.error.message);
           else this.take(event);

@@ -7,21 +7,20 @@ hold its factors.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
 from llmc.errors import CheckpointError, reason_of
 from llmc.weights.gguf.blocks import kept_as
-from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo
+from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo, shown
+from llmc.weights.gguf.rules import rule_of, rules, squashed
 
 _FREE = 0.9  # of the weights that keep their bits
+_MARKS = (3, 4)  # types of tokens: control, and those of users
 _SCALINGS = ("linear", "yarn", "longrope")
 # metadata under <architecture>.rope.scaling. -> fields of `rope_parameters`
 _SCALING_FIELDS = {
@@ -31,30 +30,19 @@ _SCALING_FIELDS = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-
-
-@cache
-def rules() -> Mapping[str, Any]:
-    text = files(__package__).joinpath("rules.json").read_text(encoding="utf-8")
-    return json.loads(text)  # type: ignore[no-any-return]
-
-
-def architectures() -> tuple[str, ...]:
-    """Those that transformers has a map for, by transformers' names."""
-    from transformers import CONFIG_MAPPING
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-
-    return tuple(sorted(name for name in GGUF_CONFIG_MAPPING if name in CONFIG_MAPPING))
+_ROTARY = ("rope_theta", "rope_local_base_freq")  # which configs take, but hold otherwise
+_COMMON = {  # for processors of architectures that transformers has no map of
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
 
 
 def read_config(header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]]:
     """(config.json, the fields in the names of transformers' map, which its processors ask for)."""
     from transformers import CONFIG_MAPPING
-    from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
-    name = _known(header.architecture)
-    default = CONFIG_MAPPING[name]()
+    rule = rule_of(header)
+    default = CONFIG_MAPPING[rule["as"]]()
     if getattr(default, "is_encoder_decoder", False):
         raise CheckpointError(
             f"{header.files[0].name} is an encoder-decoder model ({header.architecture}); "
@@ -62,15 +50,13 @@ def read_config(header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]]:
         )
     default = default.get_text_config()
     values = _ours(header)
-    fields: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(name, {}))
-    mapping: Any = GGUF_CONFIG_MAPPING[name]
-    for key, field in mapping.items():
-        if field not in (None, -1) and key in values:
-            fields[field] = values[key]
+    fields = _fields(header.architecture, values)
     known = default.to_dict()
     config = {**fields, "model_type": default.model_type}
     _add_rules(config, values, header, known)
-    _one_for_all_layers(config)
+    for field, (above, below) in rule.get("quotients", {}).items():
+        config[field] = _quotient(values, above, below)
+    _add_layers(config, values, known)
     if "token_embd.weight" in header.tensors:
         config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
@@ -83,46 +69,90 @@ def read_config(header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, fields
 
 
-def _known(architecture: str) -> str:
-    """transformers' name of an architecture."""
-    found = {_squashed(name): name for name in architectures()}.get(_squashed(architecture))
-    if found is None:
+def _fields(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """By transformers' map of the architecture, if it has one; else by its commonest names."""
+    from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+
+    names = {squashed(name): name for name in GGUF_CONFIG_MAPPING}
+    name = names.get(squashed(architecture))
+    mapping: Any = GGUF_CONFIG_MAPPING[name] if name else _COMMON
+    fields = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(name or "", {}))
+    for key, field in mapping.items():
+        if field not in (None, -1) and key in values:
+            fields[field] = values[key]
+    return fields
+
+
+def _quotient(values: Mapping[str, Any], above: str, below: str | int) -> int:
+    one, other = (n if isinstance(n, int) else values.get(n) for n in (above, below))
+    if not (type(one) is int and type(other) is int and one > 0 and other > 0):
         raise CheckpointError(
-            f"GGUF files of architecture {architecture!r} are not served: transformers has no map "
-            f"for it (it has: {', '.join(architectures())}); take the safetensors checkpoint"
+            f"the metadata has {above} {shown(one)}, which {below} {shown(other)} divides"
         )
-    return found
-
-
-def _squashed(name: str) -> str:
-    return name.replace("-", "").replace("_", "").lower()
+    return one // other
 
 
 def _ours(header: GgufHeader) -> dict[str, Any]:
-    """Metadata of the architecture, without its prefix."""
+    """Metadata of the architecture, without its prefix; float32 as the decimals it came from."""
     prefix = f"{header.architecture}."
-    return {k.removeprefix(prefix): v for k, v in header.metadata.items() if k.startswith(prefix)}
+    values = {k.removeprefix(prefix): v for k, v in header.metadata.items() if k.startswith(prefix)}
+    values["block_count"] = _layers(values, header)
+    if values.get("feed_forward_length") == 0:  # a model without such layers
+        del values["feed_forward_length"]
+    return {k: _decimal(v) if isinstance(v, float) else v for k, v in values.items()}
+
+
+def _layers(values: Mapping[str, Any], header: GgufHeader) -> int:
+    """How many a model has: no more than the file, so that none is built by a claim alone."""
+    stated = values.get("block_count")
+    ahead = values.get("nextn_predict_layers", 0)  # which only speculation takes
+    named = len({name.split(".")[1] for name in header.tensors if name.startswith("blk.")})
+    if type(stated) is not int or type(ahead) is not int or not 0 <= ahead < stated <= named:
+        raise CheckpointError(
+            f"{header.files[0].name} states {shown(stated)} layers, but holds tensors of {named}"
+        )
+    return stated - ahead
+
+
+def _decimal(value: float) -> float:
+    with np.errstate(over="ignore"):
+        short = np.float32(value)
+    return float(str(short)) if short == value else value
 
 
 def _add_rules(
     config: dict[str, Any], values: Mapping[str, Any], header: GgufHeader, known: Mapping[str, Any]
 ) -> None:
-    for key, fields in rules()["fields"].items():
-        for field in fields:
-            if key in values and (field in known or field == "rope_theta"):
-                config[field] = values[key]
-    for tensor, fields in rules()["flags"].items():
-        config.update({f: tensor in header.tensors for f in fields if f in known})
+    for names, fields in rules()["flags"].items():
+        is_there = any(name in header.tensors for name in names.split("|"))
+        config.update({f: is_there for f in fields if f in known})
     for tensor, fields in rules()["absent_flags"].items():
         config.update({f: tensor not in header.tensors for f in fields if f in known})
+    for key, fields in rules()["fields"].items():
+        for field in fields:
+            if key in values and (field in known or field in _ROTARY):
+                config[field] = values[key]
 
 
-def _one_for_all_layers(config: dict[str, Any]) -> None:
-    """A list by layer, where a config has one number: of layers that attend, 0 stands for none."""
+def _add_layers(
+    config: dict[str, Any], values: Mapping[str, Any], known: Mapping[str, Any]
+) -> None:
+    """What is listed by layer, where a config has one number, or names a layer's kind.
+
+    Of layers that attend, 0 stands for none. A window of 0 is none.
+    """
     counts = config.get("num_key_value_heads")
     if isinstance(counts, list) and 0 in counts:
         config["layer_types"] = ["full_attention" if n else "conv" for n in counts]
         config["block_auto_adjust_ff_dim"] = False
+    pattern, layers = values.get("attention.sliding_window_pattern"), values["block_count"]
+    if isinstance(pattern, int) and pattern:
+        pattern = [bool((i + 1) % pattern) for i in range(layers)]
+    if isinstance(pattern, list) and "layer_types" in known:
+        kinds = ("full_attention", "sliding_attention")
+        config["layer_types"] = [kinds[bool(windowed)] for windowed in pattern]
+    if config.get("sliding_window") == 0:
+        config["sliding_window"] = None
     for field, value in config.items():
         if field != "layer_types" and isinstance(value, list) and value:
             different = {v for v in value if v != 0}
@@ -161,10 +191,13 @@ def _add_rotary(
         if head_dim:
             config["partial_rotary_factor"] = width / head_dim
     scaling = _scaling(config, values, header)
+    if scaling.get("rope_type") == "yarn" and "truncate" in rope:
+        scaling["truncate"] = rope["truncate"]  # which files don't say
     if scaling:
         config["rope_scaling"] = scaling
     elif rope.get("rope_type", "default") != "default":
-        config["rope_scaling"] = None  # the class's own default is one checkpoint's
+        # the class's own default is one checkpoint's
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.get("rope_theta")}
 
 
 def _scaling(
@@ -195,7 +228,7 @@ def _scaling(
         return {}
     if kind not in _SCALINGS:
         raise CheckpointError(
-            f"{header.files[0].name} scales rotary positions by {kind!r}, of which llmc reads "
+            f"{header.files[0].name} scales rotary positions by {shown(kind)}, of which llmc reads "
             f"{', '.join(_SCALINGS)}"
         )
     if kind == "linear":
@@ -218,13 +251,17 @@ def generation_config(header: GgufHeader) -> dict[str, Any]:
     ends = [data.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     tokens, kinds = data.get("tokenizer.ggml.tokens"), data.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(kinds, list):
-        marks = set(rules()["end_of_turn"])
-        pairs = enumerate(zip(tokens, kinds, strict=False))
-        ends += [i for i, (token, kind) in pairs if kind == 3 and token in marks]
+        marked = {
+            t: i for i, (t, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind in _MARKS
+        }
+        ends += [marked[mark] for mark in rules()["end_of_turn"] if mark in marked]
+        for mark, others in rules()["end_of_part"].items():  # of a turn of several messages
+            if any(other in marked for other in others):
+                ends = [e for e in ends if e != marked.get(mark)]
     found = [e for e in ends if isinstance(e, int) and not isinstance(e, bool)]
     config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(found))} if found else {}
     for key, field in rules()["sampling"].items():
-        if isinstance(data.get(key), int | float):
+        if isinstance(data.get(key), int | float) and math.isfinite(data[key]):
             config[field] = data[key]
     return config
 

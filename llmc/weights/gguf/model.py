@@ -28,23 +28,19 @@ def write_index(
     undo = Undo(architecture=header.architecture, fields=fields, names=parameters.names)
     orders: dict[str, list[int]] = {}  # by digest: one list serves the layers
 
-    def order(name: str) -> str | None:
-        """Of the rows of a parameter: a key of `orders`; None where it takes more to make it."""
+    def order(name: str) -> tuple[str | None, bool]:
+        """Of the rows of a parameter: a key of `orders`, None where it takes more to make it; and
+        whether it is turned."""
         shapes = {part: header.tensors[part].shape for part in parameters.parts[name]}
-        [(part, shape), *others] = shapes.items()
-        if len(shape) == 3:
-            rows = undo.expert_order(name, shapes, parameters.shapes[name])
-        elif others or shape != parameters.shapes[name] or len(shape) > 2:
-            rows = None
-        else:
-            rows = undo.row_order(part, shape)
-        if rows is None:
-            return None
+        found = undo.order(name, shapes, parameters.shapes[name])
+        if found is None:
+            return None, False
+        rows, turned = found
         if np.array_equal(rows, np.arange(len(rows))):
-            return _SAME
+            return _SAME, turned
         key = hashlib.sha256(rows.tobytes()).hexdigest()[:16]
         orders[key] = rows.tolist()
-        return key
+        return key, turned
 
     index = {
         "architecture": header.architecture,
@@ -96,7 +92,8 @@ def open_gguf(folder: Path) -> dict[str, GgufTensor]:
                     )
                     for part, number, shape, kind, offset, num_bytes in entry["parts"]
                 ),
-                row_order=orders[entry["order"]],
+                row_order=orders[entry["order"][0]],
+                transposed=entry["order"][1],
                 undo=undo,
             )
             for name, entry in index["parameters"].items()

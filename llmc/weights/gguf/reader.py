@@ -27,6 +27,12 @@ _MOST_DIMS = 4
 _LONGEST_NAME = 65535  # of a key or a tensor; the format's own limit of a key
 
 
+def shown(value: object) -> str:
+    """A value of a file in an error: files hold texts and lists of any length."""
+    text = repr(value[:80] if isinstance(value, str | list) else value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensorInfo:
     """One tensor. `shape` in torch's order; `offset` in bytes from the start of `file`."""
@@ -68,7 +74,9 @@ def read_header(path: Path) -> GgufHeader:
     for other in files[1:]:
         for name, tensor in _read_file(other)[1].items():
             if name in tensors:
-                raise CheckpointError(f"{other.name} repeats tensor {name!r} of an earlier part")
+                raise CheckpointError(
+                    f"{other.name} repeats tensor {shown(name)} of an earlier part"
+                )
             tensors[name] = tensor
     stated = metadata.get("split.tensors.count")
     if isinstance(stated, int) and stated != len(tensors):
@@ -132,7 +140,7 @@ class _Cursor:
         entries = [self._tensor() for _ in range(count)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & alignment - 1:
-            self._fail(f"has alignment {alignment!r}, which is no power of two up to 2^20")
+            self._fail(f"has alignment {shown(alignment)}, which is no power of two up to 2^20")
         start = -(-self._at // alignment) * alignment
         return metadata, self._placed(entries, start, alignment)
 
@@ -141,7 +149,7 @@ class _Cursor:
         for _ in range(count):
             key = self._string(_LONGEST_NAME, "a key")
             if key in metadata:
-                self._fail(f"has metadata {key!r} twice")
+                self._fail(f"has metadata {shown(key)} twice")
             metadata[key] = self._value(key)
         return metadata
 
@@ -152,24 +160,24 @@ class _Cursor:
         if kind == _STRING:
             return self._string(self._size, key)
         if kind != _ARRAY:
-            self._fail(f"has metadata {key!r} of unknown type {kind}")
+            self._fail(f"has metadata {shown(key)} of unknown type {kind}")
         kind, count = self._scalar("I"), self._scalar("Q")
         if kind in _SCALARS:
             letter, width = _SCALARS[kind]
-            self._expect(count, width, f"values of {key!r}")
+            self._expect(count, width, f"values of {shown(key)}")
             values = struct.unpack_from(f"<{count}{letter}", self._data, self._at)
             self._at += count * width
             return list(values)
         if kind != _STRING:
-            self._fail(f"has an array {key!r} of unreadable type {kind}")
-        self._expect(count, 8, f"strings of {key!r}")
+            self._fail(f"has an array {shown(key)} of unreadable type {kind}")
+        self._expect(count, 8, f"strings of {shown(key)}")
         return [self._string(self._size, key) for _ in range(count)]
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string(_LONGEST_NAME, "a tensor's name")
         dims = self._scalar("I")
         if not 1 <= dims <= _MOST_DIMS:
-            self._fail(f"tensor {name!r} has {dims} dimensions; one has 1 to {_MOST_DIMS}")
+            self._fail(f"tensor {shown(name)} has {dims} dimensions; one has 1 to {_MOST_DIMS}")
         shape = tuple(self._scalar("Q") for _ in range(dims))
         return name, shape[::-1], self._scalar("I"), self._scalar("Q")
 
@@ -179,27 +187,29 @@ class _Cursor:
         tensors: dict[str, GgufTensorInfo] = {}
         for name, shape, type_number, offset in entries:
             if name in tensors:
-                self._fail(f"has tensor {name!r} twice")
+                self._fail(f"has tensor {shown(name)} twice")
             try:
                 kind = GGMLQuantizationType(type_number)
                 block, block_bytes = GGML_QUANT_SIZES[kind]
             except (ValueError, KeyError):
-                self._fail(f"tensor {name!r} has type {type_number}, which this version of the "
-                           "gguf package does not know")  # fmt: skip
+                self._fail(
+                    f"tensor {shown(name)} has type {type_number}, which this version of the gguf "
+                    "package does not know"
+                )
             if 0 in shape or shape[-1] % block:
                 self._fail(
-                    f"tensor {name!r} has shape {list(shape)}, whose rows are no whole blocks of "
-                    f"{block} values ({kind.name})"
+                    f"tensor {shown(name)} has shape {list(shape)}, whose rows are no whole blocks "
+                    f"of {block} values ({kind.name})"
                 )
             num_bytes = block_bytes
             for n in (*shape[:-1], shape[-1] // block):
                 num_bytes *= n
             if offset % alignment:
-                self._fail(f"tensor {name!r} lies at {offset}, which is not aligned")
+                self._fail(f"tensor {shown(name)} lies at {offset}, which is not aligned")
             if num_bytes > self._size or start + offset + num_bytes > self._size:
                 self._fail(
-                    f"tensor {name!r} would end at byte {start + offset + num_bytes}, but the file "
-                    f"has {self._size}: it is truncated or damaged"
+                    f"tensor {shown(name)} would end at byte {start + offset + num_bytes}, but the "
+                    f"file has {self._size}: it is truncated or damaged"
                 )
             tensors[name] = GgufTensorInfo(
                 name=name, file=self._path, shape=shape, type=kind, offset=start + offset,
@@ -208,7 +218,7 @@ class _Cursor:
         ordered = sorted(tensors.values(), key=lambda t: t.offset)
         for one, two in zip(ordered, ordered[1:], strict=False):
             if one.offset + one.num_bytes > two.offset:
-                self._fail(f"tensors {one.name!r} and {two.name!r} overlap")
+                self._fail(f"tensors {shown(one.name)} and {shown(two.name)} overlap")
         return tensors
 
     def _scalar(self, letter: str) -> Any:
@@ -222,12 +232,14 @@ class _Cursor:
     def _string(self, longest: int, what: str) -> str:
         length = self._scalar("Q")
         if length > longest or self._at + length > self._size:
-            self._fail(f"states {length} bytes for the text of {what!r}, more than it can hold")
+            self._fail(
+                f"states {length} bytes for the text of {shown(what)}, more than it can hold"
+            )
         self._at += length
         try:
             return self._data[self._at - length : self._at].decode("utf-8")
         except UnicodeDecodeError as e:
-            self._fail(f"holds no valid UTF-8 in the text of {what!r} ({e.reason})")
+            self._fail(f"holds no valid UTF-8 in the text of {shown(what)} ({e.reason})")
 
     def _expect(self, count: int, width: int, what: str) -> None:
         """Room for `count` items of at least `width` bytes."""

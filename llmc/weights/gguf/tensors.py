@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from llmc.errors import CheckpointError, reason_of
 from llmc.kernels.quantized_linear import Part, Quantization
 from llmc.weights.checkpoint import Readable, staging
 from llmc.weights.gguf.blocks import kept_as, to_blocks
-from llmc.weights.gguf.names import processor_of
+from llmc.weights.gguf.processors import processor_of
 from llmc.weights.gguf.reader import GgufTensorInfo
 
 _AT_ONCE = 1 << 20  # values that are widened in one go
@@ -58,70 +59,63 @@ class Undo:
             raise CheckpointError(f"tensor {name!r} has no fitting shape: {reason_of(e)}") from e
         return None if result.name is None else result.weights
 
-    def row_order(self, name: str, shape: Sequence[int]) -> NDArray[np.int64] | None:
-        """Which stored row each row of a matrix is, or each value of a vector, where these move and
-        nothing else is done to them."""
-        columns = np.arange(2 * shape[0], dtype=np.float64).reshape(-1, 2)
-        if len(shape) == 1:
-            columns = columns[:, 0]
-        try:
-            with np.errstate(all="ignore"):
-                result = self.processor.process(
-                    weights=columns,
-                    name=name,
-                    tensor_key_mapping={},
-                    parsed_parameters={"tensors": {}},
-                )
-        except (ValueError, IndexError, KeyError, TypeError):
-            return None
-        moved = result.weights
-        if result.name is None or moved.shape != columns.shape:
-            return None
-        first, firsts = (moved, columns) if len(shape) == 1 else (moved[:, 0], columns[:, 0])
-        if not np.array_equal(np.sort(first), firsts):
-            return None
-        order = (first / 2).astype(np.int64)
-        return order if np.array_equal(moved, columns[order]) else None
-
-    def expert_order(
+    def order(
         self, parameter: str, parts: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]
-    ) -> NDArray[np.int64] | None:
-        """The same of each expert of a parameter [E, N, K]: rows of its matrices end to end.
+    ) -> tuple[NDArray[np.int64], bool] | None:
+        """Where only rows move: which stored row each row is, and whether the parameter is turned.
 
-        None where experts are not alike.
+        Of experts [E, N, K] or [E, K, N] that of each, of its parts' rows end to end; of vectors
+        of their values. None where more is done, or experts are not alike.
         """
-        experts = shape[0]
-        if len(shape) != 3 or any(p[0] != experts or p[2] != shape[2] for p in parts.values()):
+        if any(len(p) != len(shape) for p in parts.values()) or len(shape) > 3:
             return None
-        count, start = sum(p[1] for p in parts.values()), 0
+        experts = shape[0] if len(shape) == 3 else 1
+        if any(len(p) == 3 and p[0] != experts for p in parts.values()):
+            return None
+        rows = {part: p[1] if len(p) == 3 else p[0] for part, p in parts.items()}
+        count, start = sum(rows.values()), 0
         made: dict[str, Tensor] = {}
         whole: Any = None
         first = np.arange(experts, dtype=np.float64)[:, None] * count
-        for part, (_, rows, _) in parts.items():
-            numbers = first + np.arange(start, start + rows)
-            columns = np.stack((2 * numbers, 2 * numbers + 1), axis=-1)
+        for part, length in rows.items():
+            numbers = 2 * (first + np.arange(start, start + length))
+            columns = np.stack((numbers, numbers + 1), axis=-1)  # [E, rows, 2]
+            probe = {1: columns[0, :, 0], 2: columns[0], 3: columns}[len(shape)]
             try:
-                whole = self(columns, part, made)
+                whole = self(probe, part, made)
             except CheckpointError:
                 return None
-            start += rows
+            start += length
         moved = made[parameter].numpy() if whole is None and parameter in made else whole
-        if moved is None or moved.shape != (experts, shape[1], 2) or shape[1] != count:
+        if moved is None:
             return None
-        order = (moved[:, :, 0] / 2 - first).astype(np.int64)
+        depths = {p[-1] for p in parts.values()}
+        if len(shape) == 1 and moved.shape == shape:
+            found, turned = moved[None], False
+        elif moved.shape == (*shape[:-2], count, 2) and shape[-2:] == (count, *depths):
+            found, turned = moved.reshape(experts, count, 2), False
+        elif moved.shape == (*shape[:-2], 2, count) and shape[-2:] == (*depths, count):
+            found, turned = moved.swapaxes(-1, -2).reshape(experts, count, 2), True
+        else:
+            return None
+        numbers = found if len(shape) == 1 else found[:, :, 0]
+        with np.errstate(all="ignore"):
+            order = (numbers / 2 - first).astype(np.int64)
         is_alike = np.array_equal(order, np.broadcast_to(order[0], order.shape))
-        if not is_alike or not np.array_equal(moved[:, :, 1], moved[:, :, 0] + 1):
+        is_order = np.array_equal(np.sort(order[0]), np.arange(count))
+        if not is_alike or not is_order or not np.array_equal(numbers, 2 * (first + order)):
             return None
-        found: NDArray[np.int64] = order[0]
-        return found
+        if len(shape) > 1 and not np.array_equal(found[:, :, 1], numbers + 1):
+            return None
+        return order[0], turned
 
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """A parameter, read in `dtype`. `parts` are several where experts' matrices are joined.
+    """A parameter, read in `dtype`. `parts` are several where matrices are joined row by row.
 
-    `row_order`: see `Undo`, of experts that of each; a slice where rows stay where they are, None
-    where `undo` does more.
+    `row_order`: see `Undo.order`, of experts that of each; a slice where rows stay where they are,
+    None where `undo` does more. `transposed`: rows of the file are columns of the parameter.
     """
 
     name: str
@@ -130,6 +124,7 @@ class GgufTensor:
     parts: tuple[GgufTensorInfo, ...]
     row_order: RowOrder | None
     undo: Undo
+    transposed: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -140,32 +135,44 @@ class GgufTensor:
         """The numbers; into `out` (of any dtype) when given."""
         if out is None:
             out = staging(self.shape, self.dtype)
-        if len(self.shape) == 3 and self.row_order is not None:
-            for matrices, place in zip(self._experts(), out, strict=True):
-                pairs = zip(matrices, self.parts, strict=True)
-                numbers = np.concatenate([_widen(raw, part) for raw, part in pairs])
-                place.copy_(torch.from_numpy(numbers[self.row_order]))
-        elif self.row_order is not None:
-            raw, order = raw_rows(self.parts[0]), self.row_order
-            if len(self.shape) == 1:
-                out.copy_(torch.from_numpy(_widen(raw, self.parts[0])[0][order]))
-                return out
-            rows = max(1, _AT_ONCE // self.shape[1])
-            for start in range(0, len(raw), rows):
-                some = raw[start : start + rows]
-                if not isinstance(order, slice):
-                    some = raw[order[start : start + rows]]
-                out[start : start + rows].copy_(torch.from_numpy(_widen(some, self.parts[0])))
-        else:
+        if self.row_order is None:
             out.copy_(self._processed())
+        elif len(self.shape) == 1:
+            numbers = _widen(raw_rows(self.parts[0]), self.parts[0])[0][self.row_order]
+            out.copy_(torch.from_numpy(numbers))
+        else:
+            for matrices, place in zip(self._matrices(), self._places(out), strict=True):
+                self._widen_into(matrices, place)
         return out
+
+    def _places(self, out: Tensor) -> Tensor:
+        """[E, N, K], a view."""
+        stacked = out if out.dim() == 3 else out[None]
+        return stacked.mT if self.transposed else stacked
+
+    def _widen_into(self, matrices: list[NDArray[np.uint8]], place: Tensor) -> None:
+        """Some rows at a time; those of several parts, whose types may differ, at once."""
+        order = self.row_order
+        assert order is not None
+        if len(matrices) > 1:
+            pairs = zip(matrices, self.parts, strict=True)
+            numbers = np.concatenate([_widen(raw, part) for raw, part in pairs])
+            place.copy_(torch.from_numpy(numbers[order]))
+            return
+        [raw], rows = matrices, max(1, _AT_ONCE // place.shape[1])
+        for start in range(0, len(raw), rows):
+            some = slice(start, start + rows)
+            chosen = raw[some] if isinstance(order, slice) else raw[order[some]]
+            place[some].copy_(torch.from_numpy(_widen(chosen, self.parts[0])))
 
     def kept_as(self) -> Quantization | None:
         """How `quantized_linear` has it as it is stored; None where it has to be widened."""
         kinds = {part.type for part in self.parts}
         if len(self.shape) < 2 or self.row_order is None or len(kinds) > 1:
             return None
-        return kept_as(kinds.pop(), *self.shape[-2:])
+        channels, depth = self.shape[:-3:-1] if self.transposed else self.shape[-2:]
+        to = kept_as(kinds.pop(), channels, depth)
+        return None if to is None else dataclasses.replace(to, transposed=self.transposed)
 
     @property
     def is_quantized(self) -> bool:
@@ -174,17 +181,15 @@ class GgufTensor:
     def blocks(self, to: Quantization) -> Iterator[dict[Part, Tensor]]:
         """The stored bits in the op's layout: of each expert, if there are any."""
         assert self.row_order is not None
-        kind = self.parts[0].type
-        if len(self.shape) == 2:
-            yield to_blocks(raw_rows(self.parts[0])[self.row_order], kind, to)
-            return
-        for matrices in self._experts():
-            yield to_blocks(np.concatenate(matrices)[self.row_order], kind, to)
+        for matrices in self._matrices():
+            rows = matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
+            yield to_blocks(rows[self.row_order], self.parts[0].type, to)
 
-    def _experts(self) -> Iterator[list[NDArray[np.uint8]]]:
-        """Of each expert the rows of its matrices, as they are stored."""
-        of_parts = [raw_rows(part).reshape(self.shape[0], part.shape[1], -1) for part in self.parts]
-        for expert in range(self.shape[0]):
+    def _matrices(self) -> Iterator[list[NDArray[np.uint8]]]:
+        """Of each expert, or of the one matrix, the rows of its parts, as they are stored."""
+        experts = self.shape[0] if len(self.shape) == 3 else 1
+        of_parts = [raw_rows(part).reshape(experts, part.shape[-2], -1) for part in self.parts]
+        for expert in range(experts):
             yield [raw[expert] for raw in of_parts]
 
     def _processed(self) -> Tensor:
@@ -194,15 +199,20 @@ class GgufTensor:
             numbers = _widen(raw_rows(part), part).reshape(part.shape)
             whole = self.undo(numbers, part.name, made)
         value = torch.from_numpy(np.array(whole)) if whole is not None else made.get(self.name)
-        if value is None or tuple(value.shape) != self.shape:
+        if value is None or _without_ones(value.shape) != _without_ones(self.shape):
             got = None if value is None else list(value.shape)
             raise CheckpointError(
                 f"{self.name} has shape {got} in the file, its metadata asks for {list(self.shape)}"
             )
-        return value
+        return value.reshape(self.shape)
 
     def equals(self, other: Readable) -> bool:
         return self is other
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    """Files leave out, or add, dimensions of one."""
+    return [n for n in shape if n != 1]
 
 
 def raw_rows(info: GgufTensorInfo) -> NDArray[np.uint8]:

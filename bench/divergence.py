@@ -1,0 +1,153 @@
+"""How far llmc and llama.cpp are from the float32 weights of one GGUF file, on a fixed text.
+
+    pip install --no-deps xllamacpp     # a prebuilt llama.cpp
+    python -m bench.divergence [--tokens 384] [--threads 2] [--output-json FILE] [MODEL.gguf]
+
+MODEL is the default model where none is named. The text is a chapter on the language that Python
+ships (`pydoc_data`). The yardstick is transformers' own model with every weight of the file widened
+to float32. Told are each engine's perplexity and its mean divergence (KL, in nats a token) from the
+yardstick. A distribution is taken as the probabilities of the 20 tokens that llmc finds likeliest
+at a place, and of all others together: what the HTTP APIs of both tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.peer_engines import Transformers
+from llmc import LLM, SamplingParams
+from llmc.load_test.machine import describe_machine, package_versions
+from llmc.load_test.report import context, write_json
+from llmc.startup.default_model import default_model_path
+from llmc.startup.gguf_files import model_directory
+from llmc.text.tokenizer import Tokenizer
+
+TOPIC = "objects"
+NEAR = 20
+
+Places = list[dict[int, float]]  # log-probabilities at each place, of tokens by their ids
+
+
+def by_llmc(path: Path, text: str, count: int) -> tuple[list[int], Places]:
+    """(the text's first tokens, what llmc says of each but the first)."""
+    ids = Tokenizer.load(model_directory(path)).encode(text)[:count]
+    with LLM(str(path), device="cpu", max_num_seqs=1, max_model_len=2 * count) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=NEAR)
+        [output] = llm.generate([ids], params, progress=False)
+    told = output.prompt_logprobs
+    assert told is not None
+    return ids, [{i: p.logprob for i, p in (place or {}).items()} for place in told[1:]]
+
+
+def by_llama_cpp(path: Path, ids: Sequence[int], threads: int, vocab_size: int) -> Places:
+    """Of all tokens. Asked place by place, for it tells nothing of prompts."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.n_ctx = 2 * len(ids)
+    params.n_gpu_layers = 0
+    params.verbosity = -1
+    server: Any = xllamacpp.Server(params)
+    places = []
+    for end in range(1, len(ids)):
+        asked = {
+            "prompt": list(ids[:end]),
+            "max_tokens": 1,
+            "temperature": 0,
+            "logprobs": vocab_size,
+        }
+        answer = server.handle_completions({**asked, "cache_prompt": True})
+        [first] = answer["choices"][0]["logprobs"]["content"]
+        places.append({t["id"]: t["logprob"] for t in first["top_logprobs"]})
+    return places
+
+
+def by_float32(path: Path, ids: Sequence[int], threads: int) -> Tensor:
+    """Log-probabilities [T - 1, V]."""
+    model: Any = Transformers(path, threads).model
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(ids)])).logits[0, :-1]
+    return logits.double().log_softmax(-1)
+
+
+def divergence(want: Tensor, have: Places, near: Sequence[Sequence[int]]) -> float:
+    """Mean KL of places, over the tokens that are near and all others as one."""
+    total = 0.0
+    for row, place, tokens in zip(want, have, near, strict=True):
+        p = row[list(tokens)].exp()
+        q = torch.tensor([place[token] for token in tokens], dtype=torch.float64).exp()
+        rest_p, rest_q = ((1 - x.sum()).clamp(min=1e-12)[None] for x in (p, q))
+        p, q = torch.cat((p, rest_p)), torch.cat((q, rest_q))
+        total += float((p * (p / q).log()).sum())
+    return total / len(near)
+
+
+def measure(path: Path, count: int, threads: int) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    ids, ours = by_llmc(path, topics[TOPIC], count)
+    near = [sorted(place, key=place.__getitem__)[-NEAR:] for place in ours]
+    want = by_float32(path, ids, threads)
+    engines = {"llmc": ours, "llama.cpp": by_llama_cpp(path, ids, threads, want.shape[1])}
+    own = want.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return {
+        "file": path.name,
+        "text_sha256": hashlib.sha256(topics[TOPIC].encode()).hexdigest(),
+        "python": sys.version.split()[0],
+        "num_tokens": len(ids),
+        "float32": {"perplexity": math.exp(-float(own.mean()))},
+        **{
+            name: {
+                "perplexity": _perplexity(places, ids),
+                "mean_kl": divergence(want, places, near),
+            }
+            for name, places in engines.items()
+        },
+    }
+
+
+def _perplexity(places: Places, ids: Sequence[int]) -> float:
+    told = [place[token] for place, token in zip(places, ids[1:], strict=True)]
+    return math.exp(-sum(told) / len(told))
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    print(f"{result['file']}, {result['num_tokens']} tokens")
+    for name in ("float32", "llmc", "llama.cpp"):
+        kl, perplexity = result[name].get("mean_kl"), result[name]["perplexity"]
+        print(f"{name:10} perplexity {perplexity:.4f}", end="\n" if kl is None else ", ")
+        if kl is not None:
+            print(f"KL {kl:.2e} nats a token")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--tokens", type=int, default=384)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output-json", type=Path)
+    args = parser.parse_args()
+    result = measure(args.model or default_model_path(), args.tokens, args.threads)
+    print_table(result)
+    if args.output_json:
+        versions = {**package_versions(), "xllamacpp": version("xllamacpp")}
+        facts = {**context(), "versions": versions, "machine": describe_machine()}
+        write_json(args.output_json, {**facts, "threads": args.threads, **result})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,370 @@
+"""Several models of one server: loaded when they are asked for, unloaded when they are idle.
+
+    unloaded --a request--> loading --> loaded --idle, or its memory is needed--> unloaded
+                               \\--> failed: its error, until a later request tries again
+
+Each loaded model has its own engine processes and its own application (app.py); what the server
+has once for all of them is in fleet_app.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from starlette.applications import Starlette
+
+from llmc.async_llm import AsyncLLM
+from llmc.config import EngineConfig
+from llmc.engine.messages import EngineStats
+from llmc.errors import LlmcError, QueueFullError
+from llmc.frontend.engine_fleet import sum_stats
+from llmc.frontend.engine_options import load_tokenizer
+from llmc.processes.engine_processes import EngineProcesses
+from llmc.processes.server_processes import EngineUp
+from llmc.server.app import create_app
+from llmc.server.errors import ApiError
+from llmc.server.responses_store import ResponseStore
+from llmc.server.settings import ServerSettings
+from llmc.startup.model_files import find_local
+from llmc.text.tokenizer import Tokenizer, preload
+
+log = logging.getLogger(__name__)
+
+ModelState = Literal["unloaded", "loading", "loaded", "asleep", "failed"]
+StartEngines = Callable[[EngineConfig], EngineProcesses]  # which have not been entered
+
+RETRY_S = 10.0  # after a failure, before another request may try again
+ROOM_S = 30.0  # that a request waits for others to end, so that their model can be unloaded
+TICK_S = 0.5
+PROCESS_BYTES = 300 << 20  # of an engine process without a model: torch, above all
+MEASURE_S = 10.0  # between two looks at the memory of all models
+
+
+class ServedModel:
+    """One model of the server. Its application is there once it was loaded for the first time."""
+
+    def __init__(self, name: str, config: EngineConfig, error: str = "") -> None:
+        self.name = name
+        self.config = config
+        self.error = error  # why it could not be loaded the last time
+        self.failed_at = time.monotonic() if error else 0.0
+        self.used_at = 0.0
+        self.num_users = 0  # requests that are being served
+        self.is_loading = False
+        self.memory_bytes = 0  # that it had when it was last looked at
+        self.engines: EngineProcesses | None = None
+        self.app: Starlette | None = None
+
+    @property
+    def max_waiting(self) -> int:
+        """Requests that may wait until it is loaded."""
+        config = self.config
+        return config.max_num_queued or 4 * config.max_num_seqs * config.data_parallel_size
+
+    @property
+    def llm(self) -> AsyncLLM | None:
+        return None if self.app is None else self.app.state.llm
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it has engine processes, which may just be restarted."""
+        return self.state in ("loaded", "asleep")
+
+    @property
+    def state(self) -> ModelState:
+        if self.is_loading:
+            return "loading"
+        if self.error:
+            return "failed"
+        if self.app is None:
+            return "unloaded"
+        if self.app.state.sleeper.level:
+            return "unloaded" if self.app.state.sleeper.is_unloaded else "asleep"
+        return "loaded"
+
+    def is_idle(self) -> bool:
+        return self.state == "loaded" and not self.num_users
+
+    async def load(
+        self, start: StartEngines, settings: ServerSettings, responses: ResponseStore
+    ) -> None:
+        """Raises what keeps it from that. `responses` are those of all models."""
+        if self.app is not None:
+            await self.app.state.sleeper.wake_up()
+            return
+        engines, engine, tokenizer = await asyncio.to_thread(self._start, start)
+        llm = AsyncLLM.from_link(
+            engines.link("api-0"), engine.info, engine.stats, self.config, tokenizer
+        )
+        own = dataclasses.replace(settings, served_model_names=(self.name,), batch_dir=None)
+        app = create_app(llm, own, engines)
+        app.state.responses = responses
+        self.app = app
+        llm.open()
+
+    def _start(self, start: StartEngines) -> tuple[EngineProcesses, EngineUp, Tokenizer | None]:
+        engines = self.engines = start(self.config)  # known, so that it can be stopped meanwhile
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(engines)
+                preload()  # while the engine loads
+                engine = engines.wait_ready()
+                tokenizer = load_tokenizer(self.config, engine.info)
+                stack.pop_all()
+        except BaseException:
+            self.engines = None
+            raise
+        return engines, engine, tokenizer
+
+    async def unload(self) -> None:
+        """End its engine processes; the next request starts them again."""
+        assert self.app is not None, "it is loaded"
+        await self.app.state.sleeper.unload()
+
+    async def close(self) -> None:
+        """End all that it has."""
+        app, engines = self.app, self.engines
+        self.app = self.engines = None
+        if app is not None:
+            await app.state.llm.shutdown()
+            if app.state.tracer is not None:
+                await asyncio.to_thread(app.state.tracer.close)
+        if engines is not None:
+            await asyncio.to_thread(engines.stop)
+
+    async def measure(self) -> int:
+        """Bytes that its engine processes have: what the system counts, and all on a GPU."""
+        if self.is_loading:
+            return self.expected_bytes()
+        llm, engines = self.llm, self.engines
+        if llm is None or engines is None or not self.is_loaded:
+            return 0
+        self.memory_bytes = await asyncio.to_thread(engines.memory_bytes)
+        if llm.info.device.startswith("cuda"):
+            info = llm.info
+            cache = info.num_blocks * info.block_size * info.kv_bytes_per_token
+            self.memory_bytes += len(engines.supervisors) * (info.weight_bytes + cache)
+        return self.memory_bytes
+
+    def expected_bytes(self) -> int:
+        """What loading it will take, at least: as it was, or its weights and bare processes."""
+        processes = self.config.data_parallel_size * self.config.tensor_parallel_size
+        return self.memory_bytes or weight_file_bytes(self.config) + processes * PROCESS_BYTES
+
+
+class ModelFleet:
+    """The models by name. `start` makes the engine processes of one."""
+
+    def __init__(
+        self,
+        models: Iterable[ServedModel],
+        settings: ServerSettings,
+        start: StartEngines,
+    ) -> None:
+        self.models: Mapping[str, ServedModel] = {model.name: model for model in models}
+        self.responses = ResponseStore()
+        self._settings = settings
+        self._start = start
+        self._lock = asyncio.Lock()  # held by who unloads models, or makes room for one
+        self._measured_at = 0.0
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        self._tender: asyncio.Task[None] | None = None
+        self.is_draining = False
+
+    # ---- for requests ----
+
+    @contextlib.asynccontextmanager
+    async def use(self, model: ServedModel) -> AsyncIterator[Starlette]:
+        """The model's application; it is loaded first if need be, and not unloaded inside."""
+        if model.state != "loaded" and model.num_users >= model.max_waiting:
+            raise QueueFullError(
+                f"{model.num_users} requests wait for {model.name} to be loaded; try again later"
+            )
+        model.num_users += 1
+        try:
+            if model.state != "asleep":  # its application says so
+                await self.ensure_loaded(model)
+            assert model.app is not None, "it is loaded"
+            yield model.app
+        finally:
+            model.num_users -= 1
+            model.used_at = time.monotonic()
+
+    async def ensure_loaded(self, model: ServedModel) -> None:
+        """ApiError 503 says what keeps the model from that."""
+        if model.state == "loaded":
+            return
+        if model.state == "failed" and time.monotonic() - model.failed_at < RETRY_S:
+            raise _failed(model)
+        task = self._loads.get(model.name)
+        if task is None:
+            task = self._loads[model.name] = asyncio.create_task(self._load(model))
+            task.add_done_callback(partial(self._loaded, model.name))
+        await asyncio.shield(task)  # others wait for it too, and the next request is glad of it
+
+    def _loaded(self, name: str, task: asyncio.Task[None]) -> None:
+        del self._loads[name]
+        if not task.cancelled():
+            task.exception()  # seen, even if nobody waits any more
+
+    async def _load(self, model: ServedModel) -> None:
+        async with self._lock:
+            await self._make_room(model)
+            model.error, model.is_loading = "", True
+        began = time.monotonic()
+        try:
+            await model.load(self._start, self._settings, self.responses)
+        except ApiError as exc:
+            model.error = exc.message
+        except (LlmcError, OSError, MemoryError) as exc:
+            model.error = str(exc) or type(exc).__name__
+        except Exception as exc:
+            log.exception("%s could not be loaded", model.name)
+            model.error = f"{type(exc).__name__}: {exc}"
+        finally:
+            model.is_loading = False
+        model.used_at = time.monotonic()
+        if model.error:
+            log.error("%s could not be loaded: %s", model.name, model.error)
+            model.failed_at = model.used_at
+            await model.close()
+            raise _failed(model)
+        log.info("%s is loaded: %.1f s", model.name, model.used_at - began)
+
+    async def _make_room(self, model: ServedModel) -> None:
+        """Unload the models that were used longest ago, until this one fits into the budget."""
+        budget = self._settings.model_memory
+        if budget is None:
+            return
+        need, deadline = model.expected_bytes(), time.monotonic() + ROOM_S
+        if need > budget:
+            raise ApiError(
+                503,
+                f"{model.name} takes {need / 2**20:.0f} MiB and all models may take "
+                f"{budget / 2**20:.0f} MiB (--model-memory)",
+                code="model_memory_full",
+            )
+        while await self.memory_bytes() + need > budget:
+            if not await self._unload_oldest():
+                if time.monotonic() > deadline:
+                    raise ApiError(
+                        503,
+                        f"there is no memory for {model.name} within --model-memory while other "
+                        "models answer requests; try again later",
+                        code="model_memory_full",
+                    )
+                await asyncio.sleep(TICK_S)
+
+    async def _unload_oldest(self) -> bool:
+        idle = [one for one in self.models.values() if one.is_idle()]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda one: one.used_at)
+        log.info("%s is unloaded: its memory is needed", oldest.name)
+        await oldest.unload()
+        return True
+
+    async def memory_bytes(self) -> int:
+        return sum([await one.measure() for one in self.models.values()])
+
+    async def sleep(self, model: ServedModel, level: int, *, aborts: bool) -> None:
+        """Until `ensure_loaded`."""
+        async with self._lock:
+            if model.app is not None:
+                await model.app.state.sleeper.sleep(level, aborts=aborts)
+
+    # ---- in the background ----
+
+    async def _tend(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                async with self._lock:
+                    await self._tend_once()
+            except Exception:
+                log.exception("models could not be tended")
+
+    async def _tend_once(self) -> None:
+        timeout = self._settings.model_idle_timeout_s
+        for model in self.models.values():
+            llm = model.llm
+            if llm is not None and llm.failure is not None:
+                model.error, model.failed_at = llm.failure, time.monotonic()
+                await model.close()
+            elif timeout and model.is_idle() and time.monotonic() - model.used_at >= timeout:
+                log.info("%s is unloaded: it was idle for %g s", model.name, timeout)
+                await model.unload()
+        budget, now = self._settings.model_memory, time.monotonic()
+        if budget is not None and now - self._measured_at > MEASURE_S:  # caches fill with use
+            self._measured_at = now
+            while await self.memory_bytes() > budget and len(self.loaded) > 1:
+                if not await self._unload_oldest():
+                    break
+
+    # ---- for the server, as an AsyncLLM ----
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        return [model for model in self.models.values() if model.is_loaded]
+
+    def _llms(self) -> list[AsyncLLM]:
+        return [model.llm for model in self.models.values() if model.llm is not None]
+
+    def open(self) -> None:
+        if self._tender is None:
+            self._tender = asyncio.create_task(self._tend())
+
+    def stats(self) -> EngineStats:
+        return sum_stats(llm.stats() for llm in self._llms())
+
+    @property
+    def failure(self) -> str | None:
+        """No model's failure is the server's."""
+        return None
+
+    @property
+    def num_active(self) -> int:
+        return sum(llm.num_active for llm in self._llms())
+
+    async def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait for the running ones; whether all ended in time."""
+        self.is_draining = True
+        deadline = time.monotonic() + timeout
+        while any(one.num_users for one in self.models.values()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        ended = await asyncio.gather(*(llm.drain(0) for llm in self._llms()))
+        return all(ended)
+
+    async def shutdown(self, drain_timeout: float = 0.0) -> None:
+        await self.drain(drain_timeout)
+        if self._tender is not None:
+            self._tender.cancel()
+        await asyncio.gather(*(model.close() for model in self.models.values()))
+
+
+def _failed(model: ServedModel) -> ApiError:
+    return ApiError(503, f"{model.name} could not be loaded: {model.error}", code="model_failed")
+
+
+def weight_file_bytes(config: EngineConfig) -> int:
+    """Of the files with weights; 0 for a model that is yet to be downloaded."""
+    try:
+        files = find_local(config)
+    except (LlmcError, OSError):
+        return 0
+    if files is None:
+        return 0
+    path = Path(files.path)
+    if path.is_file():
+        return path.stat().st_size
+    return sum(
+        file.stat().st_size for kind in ("*.safetensors", "*.gguf") for file in path.glob(kind)
+    )

@@ -1,0 +1,326 @@
+"""The application of a server of several models: which model a request is for, and all of them.
+
+Guard -> forward: the body's "model" -> ModelFleet.use -> that model's router (app.py)
+      -> /v1/models, /health, /metrics ...: of the whole server, here
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+import llmc
+from llmc.server import admin, app, engine_events, models, ollama, responses, sleep, status
+from llmc.server.admin import AbortBody, abort_calls
+from llmc.server.body import parse_object, read_body, read_bytes
+from llmc.server.errors import ApiError, json_response
+from llmc.server.fleet import ModelFleet, ServedModel
+from llmc.server.metrics import HttpMetrics
+from llmc.server.settings import ServerSettings
+from llmc.server.vllm_metrics import vllm_registry
+
+LATEST = ":latest"  # which Ollama's clients put behind a name
+
+
+def create_fleet_app(fleet: ModelFleet, settings: ServerSettings) -> Starlette:
+    metrics = FleetMetrics(fleet, settings)
+    made = app.guarded_app(ROUTES, settings, lambda: fleet.is_draining, metrics.http.answered)
+    state = made.state
+    state.llm = state.fleet = fleet
+    state.responses = fleet.responses
+    state.metrics = metrics
+    state.names = tuple(fleet.models)
+    state.created = int(time.time())
+    state.tracer = state.batch_runner = None
+    return made
+
+
+# ---- requests to one model ----
+
+
+class Forwarded:
+    """The ASGI response that a model's own application gives. `body` was read already."""
+
+    def __init__(self, fleet: ModelFleet, model: ServedModel, body: bytes) -> None:
+        self._fleet = fleet
+        self._model = model
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        unread = [self._body]
+
+        async def replay() -> Message:
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            return await receive()
+
+        async with self._fleet.use(self._model) as inner:
+            await inner.router({**scope, "app": inner}, replay, send)
+
+
+async def forward(request: Request) -> Forwarded:
+    """The answer of the model that the body names, or the query of a GET."""
+    fleet: ModelFleet = request.app.state.fleet
+    request.scope["endpoint"] = _ENDPOINTS[request.url.path]  # by which the answer is counted
+    if request.method == "POST":
+        body = await read_bytes(request)
+        given = parse_object(body)
+        name = given.get("model")
+        if name is None and request.url.path == "/api/show":
+            name = given.get("name")
+        return Forwarded(fleet, _named(fleet, name), body)
+    return Forwarded(fleet, _asked(request), b"")
+
+
+async def watch_engine(request: Request) -> Any:
+    """What the engine of a loaded model does. Nobody who watches keeps it loaded."""
+    model = _asked(request)
+    if model.app is None:
+        raise ApiError(503, f"{model.name} is not loaded", code="model_not_loaded")
+    state = model.app.state
+    return engine_events.EngineEventsResponse(state.engine_feed, state.llm, state.settings)
+
+
+def _named(fleet: ModelFleet, name: Any) -> ServedModel:
+    if name is None:
+        raise ApiError(
+            400,
+            f"model is missing: name one of {', '.join(fleet.models):.1000}",
+            param="model",
+            code="missing_field",
+        )
+    found = fleet.models.get(name) if isinstance(name, str) else None
+    if found is None and isinstance(name, str):
+        found = fleet.models.get(name.removesuffix(LATEST))
+    if found is None:
+        raise models.not_served(str(name), fleet.models)
+    return found
+
+
+def _asked(request: Request) -> ServedModel:
+    """The one that a query names; else the first one that is loaded, or the first one."""
+    fleet: ModelFleet = request.app.state.fleet
+    if name := request.query_params.get("model"):
+        return _named(fleet, name)
+    every = list(fleet.models.values())
+    return next((model for model in every if model.state == "loaded"), every[0])
+
+
+# ---- the server as a whole ----
+
+
+async def list_models(request: Request) -> Response:
+    data = [_card(request, model) for model in request.app.state.fleet.models.values()]
+    return json_response({"object": "list", "data": data})
+
+
+async def get_model(request: Request) -> Response:
+    model = _named(request.app.state.fleet, request.path_params["name"])
+    return json_response(_card(request, model))
+
+
+def _card(request: Request, model: ServedModel) -> dict[str, Any]:
+    """What is not known before the first time that it is loaded is null."""
+    state = request.app.state
+    card = {
+        "id": model.name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "llmc",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": None,
+        "certificate": None,
+    }
+    if model.app is not None:
+        card |= models.card(model.app.state, model.name)
+    return {**card, "created": state.created, "state": model.state, "error": model.error or None}
+
+
+async def tags(request: Request) -> Response:
+    """Ollama's list."""
+    fleet: ModelFleet = request.app.state.fleet
+    return json_response(
+        {
+            "models": [
+                ollama.card(
+                    model.name,
+                    request.app.state.created,
+                    None if model.llm is None else model.llm.info,
+                )
+                for model in fleet.models.values()
+            ]
+        }
+    )
+
+
+async def health(request: Request) -> Response:
+    """200 as long as the server answers: a model's failure is its own."""
+    return json_response({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    if request.app.state.fleet.is_draining:
+        raise ApiError(503, "the server is shutting down", code="shutting_down")
+    return json_response({"status": "ready"})
+
+
+async def load(request: Request) -> Response:
+    """How much there is to do, by model and in all."""
+    fleet: ModelFleet = request.app.state.fleet
+    stats = fleet.stats()
+    each = {
+        model.name: {"state": model.state, "server_load": model.num_users}
+        for model in fleet.models.values()
+    }
+    return json_response(
+        {
+            "server_load": fleet.num_active,
+            "num_requests_running": stats.num_running,
+            "num_requests_waiting": stats.num_waiting,
+            "kv_cache_usage": 1 - stats.num_free_blocks / max(1, stats.num_blocks),
+            "models": each,
+        }
+    )
+
+
+async def server_info(request: Request) -> Response:
+    """What runs, by model; no keys."""
+    fleet: ModelFleet = request.app.state.fleet
+    each = {
+        model.name: {
+            "state": model.state,
+            "error": model.error or None,
+            "memory_bytes": await model.measure(),
+            **({} if model.llm is None else admin.describe(model.llm)),
+        }
+        for model in fleet.models.values()
+    }
+    settings = admin.public_settings(request.app.state.settings)
+    return json_response({"version": llmc.__version__, "models": each, "server": settings})
+
+
+async def operate(request: Request) -> Response:
+    """A profile or a reset, of the model that the query names, or of each loaded one."""
+    operation = request.url.path.removeprefix("/")
+    messages = {}
+    for model in _chosen(request):
+        if model.llm is not None and model.state == "loaded":
+            messages[model.name] = await admin.operated(
+                model.llm, operation, request.app.state.settings
+            )
+    return json_response({"message": messages})
+
+
+async def abort_requests(request: Request) -> Response:
+    """End calls; their clients get what there is, with finish_reason "abort"."""
+    body = await read_body(request, AbortBody)
+    fleet: ModelFleet = request.app.state.fleet
+    apps = [model.app for model in fleet.models.values() if model.app is not None]
+    aborted = [one for inner in apps for one in abort_calls(inner.state, body)]
+    return json_response({"aborted": aborted})
+
+
+async def go_to_sleep(request: Request) -> Response:
+    """Of the model that the query names, or of each one that was loaded: until it is woken."""
+    level, aborts = sleep.wanted(request)
+    fleet: ModelFleet = request.app.state.fleet
+    for model in _chosen(request):
+        await fleet.sleep(model, level, aborts=aborts)
+    return json_response(_sleeping(request))
+
+
+async def wake_up(request: Request) -> Response:
+    fleet: ModelFleet = request.app.state.fleet
+    for model in _chosen(request):
+        if model.state == "asleep":
+            await fleet.ensure_loaded(model)
+    return json_response(_sleeping(request))
+
+
+async def is_sleeping(request: Request) -> Response:
+    return json_response(_sleeping(request))
+
+
+def _sleeping(request: Request) -> dict[str, Any]:
+    asleep = [model.name for model in _chosen(request) if model.state == "asleep"]
+    return {"is_sleeping": bool(asleep), "models": asleep}
+
+
+def _chosen(request: Request) -> Iterable[ServedModel]:
+    fleet: ModelFleet = request.app.state.fleet
+    name = request.query_params.get("model")
+    return [_named(fleet, name)] if name else fleet.models.values()
+
+
+OWN: Mapping[str, app.Endpoint] = {
+    "/v1/models": list_models,
+    "/v1/models/{name:path}": get_model,
+    "/api/tags": tags,
+    "/api/version": ollama.version,
+    "/v1/responses/{name}": responses.get_response,
+    "/health": health,
+    "/ping": health,
+    "/ready": ready,
+    "/version": status.version,
+    "/metrics": status.metrics,
+    "/load": load,
+    "/server_info": server_info,
+    "/start_profile": operate,
+    "/stop_profile": operate,
+    "/reset_prefix_cache": operate,
+    "/abort_requests": abort_requests,
+    "/sleep": go_to_sleep,
+    "/wake_up": wake_up,
+    "/is_sleeping": is_sleeping,
+    "/v1/engine/events": watch_engine,
+}
+ABSENT = ("/v1/files", "/v1/batches", "/v1/load_lora", "/v1/unload_lora")  # for one model alone
+ROUTES = tuple(
+    (
+        verbs,
+        path,
+        responses.delete_response
+        if (verbs, path) == ("DELETE", "/v1/responses/{name}")
+        else OWN.get(path, forward),
+    )
+    for verbs, path, _ in app.ROUTES
+    if not path.startswith(ABSENT)
+)
+
+_ENDPOINTS = {path: call for _, path, call in app.ROUTES}
+
+
+class FleetMetrics:
+    """The metrics of all loaded models as one text: their samples differ in `model_name`."""
+
+    def __init__(self, fleet: ModelFleet, settings: ServerSettings) -> None:
+        self._fleet = fleet
+        self._own = CollectorRegistry()
+        self.http = HttpMetrics(self._own)
+        self._vllm = vllm_registry(self) if settings.vllm_metrics else None
+
+    def render(self) -> bytes:
+        text = generate_latest(self)
+        return text if self._vllm is None else text + generate_latest(self._vllm)
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        apps = [model.app for model in self._fleet.models.values() if model.app is not None]
+        for registry in (self._own, *(inner.state.metrics.shown for inner in apps)):
+            for family in registry.collect():
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples.extend(family.samples)
+        loaded = GaugeMetricFamily("llmc:model_loaded", "Model loaded.", labels=("model_name",))
+        for model in self._fleet.models.values():
+            loaded.add_metric([model.name], model.state == "loaded")
+        return [*families.values(), loaded]

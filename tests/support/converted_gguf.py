@@ -1,0 +1,364 @@
+"""GGUF files of tiny models as llama.cpp's converter writes them: names, layouts and metadata.
+
+Checked against files that its convert_hf_to_gguf.py made of the same kinds of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.quants import quantize
+from tiny_gguf import add_words
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 64, "vocab_size": 128,
+}  # fmt: skip
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SCALES: dict[str, Any] = {
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.3,
+    "logits_scaling": 8.0,
+}  # fmt: skip
+# metadata -> the config's fields
+KEYS = {
+    "context_length": ("max_position_embeddings", "n_positions"),
+    "embedding_length": ("hidden_size",),
+    "block_count": ("num_hidden_layers",),
+    "feed_forward_length": ("intermediate_size",),
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "layer_norm_epsilon"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon"),
+    "attention.key_length": ("head_dim",),
+    "attention.sliding_window": ("sliding_window",),
+    "attention.scale": ("attention_multiplier",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logits_scaling", "logit_scale"),
+    "expert_count": ("num_experts", "num_local_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": (
+        "shared_expert_intermediate_size", "shared_intermediate_size",
+    ),
+    "leading_dense_block_count": ("num_dense_layers",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "shortconv.l_cache": ("conv_L_cache",),
+    "use_parallel_residual": ("use_parallel_residual",),
+    "ssm.conv_kernel": ("conv_kernel",),
+    "ssm.state_size": ("state_size",),
+    "ssm.group_count": ("n_groups",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`name` is transformers'. `change` takes a parameter and its name, and gives tensors."""
+
+    architecture: str
+    name: str
+    fields: Mapping[str, Any]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    change: Callable[[str, Tensor, Any], Mapping[str, Tensor]] = lambda name, value, _: {
+        name: value
+    }
+
+
+def pairs(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Rotary halves lie side by side."""
+    heads = {"q_proj.": config.num_attention_heads, "k_proj.": config.num_key_value_heads}
+    for projection, count in heads.items():
+        if projection in name:
+            value = value.unflatten(0, (count, 2, -1)).swapaxes(1, 2).flatten(0, 2)
+    return {name: value}
+
+
+def pairs_and_shared(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """An expert of all tokens has its gate and up matrices joined."""
+    if "input_linear" not in name:
+        return pairs(name, value, config)
+    gate, up = value.chunk(2)
+    return {
+        name.replace("input_linear", "gate"): gate,
+        name.replace("input_linear", "up"): up,
+    }
+
+
+def norms(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    return {name: value + 1 if name.endswith("norm.weight") else value}
+
+
+def by_kind(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Queries of all heads, then keys, then values."""
+    if "query_key_value" in name:
+        groups = getattr(config, "num_kv_heads", config.num_attention_heads)
+        size = config.hidden_size // config.num_attention_heads
+        grouped = value.unflatten(0, (groups, -1, size))
+        parts = (grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:])
+        value = torch.cat([part.flatten(0, 2) for part in parts])
+    return {name: value}
+
+
+def scan(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    if name.endswith("A_log"):
+        value = -value.exp()
+    if "conv1d.weight" in name:
+        value = value.squeeze(1)
+    if value.dim() == 1 and name.endswith(("A_log", ".D")) and config.model_type == "mamba2":
+        value = value[:, None]
+    if name.endswith("mixer.norm.weight"):
+        value = value.view(config.n_groups, -1)
+    return {name.replace("dt_bias", "dt_proj.bias"): value}
+
+
+def interleaved(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Gate and up alternate, and matrices are turned."""
+    if "experts.down_proj_bias" in name:
+        return {name.replace("_proj_bias", "_proj.bias"): value}
+    if "gate_up_proj_bias" in name:
+        start = name.removesuffix("gate_up_proj_bias")
+        return {f"{start}gate_proj.bias": value[:, ::2], f"{start}up_proj.bias": value[:, 1::2]}
+    if "experts.down_proj" in name:
+        return {f"{name}.weight": value.mT}
+    if "experts.gate_up_proj" in name:
+        start = name.removesuffix("gate_up_proj")
+        rows = value.mT
+        return {f"{start}gate_proj.weight": rows[:, ::2], f"{start}up_proj.weight": rows[:, 1::2]}
+    return {f"{name}.weight" if name.endswith("sinks") else name: value}
+
+
+YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0,
+    "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16,
+}  # fmt: skip
+STATES: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "state_size": 16,
+}  # fmt: skip
+CASES = {
+    "mixture": Case(
+        architecture="llama", name="mixtral",
+        fields={**SIZES, **LOCAL, "sliding_window": None}, change=pairs,
+    ),
+    "shared expert": Case(
+        architecture="qwen2moe", name="qwen2_moe",
+        fields={**SIZES, **MOE, "shared_expert_intermediate_size": 64},
+    ),
+    "one norm higher": Case(
+        architecture="gemma", name="gemma", fields={**SIZES, "head_dim": 32}, change=norms
+    ),
+    "scale of queries": Case(
+        architecture="gemma2", name="gemma2",
+        fields={**SIZES, "head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32},
+        change=norms,
+    ),
+    "two rotary bases": Case(
+        architecture="gemma3", name="gemma3_text",
+        fields={
+            **SIZES, "num_hidden_layers": 7, "head_dim": 32, "sliding_window": 8,
+            "query_pre_attn_scalar": 32,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            },
+        },
+        metadata={
+            "rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base": 1e6,
+            "rope.freq_base_swa": 20000.0,
+        },
+        change=norms,
+    ),
+    "no window": Case(
+        architecture="phi3", name="phi3",
+        fields={
+            **SIZES, "pad_token_id": 0, "sliding_window": None,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+            },
+        },
+        metadata={
+            "attention.sliding_window": 0, "rope.dimension_count": 12,
+            "rope.scaling.original_context_length": 64,
+        },
+    ),
+    "groups of heads": Case(
+        architecture="falcon", name="falcon",
+        fields={
+            **SIZES, "num_kv_heads": 2, "parallel_attn": True, "bias": False, "alibi": False,
+            "new_decoder_architecture": True,
+        },
+        change=by_kind,
+    ),
+    "joined heads": Case(
+        architecture="gptneox", name="gpt_neox",
+        fields={k: v for k, v in SIZES.items() if k != "num_key_value_heads"},
+        metadata={"rope.dimension_count": 4}, change=by_kind,
+    ),
+    "interleaved experts": Case(
+        architecture="gpt-oss", name="gpt_oss",
+        fields={
+            **SIZES, **LOCAL, "intermediate_size": 64, "head_dim": 16, "sliding_window": 8,
+            "rope_parameters": YARN,
+        },
+        metadata={
+            "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.freq_base": 150000.0,
+            "rope.scaling.original_context_length": 16, "rope.scaling.yarn_beta_fast": 32.0,
+            "rope.scaling.yarn_beta_slow": 1.0, "expert_feed_forward_length": 64,
+        },
+        change=interleaved,
+    ),
+    "no scaling": Case(
+        architecture="gpt-oss", name="gpt_oss",
+        fields={
+            **SIZES, **LOCAL, "intermediate_size": 64, "head_dim": 16, "sliding_window": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+        },
+        metadata={"rope.freq_base": 150000.0, "expert_feed_forward_length": 64},
+        change=interleaved,
+    ),
+    "multipliers": Case(
+        architecture="granite", name="granite", fields={**SIZES, **SCALES}, change=pairs
+    ),
+    "multipliers, experts": Case(
+        architecture="granitemoe", name="granitemoeshared",
+        fields={**SIZES, **SCALES, **LOCAL, "shared_intermediate_size": 32},
+        change=pairs_and_shared,
+    ),
+    "logit scale": Case(architecture="command-r", name="cohere", fields=SIZES),
+    "windows by layer": Case(
+        architecture="cohere2", name="cohere2",
+        fields={**SIZES, "num_hidden_layers": 4, "sliding_window": 8},
+    ),
+    "windows of a variant": Case(
+        architecture="olmo2", name="olmo3",
+        fields={**SIZES, "num_hidden_layers": 4, "sliding_window": 8},
+        metadata={"attention.sliding_window_pattern": 4},
+    ),
+    "some layers attend": Case(
+        architecture="lfm2moe", name="lfm2_moe",
+        fields={
+            **SIZES, **MOE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1,
+        },
+        metadata={"attention.head_count_kv": [0, 2]},
+        change=lambda name, value, _: {
+            name: value.squeeze(1) if "conv.conv.weight" in name else value
+        },
+    ),
+    "normalized states": Case(
+        architecture="mamba", name="falcon_mamba",
+        fields={**STATES, "intermediate_size": 128, "time_step_rank": 4},
+        metadata={
+            "ssm.dt_b_c_rms": True, "ssm.inner_size": 128, "ssm.time_step_rank": 4,
+            "feed_forward_length": 0, "attention.head_count": 0,
+        },
+        change=scan,
+    ),
+    "states by head": Case(
+        architecture="mamba2", name="mamba2",
+        fields={**STATES, "expand": 2, "head_dim": 32, "num_heads": 4, "n_groups": 1},
+        metadata={"ssm.inner_size": 128, "ssm.time_step_rank": 4, "feed_forward_length": 0},
+        change=scan,
+    ),
+}  # fmt: skip
+
+
+def make_module(case: Case) -> Any:
+    """Random weights, the same each time."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[case.name](**case.fields)
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, value in module.state_dict().items():
+            if value.is_floating_point() and not name.endswith(("A_log", "dt_bias")):
+                noise = torch.randn_like(value)
+                value.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.2 * noise)
+    return module.eval()
+
+
+def write_converted(
+    path: Path, case: Case, module: nn.Module, experts: GGMLQuantizationType | None = None
+) -> Path:
+    """`experts`: the type of their matrices; all else is float32."""
+    config: Any = module.config
+    writer = GGUFWriter(path, case.architecture)
+    metadata = dict(case.metadata)
+    for key, names in KEYS.items():
+        value = next((v for n in names if (v := getattr(config, n, None)) is not None), None)
+        if value is not None:
+            metadata.setdefault(key, value)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" in rope:
+        metadata.setdefault("rope.freq_base", rope["rope_theta"])
+    for key, value in metadata.items():
+        name = f"{case.architecture}.{key}"
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, list):
+            writer.add_array(name, value)
+        else:
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            add(name, value)
+    add_words(writer)
+    for name, value in _stored(case, module):
+        numbers = np.ascontiguousarray(value.numpy())
+        to = experts if experts is not None and "_exps.weight" in name else None
+        if to is None:
+            writer.add_tensor(name, numbers)
+        else:
+            writer.add_tensor(name, quantize(numbers, to), raw_dtype=to)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _stored(case: Case, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    [arch] = [key for key, name in MODEL_ARCH_NAMES.items() if name == case.architecture]
+    config: Any = module.config
+    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    tied = config.tie_word_embeddings
+    for parameter, value in module.state_dict().items():
+        if tied and parameter == "lm_head.weight":
+            continue
+        for name, part in case.change(parameter, value, config).items():
+            yield from _named(names, name, part)
+
+
+def _named(names: Any, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor's name in a file; joined matrices of experts are two there."""
+    layer = next((word for word in name.split(".") if word.isdecimal()), None)
+    if name.endswith("experts.gate_up_proj"):
+        for kind, half in zip(("gate", "up"), value.chunk(2, dim=1), strict=True):
+            yield f"blk.{layer}.ffn_{kind}_exps.weight", half
+        return
+    if "experts." in name:
+        word = next(w for w in ("gate", "up", "down") if f"{w}_proj" in name)
+        yield f"blk.{layer}.ffn_{word}_exps.{'bias' if 'bias' in name else 'weight'}", value
+        return
+    known = {
+        "router.weight": "ffn_gate_inp.weight",
+        "shared_mlp.gate.weight": "ffn_gate_shexp.weight",
+        "shared_mlp.up.weight": "ffn_up_shexp.weight",
+        "expert_bias": "exp_probs_b.bias",
+        "mixer.dt_proj.bias": "ssm_dt.bias",
+    }
+    for end, short in known.items():
+        if name.endswith(end):
+            yield f"blk.{layer}.{short}", value
+            return
+    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    yield found, value

@@ -1,0 +1,84 @@
+"""Files as llama.cpp's converter writes them say what the checkpoints that they came from do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from converted_gguf import CASES, make_module, write_converted
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llmc.errors import CheckpointError
+from llmc.startup.gguf_files import model_directory
+from llmc.weights.gguf.reader import read_header
+from llmc.weights.tensors import open_tensors
+
+IDS = torch.tensor([[5, 9, 123, 33, 14, 77, 31, 32, 88, 90, 20, 21, 22, 23, 55, 56, 57, 1, 0, 99]])
+
+
+def read_back(path: Path) -> Any:
+    """transformers' model of llmc's config and weights."""
+    folder = model_directory(path)
+    config = AutoConfig.from_pretrained(folder)
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    state = {name: t.read() for name, t in open_tensors(folder, None, torch.float32).items()}
+    module.load_state_dict(state, strict=False)
+    module.tie_weights()
+    return module
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    module = make_module(CASES[name])
+    path = write_converted(tmp_path / "m.gguf", CASES[name], module)
+    with torch.no_grad():
+        want = module(IDS, use_cache=False).logits
+        got = read_back(path)(IDS, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5 * float(want.std()))
+
+
+def test_interleaved_experts_keep_their_bits(tmp_path: Path) -> None:
+    case = CASES["interleaved experts"]
+    path = write_converted(tmp_path / "m.gguf", case, make_module(case), GGMLQuantizationType.MXFP4)
+    found = open_tensors(model_directory(path), None, torch.float32)
+    joined: Any = found["model.layers.0.mlp.experts.gate_up_proj"]
+    to = joined.kept_as()
+    assert to is not None and to.format == "mxfp4" and to.transposed
+    stored = {}
+    for kind in ("gate", "up"):
+        info = read_header(path).tensors[f"blk.0.ffn_{kind}_exps.weight"]
+        raw = path.read_bytes()[info.offset : info.offset + info.num_bytes]
+        rows = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(4, 64, -1)
+        stored[kind] = torch.from_numpy(dequantize(rows.numpy(), info.type))
+    want = torch.stack((stored["gate"], stored["up"]), dim=2).flatten(1, 2).mT
+    assert torch.equal(joined.read(), want)
+    assert len(list(joined.blocks(to))) == 4
+
+
+def test_tensors_without_a_place_are_refused(tmp_path: Path) -> None:
+    """A model without them would say something else."""
+    case = CASES["mixture"]
+    path = write_converted(
+        tmp_path / "m.gguf", replace(case, metadata={"expert_count": 0}), make_module(case)
+    )
+    with pytest.raises(CheckpointError, match="8 tensors of m.gguf have no place"):
+        model_directory(path)
+
+
+def test_what_the_metadata_asks_for_must_be_there(tmp_path: Path) -> None:
+    case = CASES["logit scale"]
+    module = make_module(case)
+    for key, value, message in (
+        ("block_count", 2**31, "states 2147483648 layers, but holds tensors of 2"),
+        ("feed_forward_length", 2**31, "has shape"),
+        ("embedding_length", 2**20, "has shape"),
+        ("embedding_length", 2**31, "can't build a model"),
+    ):
+        changed = replace(case, metadata={key: value})
+        with pytest.raises(CheckpointError, match=message):
+            model_directory(write_converted(tmp_path / f"{key}.gguf", changed, module))
