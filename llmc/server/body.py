@@ -31,14 +31,7 @@ async def read_bytes(request: Request) -> bytes:
     _check_headers(request)
     try:
         async with asyncio.timeout(settings.body_timeout_s):
-<<<<<<< HEAD
             return await _read(request, _limit(request.app.state))
-=======
-            llm = getattr(request.app.state, "llm", None)  # none where several models are served
-            takes_images = llm is not None and llm.info.images is not None
-            limit = settings.max_image_body_bytes if takes_images else settings.max_body_bytes
-            return await _read(request, limit)
->>>>>>> images
     except TimeoutError:
         raise ApiError(
             408, f"the body did not arrive within {settings.body_timeout_s:g} s"
