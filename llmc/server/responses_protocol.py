@@ -155,6 +155,10 @@ class ResponsesBody(Body):
         choice = self.tool_choice
         if isinstance(choice, dict) and set(choice) == {"type", "name"}:
             return {"type": choice["type"], "function": {"name": choice["name"]}}
+        if isinstance(choice, dict) and isinstance(choice.get("tools"), list):
+            tools = [_named_tool(tool) for tool in choice["tools"]]
+            allowed = {"mode": choice.get("mode"), "tools": tools}
+            return {"type": choice.get("type"), "allowed_tools": allowed}
         return choice
 
     def _format(self) -> dict[str, Any] | None:
@@ -164,6 +168,12 @@ class ResponsesBody(Body):
         if form.type != "json_schema":
             return {"type": form.type}
         return {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_}}
+
+
+def _named_tool(tool: Any) -> Any:
+    if not isinstance(tool, dict):
+        return tool
+    return {"type": tool.get("type"), "function": {"name": tool.get("name")}}
 
 
 def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:

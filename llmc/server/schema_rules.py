@@ -219,12 +219,21 @@ RESPONSE_FORMAT = _any(
         "additionalProperties": False,
     },
 )
+_FUNCTION = _object(
+    ("type", "function"), type=_const("function"), function=_object(("name",), name=TEXT)
+)
+_NAMED = _object(("type", "name"), type=_const("function"), name=TEXT)
 TOOL_CHOICE = _any(
     _const(*CHOICES),
+    _FUNCTION,
     _object(
-        ("type", "function"),
-        type=_const("function"),
-        function=_object(("name",), name=TEXT),
+        ("type", "allowed_tools"),
+        type=_const("allowed_tools"),
+        allowed_tools=_object(
+            ("mode", "tools"),
+            mode=_const("auto", "required"),
+            tools=_list(_FUNCTION, minItems=1),
+        ),
     ),
 )
 TEMPLATE_KWARGS: Schema = {
@@ -261,7 +270,16 @@ OF_BODY: Mapping[str, Mapping[str, Schema]] = {
     "ResponsesBody": {
         "input": _any(TEXT, _list(RESPONSES_ITEM, minItems=1)),
         "include": _list(_const(*responses_protocol.INCLUDABLE)),
-        "tool_choice": _any(TOOL_CHOICE, _object(("type", "name"), type=_const("function"))),
+        "tool_choice": _any(
+            TOOL_CHOICE,
+            _NAMED,
+            _object(
+                ("type", "mode", "tools"),
+                type=_const("allowed_tools"),
+                mode=_const("auto", "required"),
+                tools=_list(_NAMED, minItems=1),
+            ),
+        ),
     },
 }
 

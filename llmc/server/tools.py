@@ -43,25 +43,48 @@ class ToolUse:
         return source.showing(_marks(self.form, tokenizer).values())
 
 
-async def tool_use(llm: AsyncLLM, body: ChatBody) -> ToolUse | None:
-    """None for a call without tools. InvalidRequestError names the field that is wrong."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What tool_choice says: whether the answer may or must call, and which functions."""
+
+    mode: str  # of CHOICES
+    names: Sequence[str] | None = None  # None: all
+    is_one: bool = False  # one call at most
+
+
+async def tool_use(
+    llm: AsyncLLM, body: ChatBody, answer: StructuredOutputs | None
+) -> ToolUse | None:
+    """None for a call without tools. InvalidRequestError names the field that is wrong.
+
+    `answer` is the grammar of an answer that calls none.
+    """
     tools = template_tools(body.tools)
-    choice = body.tool_choice if body.tool_choice is not None else "auto"
-    name = _check_choice(choice, [tool["function"]["name"] for tool in tools])
-    if not tools or choice == "none":
+    choice = _choice(body.tool_choice, [tool["function"]["name"] for tool in tools])
+    if not tools or choice.mode == "none":
         return None
     form = await llm.check_tools(tools)
-    given = body.tools or ()
-    schemas = {tool.function.name: tool.function.parameters or {} for tool in given}
-    parallel = body.parallel_tool_calls and name is None
+    given = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
+    schemas = given if choice.names is None else {name: given[name] for name in choice.names}
+    parallel = body.parallel_tool_calls and not choice.is_one
     grammar = None
-    if choice != "auto":
+    if choice.mode == "required" or answer is not None:
+        schema = None if choice.mode == "required" else _schema_of(answer)
         marks = _marks(form, llm.inputs.need_tokenizer("tools"))
-        wanted = schemas if name is None else {name: schemas[name]}
         with blaming_tools():
-            text = call_grammar(form, wanted, marks, parallel=parallel)
+            text = call_grammar(form, schemas, marks, parallel=parallel, answer=schema)
             grammar = StructuredOutputs(grammar=text)
     return ToolUse(form=form, tools=tools, schemas=schemas, parallel=parallel, grammar=grammar)
+
+
+def _schema_of(answer: StructuredOutputs | None) -> str | None:
+    if answer is not None and answer.kind not in ("json", "json_object"):
+        raise InvalidRequestError(
+            f"tools go with an answer in JSON, not with a {answer.kind}; leave one of them out, or "
+            "set tool_choice to none",
+            param="tools",
+        )
+    return None if answer is None else answer.text
 
 
 @contextmanager
@@ -111,23 +134,44 @@ def _marks(form: ToolFormat, tokenizer: Tokenizer) -> dict[str, int]:
     return dict(zip(texts, tokenizer.hf.convert_tokens_to_ids(texts), strict=True))
 
 
-def _check_choice(choice: str | dict[str, Any], names: Sequence[str]) -> str | None:
-    """The one function's name that is chosen, None for all other choices."""
-    if isinstance(choice, str):
-        if choice not in CHOICES:
+def _choice(given: str | dict[str, Any] | None, names: Sequence[str]) -> Choice:
+    if given is None:
+        return Choice(mode="auto")
+    if isinstance(given, str):
+        if given not in CHOICES:
             raise InvalidRequestError(
-                f"tool_choice must be {', '.join(CHOICES)} or a function, got {choice!r:.80}",
+                f"tool_choice must be {', '.join(CHOICES)} or a function, got {given!r:.80}",
                 param="tool_choice",
             )
-        if choice == "required" and not names:
+        if given == "required" and not names:
             raise InvalidRequestError("tool_choice required needs tools", param="tool_choice")
-        return None
-    function = choice.get("function")
+        return Choice(mode=given)
+    if given.get("type") == "allowed_tools":
+        return _allowed(given.get("allowed_tools"), names)
+    return Choice(mode="required", names=[_function(given, names)], is_one=True)
+
+
+def _allowed(given: Any, names: Sequence[str]) -> Choice:
+    """Only some of the tools, all of which the model sees, as its cached prompt has them."""
+    mode = given.get("mode") if isinstance(given, dict) else None
+    tools = given.get("tools") if isinstance(given, dict) else None
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise InvalidRequestError(
+            'tool_choice of type allowed_tools must have {"mode": "auto" or "required", "tools": '
+            f"[...]}}, got {given!r:.80}",
+            param="tool_choice.allowed_tools",
+        )
+    return Choice(mode=mode, names=[_function(tool, names) for tool in tools])
+
+
+def _function(given: Any, names: Sequence[str]) -> str:
+    """The name of a function that is among the tools."""
+    function = given.get("function") if isinstance(given, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
+    if not isinstance(name, str) or given.get("type") != "function":
         raise InvalidRequestError(
             'tool_choice must be {"type": "function", "function": {"name": "..."}}, '
-            f"got {choice!r:.80}",
+            f"got {given!r:.80}",
             param="tool_choice",
         )
     if name not in names:

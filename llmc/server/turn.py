@@ -218,13 +218,7 @@ async def prepare_turn(request: Request, body: ChatBody) -> Turn:
     extra = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         extra["reasoning_effort"] = body.reasoning_effort
-    use = await tool_use(llm, body)
-    if use is not None and sampling.structured_outputs is not None:
-        raise InvalidRequestError(
-            "tools can't be combined with a grammar for the answer; leave one of them out, or "
-            "set tool_choice to none",
-            param="tools",
-        )
+    use = await tool_use(llm, body, sampling.structured_outputs)
     if use is not None:
         sampling = dataclasses.replace(sampling, structured_outputs=use.grammar)
     with blaming(body) if use is None else blaming_tools():

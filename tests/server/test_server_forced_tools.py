@@ -30,6 +30,13 @@ SAY = {
     "seed": 3,
 }
 NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 # The model has two special tokens of its own, which mark the calls here.
 MARKED = (
     STYLES["name then json"]
@@ -92,6 +99,27 @@ def test_with_auto_the_answer_is_free(styled: Live) -> None:
     assert "tool_calls" not in choice["message"] and choice["message"]["content"]
 
 
+def test_only_allowed_functions_are_called(styled: Live) -> None:
+    body = {**SAY, "tool_choice": allowed("required", "time-now"), "n": 2, "temperature": 1.2}
+    for choice in styled.post(CHAT, body).json()["choices"]:
+        calls = choice["message"]["tool_calls"]
+        assert {call["function"]["name"] for call in calls} == {"time-now"}
+
+
+def test_an_answer_is_a_call_or_follows_its_own_schema(styled: Live) -> None:
+    schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    more = {"response_format": form, "parallel_tool_calls": False, "temperature": 1.2, "n": 4}
+    body = {**SAY, **more, "seed": 1}
+    for choice in styled.post(CHAT, body).json()["choices"]:
+        if choice["finish_reason"] == "tool_calls":
+            assert all(check(call) for call in choice["message"]["tool_calls"])
+        else:
+            assert list(json.loads(choice["message"]["content"])) == ["sure"], choice
+    must = styled.post(CHAT, {**body, "tool_choice": NAMED}).json()["choices"]
+    assert all(check(one["message"]["tool_calls"][0]) == "weather" for one in must)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -99,7 +127,9 @@ def test_with_auto_the_answer_is_free(styled: Live) -> None:
             {"tools": [{**NAMED, "function": {"name": "weather", "parameters": {"$ref": "#/no"}}}]},
             "tools",
         ),
-        ({"response_format": {"type": "json_object"}}, "tools"),
+        ({"tool_choice": "auto", "structured_outputs": {"regex": "a"}}, "tools"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tool_choice": allowed("auto", "nobody")}, "tool_choice"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids"),
     ],
 )

@@ -31,10 +31,12 @@ def call_grammar(
     special: Mapping[str, int],
     *,
     parallel: bool,
+    answer: str | None = None,
 ) -> str:
     """`tools`: the schemas of the functions to choose from, by name. `special`: the ids of the
-    special tokens that the format has."""
-    return _Writer(form, special).grammar(tools, parallel=parallel)
+    special tokens that the format has. `answer`: the JSON schema of an answer that calls none;
+    None: it must call."""
+    return _Writer(form, special).grammar(tools, parallel=parallel, answer=answer)
 
 
 class _Writer:
@@ -45,7 +47,9 @@ class _Writer:
         self._splitter = re.compile("|".join((*marks, re.escape(ANY_ID))))
         self._rules: list[str] = []
 
-    def grammar(self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> str:
+    def grammar(
+        self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool, answer: str | None
+    ) -> str:
         form = self._form
         # What separates the calls from content before them need not be there.
         begin = form.section_begin + form.call_begin
@@ -56,8 +60,12 @@ class _Writer:
             start.append(f"({again} call){{0,{MAX_CALLS - 1}}}")
         start.append(self._literal(form.call_end + form.section_end))
         names = [self._call(index, *tool) for index, tool in enumerate(tools.items())]
-        self._rules.insert(0, "start: " + " ".join(filter(None, start)))
-        self._rules.insert(1, f"call: {' | '.join(names)}")
+        self._rules.insert(0, "calls: " + " ".join(filter(None, start)))
+        if answer is None:
+            self._rules.insert(0, "start: calls")
+        else:
+            self._rules[:0] = ["start: calls | answer", f"answer: {_json(json.loads(answer))}"]
+        self._rules.append(f"call: {' | '.join(names)}")
         return "\n".join(("%llguidance {}", *self._rules, ""))
 
     def _call(self, index: int, name: str, schema: Mapping[str, Any]) -> str:
