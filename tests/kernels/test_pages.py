@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -75,23 +74,16 @@ def _resident_pages(tensor: torch.Tensor) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
 def test_memory_is_given_back_and_can_be_written_again() -> None:
     tensor = torch.full((64 << 20,), 7, dtype=torch.uint8)
-    address, before = tensor.data_ptr(), private_bytes()
-    given = give_back([tensor])
-    assert given > 63 << 20
-    assert private_bytes() < before - (60 << 20)
+    address = tensor.data_ptr()
+    assert give_back([tensor]) > 63 << 20
+    # pages that the system took back are zeros; all but the first and the last are whole
+    assert int((tensor != 0).sum()) <= 2 * mmap.PAGESIZE
     assert tensor.data_ptr() == address
     tensor.fill_(9)
-    assert private_bytes() > before - (4 << 20) and int(tensor[-1]) == 9
+    assert bool((tensor == 9).all())
 
 
 def test_small_tensors_have_nothing_to_give_back() -> None:
     tensor = torch.full((100,), 7, dtype=torch.uint8)
     assert give_back([tensor]) == 0
     assert bool((tensor == 7).all())
-
-
-def private_bytes() -> int:
-    """Of this process, whose pages may be on their way to swap meanwhile: those too."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    fields = {line.split(":")[0]: line.split()[1] for line in lines[1:]}
-    return sum(int(fields[name]) for name in ("Private_Dirty", "Private_Clean", "Swap")) * 1024
