@@ -26,7 +26,8 @@ def test_appends_two_ops_and_keeps_the_logits() -> None:
 def test_names_the_inputs_that_the_runner_has_tables_for() -> None:
     sampled, _ = apply(graph(), append_sampler())
     names = {role.name for role in roles(sampled, StepInput)}
-    assert names == {"x", "row", "length", *ROW_TABLES} - {"adapter"}  # that is for the layers
+    others = {"adapter", "position_offset"}  # for the layers, and for what prepares a step
+    assert names == {"x", "row", "length", *ROW_TABLES} - others
 
 
 def test_each_logits_row_takes_the_parameters_of_its_own_table_row() -> None:
