@@ -39,9 +39,9 @@ async def read_bytes(request: Request) -> bytes:
 
 
 def _limit(state: Any) -> int:
-    """Bytes. A front of several models has none yet; the model's own application asks again."""
-    llm = getattr(state, "llm", None)
-    takes_images = llm is None or llm.info.images is not None
+    """Bytes. A front of several models has no one's; the model's own application asks again."""
+    info = getattr(state.llm, "info", None)
+    takes_images = info is None or info.images is not None
     settings: ServerSettings = state.settings
     return settings.max_image_body_bytes if takes_images else settings.max_body_bytes
 
