@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,8 +38,12 @@ def spans(traced: tuple[Live, InMemorySpanExporter]) -> tuple[Live, Any]:
     live, exporter = traced
     exporter.clear()
 
-    def finished() -> list[Any]:
+    def finished(count: int = 1) -> list[Any]:
+        """A span ends after the answer's last byte was sent."""
         live.wait_idle()
+        until = time.monotonic() + 10
+        while len(exporter.get_finished_spans()) < count and time.monotonic() < until:
+            time.sleep(0.01)
         return list(exporter.get_finished_spans())
 
     return live, finished
@@ -73,7 +78,7 @@ def test_one_span_a_call_streamed_or_not(spans: tuple[Live, Any]) -> None:
     live, finished = spans
     live.complete(prompt=["count", "x"], n=2)
     live.events("/v1/completions", {"prompt": "count", "max_tokens": 100})
-    several, streamed = finished()
+    several, streamed = finished(2)
     assert several.name == streamed.name == "text_completion scripted"
     assert len(several.attributes["gen_ai.response.finish_reasons"]) == 4
     assert several.attributes["gen_ai.request.choice.count"] == 2
