@@ -6,7 +6,8 @@ a model that is held to it invents some until its tokens are spent. So such obje
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 # Where schemas are, below a keyword: one, a list of them, or by name.
@@ -22,41 +23,34 @@ _TOGETHER = ("if", "not", "dependentSchemas", "$dynamicRef")
 def closed(schema: Any) -> Any:
     """The schema with `additionalProperties: false` for each object that lists its properties and
     says nothing of others; as it is where one object must meet several schemas. JSON values."""
-    return schema if _has_several(schema) else _closed(schema)
+    made = copy.deepcopy(schema)
+    inside = list(_schemas(made))
+    if any(_meets_several(one) for one in inside):
+        return schema
+    for one in inside:
+        if one.get("properties") and not any(key in one for key in _OF_KEYS):
+            one["additionalProperties"] = False
+    return made
 
 
-def _has_several(schema: Any) -> bool:
-    if not isinstance(schema, Mapping):
-        return False
-    several = len(schema.get("allOf") or ()) > 1 or any(key in schema for key in _TOGETHER)
-    beside = ("$ref" in schema or "allOf" in schema) and "properties" in schema
-    return several or beside or any(_has_several(one) for one in _inner(schema))
-
-
-def _inner(schema: Mapping[str, Any]) -> list[Any]:
-    found = [schema[key] for key in _ONE if key in schema]
+def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """The schema and those inside of it, as far as they are objects."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    inner = [schema[key] for key in _ONE if key in schema]
     for key in _LISTS:
         if isinstance(schema.get(key), list):
-            found += schema[key]
+            inner += schema[key]
     for key in _NAMED:
-        if isinstance(schema.get(key), Mapping):
-            found += schema[key].values()
-    return found
+        if isinstance(schema.get(key), dict):
+            inner += schema[key].values()
+    for one in inner:
+        yield from _schemas(one)
 
 
-def _closed(schema: Any) -> Any:
-    if not isinstance(schema, Mapping):
-        return schema
-    made = dict(schema)
-    for key in _ONE:
-        if key in made:
-            made[key] = _closed(made[key])
-    for key in _LISTS:
-        if isinstance(made.get(key), list):
-            made[key] = [_closed(one) for one in made[key]]
-    for key in _NAMED:
-        if isinstance(made.get(key), Mapping):
-            made[key] = {name: _closed(one) for name, one in made[key].items()}
-    if made.get("properties") and not any(key in made for key in _OF_KEYS):
-        made["additionalProperties"] = False
-    return made
+def _meets_several(schema: Mapping[str, Any]) -> bool:
+    together = schema.get("allOf")
+    several = isinstance(together, list) and len(together) > 1
+    beside = ("$ref" in schema or "allOf" in schema) and "properties" in schema
+    return several or beside or any(key in schema for key in _TOGETHER)

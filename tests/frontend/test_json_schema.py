@@ -37,11 +37,14 @@ CLOSED = {**PLAIN, "additionalProperties": False}
             },
         ),
         ({"const": PLAIN, "enum": [PLAIN]}, {"const": PLAIN, "enum": [PLAIN]}),
+        ({"allOf": 5, "items": [1], "properties": "a"}, None),  # no schemas: for others to refuse
         (True, True),
     ],
 )
 def test_what_is_closed(schema: Any, expected: Any) -> None:
-    assert closed(schema) == expected
+    before = json.dumps(schema)
+    assert closed(schema) == (schema if expected is None else expected)
+    assert json.dumps(schema) == before
 
 
 @pytest.mark.parametrize(
