@@ -76,7 +76,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     row: int | None = None
     adapter_slot: int = 0  # while it has a row; 0: no adapter
-    is_long: bool = False  # computed as a long text (kv/row_table.py)
+    position_offset: int = 0  # of the positions that the model sees; above 0: it is a long text
     table: BlockTable = field(default_factory=BlockTable)
     num_tokens: int = field(init=False)
     num_computed: int = 0

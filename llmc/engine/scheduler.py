@@ -226,7 +226,8 @@ class Scheduler:
 
     def _needs_recompute(self, request: Request) -> bool:
         """It has become a long text, and has more to draw."""
-        return self.rows.outgrows(request) and request.num_tokens < request.max_total_tokens
+        has_grown = self.rows.position_offset(request) != request.position_offset
+        return has_grown and request.num_tokens < request.max_total_tokens
 
     def _add_drafts(
         self, builder: PlanBuilder, request: Request, drafts: Sequence[int], num_after: int
@@ -240,7 +241,7 @@ class Scheduler:
             builder.budget - num_after - 1,
             request.table.capacity + num_spare * block_size - num_tokens,
         )
-        if self.rows.long_text_from is not None and not request.is_long:
+        if self.rows.long_text_from is not None and not request.position_offset:
             num_drafts = min(num_drafts, self.rows.long_text_from - num_tokens)
         num_drafts = max(num_drafts, 0)
         blocks: list[int] = []
@@ -341,7 +342,7 @@ class Scheduler:
             else:
                 request.num_cached_tokens = request.num_computed
                 self.pool.count_lookup(request.num_prompt_tokens, request.num_computed)
-        builder.new_rows.append(new_row(request, self.rows.long_text_from))
+        builder.new_rows.append(new_row(request))
         num_wanted = min(num_wanted, request.table.capacity - request.num_computed)
         # Blocks that a window has left are never read, so any number does for them.
         builder.add(request, num_wanted, [max(block, 0) for block in request.table.blocks])

@@ -65,14 +65,11 @@ class RowTable:
     def num_free_rows(self) -> int:
         return len(self._free)
 
-    def is_long(self, request: Request) -> bool:
-        """Whether a model that turns keys otherwise in long texts does so in this one. All its keys
-        are computed again once it has become long (`outgrows`)."""
-        return self.long_text_from is not None and request.num_tokens > self.long_text_from
-
-    def outgrows(self, request: Request) -> bool:
-        """What is computed of a running request holds for a short text only."""
-        return self.is_long(request) != request.is_long
+    def position_offset(self, request: Request) -> int:
+        """That of a text of its length now. Once it is another than the request's, all its keys are
+        to be computed again (compiler/rotary.py)."""
+        long = self.long_text_from
+        return long if long is not None and request.num_tokens > long else 0
 
     def allocate(self, request: Request, num_spare: int, source: Source = NO_SOURCE) -> bool:
         """Give a request a row and blocks, if then `num_spare` blocks stay free in each group.
@@ -86,15 +83,15 @@ class RowTable:
         attempt = (request.request_id, pool.num_free, num_spare, source.num_tokens)
         if attempt == self._refused:  # nothing has changed since: don't look it all up again
             return False
-        if self.outgrows(request):
-            request.is_long = self.is_long(request)
+        if request.position_offset != (offset := self.position_offset(request)):
+            request.position_offset = offset
             request.table.digests = []
             self.swap.drop(request)
         shared = self._find_prefix(request)
         num_published = len(shared) // groups
         num_computed = num_published * size
         parent = source.request if num_computed < source.num_tokens else None
-        if parent is not None and parent.is_long != request.is_long:
+        if parent is not None and parent.position_offset != request.position_offset:
             parent = None
         forked = None if parent is None else self._fork(parent, source.num_tokens)
         if parent is not None and forked is not None:
@@ -232,7 +229,7 @@ class RowTable:
     def _extend_digests(self, request: Request, num_full: int) -> None:
         size, digests = self.pool.block_size, request.table.digests
         while len(digests) < num_full:
-            salt = request.cache_salt + _LONG_TEXT if request.is_long else request.cache_salt
+            salt = request.cache_salt + (_LONG_TEXT if request.position_offset else b"")
             parent = digests[-1] if digests else self.pool.root_digest(salt)
             start = len(digests) * size
             tokens = request.token_ids[start : start + size]
@@ -263,8 +260,7 @@ class RowTable:
                 raise AssertionError(f"{request.request_id!r} miscounts its blocks")
 
 
-def new_row(request: Request, long_text_from: int | None = None) -> NewRow:
-    """Positions of a long text come after those of all others (compiler/rotary.py)."""
+def new_row(request: Request) -> NewRow:
     assert request.row is not None
     return NewRow(
         row=request.row,
@@ -277,6 +273,6 @@ def new_row(request: Request, long_text_from: int | None = None) -> NewRow:
         row_state=request.row_state,
         adapter_slot=request.adapter_slot,
         images=request.images,
-        position_offset=long_text_from or 0 if request.is_long else 0,
+        position_offset=request.position_offset,
         num_candidates=request.extension.num_candidates if request.extension is not None else 0,
     )
