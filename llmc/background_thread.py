@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-_LONGEST_S = 2.0  # waited at exit; a thread that is blocked outside of Python is left to be
+_LONGEST_S = 10.0  # waited at exit; a thread that is blocked outside of Python is left to be
 
 
 class BackgroundThread(threading.Thread):

@@ -7,6 +7,8 @@ an `xdist_group` (tests/parity: one for each model family) share that across fil
 from __future__ import annotations
 
 import os
+import random
+import sys
 
 import pytest
 
@@ -45,3 +47,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture's values are made
+def pytest_runtest_setup() -> None:
+    """A test draws the same numbers whatever ran before it in its worker."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

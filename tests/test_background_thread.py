@@ -17,15 +17,16 @@ def slow(x: torch.Tensor) -> torch.Tensor:
     time.sleep(0.001)  # needs the interpreter's lock again, with torch's C++ functions on the stack
     return x + 1
 
-is_asked = threading.Event()
+is_asked, is_busy = threading.Event(), threading.Event()
 
 def run():
     x = torch.ones(4)
     while not is_asked.is_set():
         x = torch.ops.test.slow(x)
+        is_busy.set()
 
 BackgroundThread(run, "busy", stop=is_asked.set if sys.argv[1] == "ask" else None).start()
-time.sleep(0.1)
+assert is_busy.wait(60)  # the first call imports much
 print("the end")
 """
 

@@ -71,7 +71,9 @@ def save_checkpoint(group: str, path: Path, *, seed: int = 0, **changes: Any) ->
     """Random weights large enough that attention is far from uniform."""
     config = make_config(group, **changes)
     dtype = changes.get("dtype", torch.float32)
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # attention sinks and the like keep what transformers drew
+        model = tf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
