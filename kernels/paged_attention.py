@@ -12,8 +12,8 @@ from llmc.kernels.fp8 import FP8, from_cache, indexable, to_cache
 from llmc.kernels.registry import Case, op
 
 
-def _shape(*, query: Tensor, value_cache: Tensor, **others: object) -> Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+def _shape(*, query: Tensor, value_cache: Tensor, v_dim: int, **others: object) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], v_dim or value_cache.shape[3])
 
 
 @op(shape=_shape)
@@ -35,6 +35,7 @@ def paged_attention(
     prompts: Tensor | None = None,
     chosen: Tensor | None = None,
     sparse_block_size: int = 1,
+    v_dim: int = 0,
 ) -> Tensor:
     """query [T, H, D] of R requests laid end to end -> [T, H, Dv] in query's dtype.
 
@@ -51,6 +52,8 @@ def paged_attention(
     negative ones are none, and at least one key is there. Sparse block i is the positions from
     i * sparse_block_size on, as many. G is 1, or Hkv: the heads of each KV head attend to blocks of
     their own. It goes with neither window, chunk nor slopes; nothing else is read.
+    v_dim (0: off): values are the first v_dim channels of the keys, with their scale; value_cache
+    is of no width, and v_scale None. It goes with no chosen.
     Blocks before the first that a query of the request sees are never read, and may hold anything.
     A request with context_len 0, or with no queries, is padding: its outputs are zero, as are
     those of queries past query_start[R].
@@ -61,6 +64,8 @@ def paged_attention(
         keys = picked.transpose(1, 2).flatten(0, 1)[seen % block_size :][: length - seen]
         return from_cache(keys, scale)  # [K, Hkv, D]
 
+    if v_dim:
+        value_cache, v_scale = key_cache[..., :v_dim], k_scale
     out = query.new_zeros(query.shape[0], query.shape[1], value_cache.shape[3])
     block_size = key_cache.shape[2]
     starts = query_start.tolist()

@@ -70,6 +70,7 @@ def fits_flash(
     sinks: object,
     slopes: object,
     chosen: object = None,
+    v_dim: int = 0,
     **others: object,
 ) -> bool:
     """Whether FlashAttention computes `paged_attention` of these arguments: plain and causal, in 16
@@ -81,6 +82,7 @@ def fits_flash(
         and sinks is None
         and slopes is None
         and chosen is None
+        and v_dim == 0
         and query.dtype in (torch.bfloat16, torch.float16)
         and key_cache.dtype == value_cache.dtype == query.dtype
         and dim == value_cache.shape[3] <= _MAX_HEAD_DIM

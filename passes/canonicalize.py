@@ -10,8 +10,18 @@ import sys
 import torch
 from torch import fx
 
-from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import arguments, aten, calls, emit, replace, same_shape, val
+from llmc.passes.base import Notes, graph_pass, writes
+from llmc.passes.edit import (
+    arguments,
+    aten,
+    calls,
+    emit,
+    is_call,
+    only_user,
+    replace,
+    same_shape,
+    val,
+)
 from llmc.passes.inputs import WeightInput, add_input, input_of
 
 _PASS_THROUGH = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
@@ -20,13 +30,17 @@ _CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.def
 
 @graph_pass(required=True)
 def canonicalize(gm: fx.GraphModule) -> Notes:
-    """Drop ops that do nothing and spell a transposed linear as a linear.
+    """Drop ops that do nothing, spell a transposed linear as a linear, and join what is filled part
+    by part.
 
     Before:
         b = aten.dropout(a, 0.1, False);  c = aten.to(b, dtype of b);  d = aten.slice(c, 1, 0, MAX)
         y = aten.addmm(bias, d, w)
+        z = aten.new_empty(y, [T, 7])
+        aten.copy_(aten.slice(z, 1, 0, 3), p);  aten.copy_(aten.slice(z, 1, 3, MAX), q)
     After:
         y = aten.linear(a, w transposed at load, bias)
+        z = aten.cat((p, q), 1)
     """
     graph = gm.graph
     for node in calls(graph, aten.type_as.default):
@@ -36,6 +50,8 @@ def canonicalize(gm: fx.GraphModule) -> Notes:
     for node in list(graph.nodes):
         if node.op == "call_function" and _does_nothing(node):
             replace(node, node.args[0])
+    for node in calls(graph, aten.new_empty.default):
+        _join_parts(graph, node)
     for node in calls(graph, aten.cat.default):
         _drop_empty_parts(node)
     for node in calls(graph, aten.addmm.default):
@@ -73,6 +89,39 @@ def _drop_empty_parts(node: fx.Node) -> None:
     kept = [part for part in given.tensors if str(val(part).shape[given.dim]) != "0"]
     if len(kept) == 1 and len(kept) < len(given.tensors) and val(kept[0]).dtype == val(node).dtype:
         replace(node, kept[0])
+
+
+def _join_parts(graph: fx.Graph, empty: fx.Node) -> None:
+    """A new tensor whose slices along the last dimension are filled first, one after the other."""
+    last = val(empty).dim() - 1
+    parts: list[fx.Node] = []
+    fills: list[fx.Node] = []
+    end = 0
+    for cut in list(empty.users):  # in the order of the graph
+        fill = only_user(cut) if is_call(cut, aten.slice.Tensor) else None
+        if fill is None or not is_call(fill, aten.copy_.default) or fill.args[0] is not cut:
+            break
+        at, part = arguments(cut), arguments(fill).src
+        if at.dim not in (-1, last) or (at.start or 0) != end or at.step != 1 or fill.users:
+            return
+        if not same_shape(cut, part) or val(part).dtype != val(empty).dtype:
+            return
+        end += int(val(cut).shape[-1])
+        parts.append(part)
+        fills.append(fill)
+    if not parts or end != val(empty).shape[-1]:
+        return
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    cuts, first, last_write = [w.args[0] for w in fills], order[fills[0]], order[fills[-1]]
+    if any(order[user] < last_write for user in empty.users if user not in cuts):
+        return
+    if any(writes(n) and first < order[n] < last_write for n in order if n not in fills):
+        return  # it may write to a part
+    with graph.inserting_after(fills[-1]):
+        whole = emit(graph, aten.cat.default, parts, -1)
+    for node in (*fills, *cuts):
+        graph.erase_node(node)
+    replace(empty, whole)
 
 
 def _addmm_to_linear(graph: fx.Graph, node: fx.Node) -> None:

@@ -13,7 +13,17 @@ from llmc.kernels.attention import attention
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.write_kv import write_kv
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import arguments, aten, calls, emit, replace, set_arguments, swapped, val
+from llmc.passes.edit import (
+    arguments,
+    aten,
+    calls,
+    emit,
+    is_call,
+    replace,
+    set_arguments,
+    swapped,
+    val,
+)
 from llmc.passes.inputs import CacheInput, add_input, input_of, step_input
 
 
@@ -24,7 +34,7 @@ class CacheSpec:
     layer: int
     kv_heads: int
     head_dim: int
-    v_head_dim: int  # 0: keys alone, of a sparse indexer
+    v_head_dim: int  # 0: keys alone; of a sparse indexer, or values are a part of them
     dtype: torch.dtype
 
     @property
@@ -41,7 +51,9 @@ def page_attention(
     `cache_dtype` None: caches are of the model's own dtype. Layers that attend to the keys and
     values of an earlier one read its cache; a module that is called twice has a cache for each.
 
-    Attention to chosen positions (find_indexers) is paged alike.
+    Attention to chosen positions (find_indexers) is paged alike. Values that are the first channels
+    of the keys (absorb_mla) are cached with these: their own cache has no width, and paged_attention
+    gets their number as v_dim.
 
     Before:
         o = llmc.attention(q [1, H, T, D], k, v, key_cache, value_cache, scale, window, ...)
@@ -95,8 +107,19 @@ def _size_caches(marker: fx.Node, block_size: int, cache_dtype: torch.dtype | No
     given = arguments(marker)
     for cache, source in ((given.key_cache, given.key), (given.value_cache, given.value)):
         heads, dim = val(source).shape[1], val(source).shape[3]
+        if source is given.value and _shared_channels(given.key, given.value):
+            dim = 0
         dtype = cache_dtype or val(source).dtype
         cache.meta["val"] = val(source).new_empty(2, heads, block_size, dim, dtype=dtype)
+
+
+def _shared_channels(key: Any, value: Any) -> int:
+    """How many channels the values have, where they are the first of the keys'; else 0."""
+    if not is_call(value, aten.slice.Tensor):
+        return 0
+    cut = arguments(value)
+    is_first = cut.self is key and cut.dim in (-1, 3) and not cut.start and cut.step == 1
+    return int(val(value).shape[3]) if is_first else 0
 
 
 def _page(graph: fx.Graph, marker: fx.Node, *, write: bool) -> None:
@@ -106,13 +129,17 @@ def _page(graph: fx.Graph, marker: fx.Node, *, write: bool) -> None:
     slots = step_input(graph, "slot_mapping")
     caches = {"key_cache": given.key_cache, "value_cache": given.value_cache}
     kind = ("scale", "window", "chunk", "softcap", "sinks", "slopes", "chosen", "sparse_block_size")
+    shared = _shared_channels(given.key, given.value)
     with graph.inserting_before(marker):
         if write:
+            key = _flat(graph, given.key)
             emit(
                 graph,
                 write_kv.overload,
-                key=_flat(graph, given.key),
-                value=_flat(graph, given.value),
+                key=key,
+                value=emit(graph, aten.slice.Tensor, key, 2, 0, 0)
+                if shared
+                else _flat(graph, given.value),
                 **caches,
                 slot_mapping=slots,
             )
@@ -123,6 +150,7 @@ def _page(graph: fx.Graph, marker: fx.Node, *, write: bool) -> None:
             **caches,
             **bounds,
             **{name: getattr(given, name) for name in kind},
+            v_dim=shared,
         )
         batched = emit(graph, aten.unsqueeze.default, out, 0)
     replace(marker, batched)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from llmc.kernels.fp8 import CACHE_DTYPES
 from llmc.kernels.quantized_linear import Format, Quantization
+from llmc.passes.absorb_mla import absorb_mla
 from llmc.passes.append_sampler import append_sampler
 from llmc.passes.apply_lora import apply_lora
 from llmc.passes.base import Pass
@@ -72,6 +73,9 @@ def pipeline(
         find_indexers(  # before page_attention: what it reads of a sequence, its caches are for
             max_positions=options.max_positions, block_size=options.block_size
         ),
+        absorb_mla(  # after find_indexers: layers whose keys it chooses stay
+            kept=options.kept, unwanted=_keeps_heads(options)
+        ),
         page_attention(
             block_size=options.block_size, cache_dtype=CACHE_DTYPES[options.kv_cache_dtype]
         ),
@@ -110,6 +114,15 @@ def pipeline(
         ),
         *(p for p in extra if p.place == "late"),  # see what will run
     )
+
+
+def _keeps_heads(options: PipelineOptions) -> str | None:
+    """Why keys and values are those of each head, where they could be one latent."""
+    if options.tensor_parallel_size > 1:
+        return "each rank has heads of its own"
+    if options.max_loras:
+        return "adapters change keys and values"
+    return None if options.whole_images == "none" else "tokens of an image see all of it"
 
 
 def _sums(pooling: Method | None) -> tuple[Pass, ...]:

@@ -240,7 +240,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
                        double softcap, const optional<Tensor>& sinks,
                        const optional<Tensor>& slopes, const optional<Tensor>& k_scale,
                        const optional<Tensor>& v_scale, const optional<Tensor>& /* prompts */,
-                       const optional<Tensor>& chosen, int64_t sparse_block_size) {
+                       const optional<Tensor>& chosen, int64_t sparse_block_size, int64_t v_dim) {
   check(query, "query", query.scalar_type(), 3);
   check(key_cache, "key_cache", key_cache.scalar_type(), 4);
   check(value_cache, "value_cache", key_cache.scalar_type(), 4);
@@ -256,17 +256,22 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
                   block_table.size(0) >= context_len.size(0),
               "query_start ", query_start.sizes(), " and block_table ", block_table.sizes(),
               " do not fit context_len ", context_len.sizes());
+  TORCH_CHECK(v_dim >= 0 && v_dim <= key_cache.size(3) && (v_dim == 0 || value_cache.size(3) == 0),
+              "v_dim ", v_dim, " does not fit the caches ", key_cache.sizes(), ", ",
+              value_cache.sizes());
+  const Tensor& values = v_dim ? key_cache : value_cache;
+  const int64_t value_width = v_dim ? v_dim : value_cache.size(3);
   std::vector<float> sink_values, slope_values;
   const float* sink = to_floats(sinks, "sinks", heads, sink_values);
   const float* slope = to_floats(slopes, "slopes", heads, slope_values);
   AttentionArgs a{};
-  Tensor out = at::empty({query.size(0), heads, value_cache.size(3)}, query.scalar_type());
+  Tensor out = at::empty({query.size(0), heads, value_width}, query.scalar_type());
   a.dtype = dtype_of(query);
   a.cache = cache_dtype_of(key_cache, query);
-  a.scales = scales_of(k_scale, v_scale, key_cache);
+  a.scales = scales_of(k_scale, v_dim ? k_scale : v_scale, key_cache);
   a.query = query.data_ptr();
   a.key_cache = key_cache.data_ptr();
-  a.value_cache = value_cache.data_ptr();
+  a.value_cache = values.data_ptr();
   a.out = out.data_ptr();
   a.query_start = query_start.data_ptr<int32_t>();
   a.context_len = context_len.data_ptr<int32_t>();
@@ -276,11 +281,11 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   a.heads = heads;
   a.kv_heads = kv_heads;
   a.head_dim = query.size(2);
-  a.v_dim = value_cache.size(3);
+  a.v_dim = value_width;
   a.block_size = key_cache.size(2);
   copy_strides(query, a.query_stride, 2);
   copy_strides(key_cache, a.key_stride, 3);
-  copy_strides(value_cache, a.value_stride, 3);
+  copy_strides(values, a.value_stride, 3);
   a.table_stride = block_table.stride(0);
   a.sinks = sink;
   a.slopes = slope;

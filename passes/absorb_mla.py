@@ -1,0 +1,204 @@
+"""`absorb_mla`: multi-head latent attention attends over its latent, which is all that is cached."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from llmc.kernels.attention import attention
+from llmc.kernels.quantized_linear import Quantization
+from llmc.passes.base import Notes, graph_pass
+from llmc.passes.edit import (
+    arguments,
+    aten,
+    calls,
+    emit,
+    is_call,
+    only_user,
+    replace,
+    swapped,
+    val,
+)
+from llmc.passes.inputs import WeightInput, input_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Latent:
+    """What keys [1, H, T, D + Dr] and values [1, H, T, Dv] of all heads are made of."""
+
+    latent: fx.Node  # [1, T, R] or [1, 1, T, R]
+    weight: fx.Node  # [H * (D + Dv), R]: a head's keys, then its values
+    shared: fx.Node  # [1, 1, T, Dr]: the rest of the key of every head
+    heads: int
+    key_dim: int  # D
+    value_dim: int  # Dv
+
+    @property
+    def rank(self) -> int:
+        return int(val(self.weight).shape[1])
+
+    @property
+    def shared_dim(self) -> int:
+        return int(val(self.shared).shape[3])
+
+    @property
+    def cached(self) -> int:
+        """Values of a token."""
+        return self.rank + self.shared_dim
+
+    @property
+    def expanded(self) -> int:
+        return self.heads * (self.key_dim + self.shared_dim + self.value_dim)
+
+
+@graph_pass()
+def absorb_mla(
+    gm: fx.GraphModule,
+    *,
+    kept: Sequence[tuple[str, Quantization]] = (),
+    unwanted: str | None = None,
+) -> Notes:
+    """Where keys and values of all heads are a linear of one latent, move that linear to queries and
+    outputs: attention is over the latent, with one key head, and page_attention caches that alone.
+
+    A score is q . (Wk c) = (Wk^T q) . c, and an output sum p (Wv c) = Wv (sum p c). Weights that are
+    `kept` in their stored bits are no plain matrices, so their layers stay.
+
+    Before:
+        kv = aten.linear(c [1, 1, T, R], w [H * (D + Dv), R])
+        k, v = aten.split_with_sizes(kv by head [1, H, T, D + Dv], [D, Dv], -1)
+        o = llmc.attention(q [1, H, T, D + Dr], cat(k, r [1, 1, T, Dr] for every head), v, ...)
+    After:
+        wk [H, D, R], wv [H, Dv, R] = w
+        key = aten.cat(c, r) [1, 1, T, R + Dr]
+        a = llmc.attention(cat(aten.bmm(q[..., :D], wk), q[..., D:]), key, key[..., :R], ...)
+        o = aten.bmm(a [H, T, R], wv^T)
+    """
+    graph, stored = gm.graph, {name for name, _ in kept}
+    reasons: Counter[str] = Counter()
+    done: Counter[tuple[int, int]] = Counter()
+    made: dict[Any, tuple[_Latent, fx.Node, fx.Node]] = {}  # layers may share keys and values
+    for marker in calls(graph, attention.overload):
+        given = arguments(marker)
+        tensors = (given.key, given.value)
+        if tensors not in made:
+            found = _find(given.key, given.value)
+            if found is None:
+                continue
+            reason = unwanted or _why_not(found, marker, stored)
+            if reason is not None:
+                reasons[reason] += 1
+                continue
+            made[tensors] = (found, *_keys_and_values(graph, found, marker))
+        found, key, value = made[tensors]
+        _attend(graph, marker, found, key, value)
+        done[found.expanded, found.cached] += 1
+    notes = [
+        f"{count} layers cache {cached:,} values of a token in place of {expanded:,}"
+        for (expanded, cached), count in done.items()
+    ]
+    return notes + [f"{count} layers stay: {reason}" for reason, count in reasons.items()]
+
+
+def _find(key: Any, value: Any) -> _Latent | None:
+    """What `key` and `value` are made of, if it is one latent."""
+    if not is_call(key, aten.cat.default) or len(arguments(key).tensors) != 2:
+        return None
+    own, spread = arguments(key).tensors
+    if arguments(key).dim not in (-1, 3) or not is_call(spread, aten.expand.default):
+        return None
+    shared = arguments(spread).self
+    if not (is_call(own, operator.getitem) and is_call(value, operator.getitem)):
+        return None
+    split, other = arguments(own), arguments(value)
+    if split.source is not other.source or (split.index, other.index) != (0, 1):
+        return None
+    if not is_call(split.source, aten.split_with_sizes.default):
+        return None
+    parts = arguments(split.source)
+    view = swapped(parts.self, 1, 2)
+    if parts.dim not in (-1, 3) or len(parts.split_sizes) != 2:
+        return None
+    if not is_call(view, aten.view.default, aten.reshape.default):
+        return None
+    linear = arguments(view).self
+    if not is_call(linear, aten.linear.default):
+        return None
+    source = arguments(linear)
+    heads, width = val(view).shape[2:]
+    one_head = val(shared).dim() == 4 and val(shared).shape[1] == 1
+    sizes = list(val(source.input).shape)
+    one_latent = len(sizes) == 3 or (len(sizes) == 4 and sizes[1] == 1)
+    if source.bias is not None or not (one_head and one_latent and sizes[0] == 1):
+        return None
+    return _Latent(
+        latent=source.input,
+        weight=source.weight,
+        shared=shared,
+        heads=int(heads),
+        key_dim=int(parts.split_sizes[0]),
+        value_dim=int(parts.split_sizes[1]),
+    )
+
+
+def _why_not(found: _Latent, marker: fx.Node, stored: set[str]) -> str | None:
+    role = input_of(found.weight)
+    if arguments(marker).chosen is not None:
+        return "a sparse indexer chooses their keys"
+    if not isinstance(role, WeightInput) or only_user(found.weight) is None:
+        return "the weight of keys and values is computed, or read elsewhere too"
+    if stored.intersection(role.parts):
+        return "the weight of keys and values is stored quantized"
+    if found.cached >= found.expanded:
+        return "the latent is no smaller than keys and values"
+    return None
+
+
+def _keys_and_values(graph: fx.Graph, found: _Latent, marker: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """[1, 1, T, R + Dr] and its first R channels."""
+    with graph.inserting_before(marker):
+        latent = found.latent
+        if val(latent).dim() == 3:
+            latent = emit(graph, aten.unsqueeze.default, latent, 1)
+        key = emit(graph, aten.cat.default, [latent, found.shared], -1)
+        value = emit(graph, aten.slice.Tensor, key, 3, 0, found.rank)
+    return key, value
+
+
+def _attend(
+    graph: fx.Graph, marker: fx.Node, found: _Latent, key: fx.Node, value: fx.Node
+) -> None:
+    given = arguments(marker)
+    width = found.key_dim + found.value_dim
+    with graph.inserting_before(marker):
+        shape = [found.heads, width, found.rank]
+        by_head = emit(graph, aten.view.default, found.weight, shape)
+        to_keys = emit(graph, aten.slice.Tensor, by_head, 1, 0, found.key_dim)
+        to_values = emit(graph, aten.slice.Tensor, by_head, 1, found.key_dim, width)
+        own, rest = _query_parts(graph, given.query, found.key_dim)
+        own = emit(graph, aten.bmm.default, emit(graph, aten.squeeze.dim, own, 0), to_keys)
+        own = emit(graph, aten.unsqueeze.default, own, 0)
+        query = emit(graph, aten.cat.default, [own, rest], -1)
+        changed = {"query": query, "key": key, "value": value}
+        latent = emit(graph, attention.overload, **(vars(given) | changed))  # [1, T, H, R]
+        latent = emit(graph, aten.transpose.int, emit(graph, aten.squeeze.dim, latent, 0), 0, 1)
+        turned = emit(graph, aten.transpose.int, to_values, 1, 2)
+        out = emit(graph, aten.bmm.default, latent, turned)  # [H, T, Dv]
+        out = emit(graph, aten.unsqueeze.default, emit(graph, aten.transpose.int, out, 0, 1), 0)
+    replace(marker, out)
+
+
+def _query_parts(graph: fx.Graph, query: Any, dim: int) -> tuple[fx.Node, fx.Node]:
+    """query[..., :dim] and the rest."""
+    if is_call(query, aten.cat.default) and arguments(query).dim in (-1, 3):
+        parts = arguments(query).tensors
+        if len(parts) == 2 and int(val(parts[0]).shape[3]) == dim:
+            return parts[0], parts[1]
+    whole = int(val(query).shape[3])
+    first = emit(graph, aten.slice.Tensor, query, 3, 0, dim)
+    return first, emit(graph, aten.slice.Tensor, query, 3, dim, whole)
