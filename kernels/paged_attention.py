@@ -113,6 +113,7 @@ def make_case(
     chosen: int = 0,  # most sparse blocks that a query attends to; 0: all
     groups: int = 1,
     sparse_block_size: int = 1,
+    shared: bool = False,  # values are the first channels of the keys
     seed: int = 0,
 ) -> Case:
     """Random inputs with shuffled blocks; blocks that are not owned, or not seen, hold NaN.
@@ -139,7 +140,7 @@ def make_case(
         stored = to_cache(whole.transpose(1, 2), cached, scale)
         return stored.transpose(1, 2).contiguous().to(device)
 
-    key_cache, value_cache = filled(dim, k_scale), filled(v_dim, v_scale)
+    key_cache, value_cache = filled(dim, k_scale), filled(0 if shared else v_dim, v_scale)
     starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).int()
     query = torch.randn(int(starts[-1]), heads, dim, generator=gen)
     logits = torch.randn(heads, generator=gen) if sinks else None
@@ -147,6 +148,8 @@ def make_case(
     if chosen:
         numbers = _choose(lengths, groups, chosen, sparse_block_size, gen)
         choices = (None, numbers.to(device), sparse_block_size)
+    elif shared:
+        choices = (None, None, 1, v_dim)
     return (
         query.to(device, dtype),
         key_cache,
@@ -160,7 +163,8 @@ def make_case(
         softcap,
         None if logits is None else logits.to(device, dtype),
         (2.0 ** -torch.arange(1, heads + 1).float()).to(device) if alibi else None,
-        *(s.to(device) if cached in FP8 else None for s in (k_scale, v_scale)),
+        k_scale.to(device) if cached in FP8 else None,
+        v_scale.to(device) if cached in FP8 and not shared else None,
         *choices,
     )
 
@@ -200,6 +204,10 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_case(mixed, 6, 2, 40, 36, 16, device, dtype, chosen=20, sinks=True, softcap=5.0)
     yield make_case([(1, 170), (3, 90)], 4, 1, 64, 64, 16, device, dtype, chosen=80, cache=FP8[0])
     yield make_case(mixed, 8, 2, 32, 32, 8, device, dtype, chosen=3, groups=2, sparse_block_size=4)
+    yield make_case(mixed, 16, 1, 40, 32, 8, device, dtype, shared=True)
+    yield make_case(mixed, 6, 2, 72, 64, 16, device, dtype, shared=True, window=7, sinks=True)
+    yield make_case(mixed, 4, 1, 48, 40, 8, device, dtype, shared=True, cache=FP8[0])
+    yield make_case([(1, 40), (3, 21)], 8, 1, 576, 512, 16, device, dtype, shared=True)
     yield make_case(
         [(1, 200), (9, 60)], 4, 2, 48, 32, 16, device, dtype, chosen=5, sparse_block_size=12
     )

@@ -47,18 +47,19 @@ def load_tile(cache, blocks, inside, stride_block, stride_slot, live, DTYPE: tl.
 
 
 @triton.jit
-def attend_tile(q, m, norm, acc, start, hi, pos, slope, table, key_cache, value_cache,
+def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, table, key_cache, value_cache,
                 kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
                 BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                 DIM: tl.constexpr, DIM_PAD: tl.constexpr,
                 V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
                 WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-                ALIBI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-                FORMAT: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+                ALIBI: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
+                PRECISION: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     """One step of the online softmax over keys [start, start + BLOCK_N).
 
     m is the running maximum in base 2, norm the sum of weights, acc the weighted values.
-    MASKED=False promises that every query of the tile sees every key of it.
+    MASKED=False promises that every query of the tile sees every key of it. SHARED: values are
+    channels of the keys too, which meet q_value; q meets the DIM others.
     """
     n = start + tl.arange(0, BLOCK_N)
     live = n < hi
@@ -69,7 +70,12 @@ def attend_tile(q, m, norm, acc, start, hi, pos, slope, table, key_cache, value_
     inside = n % BLOCK_SIZE
     k = load_tile(key_cache, blocks, inside, kc_block, kc_slot, live, q.dtype,
                   DIM, DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SHARED:
+        v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, q.dtype,
+                      V_DIM, V_DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
+        s = tl.dot(q_value, tl.trans(v), s, input_precision=PRECISION)
+    s *= scale
     if SOFTCAP:
         s = softcap * tanh(s / softcap)
     if ALIBI:
@@ -87,8 +93,9 @@ def attend_tile(q, m, norm, acc, start, hi, pos, slope, table, key_cache, value_
     p = tl.exp2(s - base[:, None])
     fade = tl.exp2(m - base)
     norm = norm * fade + tl.sum(p, axis=1)
-    v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, q.dtype,
-                  V_DIM, V_DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
+    if not SHARED:
+        v = load_tile(value_cache, blocks, inside, vc_block, vc_slot, live, q.dtype,
+                      V_DIM, V_DIM_PAD, MASKED, FORMAT, NATIVE)  # fmt: skip
     acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     return higher, norm, acc
 
@@ -106,8 +113,8 @@ def attention_kernel(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+    SINKS: tl.constexpr, ALIBI: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
@@ -141,13 +148,17 @@ def attention_kernel(
     offset = context - q_end  # position of token t is t + offset
     pos = token + offset
     d = tl.arange(0, DIM_PAD)
-    q = tl.load(
-        query + token.to(tl.int64)[:, None] * query_token + head[:, None] * query_head + d[None, :],
-        mask=valid[:, None] & (d < DIM)[None, :],
-        other=0.0,
-    )
+    dv = tl.arange(0, V_DIM_PAD)
+    OWN: tl.constexpr = V_DIM if SHARED else 0  # where the channels of keys that q meets begin
+    of_row = query + token.to(tl.int64)[:, None] * query_token + head[:, None] * query_head
+    q = tl.load(of_row + OWN + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
+    q_value = q
+    if SHARED:
+        mask = valid[:, None] & (dv < V_DIM)[None, :]
+        q_value = tl.load(of_row + dv[None, :], mask=mask, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
+        q_value = q_value.to(tl.float32)
     slope = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         slope = tl.load(slopes + head, mask=valid, other=0.0).to(tl.float32)
@@ -172,30 +183,31 @@ def attention_kernel(
         norm = tl.where(split == 0, 1.0, norm)
 
     table = block_table + row.to(tl.int64) * table_row
-    keys_of_head = key_cache + kv_head.to(tl.int64) * kc_head
+    keys_of_head = key_cache + kv_head.to(tl.int64) * kc_head + OWN
     values_of_head = value_cache + kv_head.to(tl.int64) * vc_head
     if WINDOW == 0 and CHUNK == 0:
         # tiles that every query of the tile sees whole need no mask
         open_end = lo + tl.maximum(tl.minimum(pos_first + 1, hi) - lo, 0) // BLOCK_N * BLOCK_N
         for start in tl.range(lo, open_end, BLOCK_N):
             m, norm, acc = attend_tile(
-                q, m, norm, acc, start, hi, pos, slope, table, keys_of_head, values_of_head,
+                q, q_value, m, norm, acc, start, hi, pos, slope, table,
+                keys_of_head, values_of_head,
                 kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
                 BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
-                WINDOW, CHUNK, SOFTCAP, ALIBI, False, PRECISION, FORMAT, NATIVE,
+                WINDOW, CHUNK, SOFTCAP, ALIBI, SHARED, False, PRECISION, FORMAT, NATIVE,
             )  # fmt: skip
         lo = open_end
     for start in tl.range(lo, hi, BLOCK_N):
         m, norm, acc = attend_tile(
-            q, m, norm, acc, start, hi, pos, slope, table, keys_of_head, values_of_head,
+            q, q_value, m, norm, acc, start, hi, pos, slope, table,
+            keys_of_head, values_of_head,
             kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
             BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
-            WINDOW, CHUNK, SOFTCAP, ALIBI, True, PRECISION, FORMAT, NATIVE,
+            WINDOW, CHUNK, SOFTCAP, ALIBI, SHARED, True, PRECISION, FORMAT, NATIVE,
         )  # fmt: skip
 
     if v_scale is not None:
         acc *= tl.load(v_scale + kv_head * V_SCALE_STRIDE)
-    dv = tl.arange(0, V_DIM_PAD)
     if row_splits == 1:
         result = acc / tl.where(norm > 0, norm, 1.0)[:, None]
         tl.store(

@@ -43,9 +43,14 @@ def plan(
     slopes: Tensor | None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    v_dim: int = 0,
 ) -> Plan[Tensor]:
     tokens, heads, dim = query.shape
-    kv_heads, block_size, v_dim = key_cache.shape[1], key_cache.shape[2], value_cache.shape[3]
+    kv_heads, block_size, shared = key_cache.shape[1], key_cache.shape[2], v_dim > 0
+    if shared:  # what of a key is no value comes behind it
+        value_cache, v_scale, dim = key_cache, k_scale, dim - v_dim
+    else:
+        v_dim = value_cache.shape[3]
     rows, group = context_len.shape[0], heads // kv_heads
     dim_pad, v_dim_pad = power_of_2(dim, 16), power_of_2(v_dim, 16)
     config = attention_config(
@@ -95,7 +100,7 @@ def plan(
         constants={
             **constants, "BLOCK_SIZE": block_size, "DIM": dim, "DIM_PAD": dim_pad,
             "SOFTCAP": softcap > 0, "SINKS": sinks is not None, "ALIBI": slopes is not None,
-            "SPLIT": split, "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+            "SHARED": shared, "SPLIT": split, "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
             "UPCAST": needs_upcast(query.dtype), "NATIVE": converts(query.device),
             **format_constants(key_cache, k_scale, v_scale),
         },
@@ -122,7 +127,7 @@ def _attend(**arguments: Any) -> Tensor:
 def _run(*args: Any) -> Tensor:
     arguments = paged_attention.bind(args)
     if arguments["chosen"] is not None:
-        unused = ("window", "chunk", "slopes", "prompts")
+        unused = ("window", "chunk", "slopes", "prompts", "v_dim")
         taken = {name: value for name, value in arguments.items() if name not in unused}
         return chosen_attention.plan(**taken).run()
     del arguments["chosen"], arguments["sparse_block_size"]
@@ -144,6 +149,7 @@ def _supports(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     chosen: Tensor | None,
+    v_dim: int,
     **others: Any,
 ) -> bool:
     plain = others["window"] == others["chunk"] == 0 and others["slopes"] is None
@@ -152,8 +158,9 @@ def _supports(
     return (
         takes(query)
         and caches_fit(query, key_cache, value_cache, k_scale, v_scale)
-        and max(query.shape[2], value_cache.shape[3]) <= _MAX_HEAD_DIM
-        and (chosen is None or (plain and chosen.stride(-1) == 1))
+        and max(query.shape[2] - v_dim, v_dim, value_cache.shape[3]) <= _MAX_HEAD_DIM
+        and v_dim < query.shape[2]
+        and (chosen is None or (plain and chosen.stride(-1) == 1 and not v_dim))
         and (not isinstance(rows, int) or rows <= _MAX_REQUESTS)
     )
 

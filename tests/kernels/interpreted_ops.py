@@ -162,12 +162,13 @@ def attention_cases(draw: st.DrawFn) -> tuple[Any, ...]:
     if not any(new for new, _ in lengths):
         lengths.append((1, 5))
     kv_heads = draw(st.sampled_from([1, 2, 3]))
+    v_dim, shared = draw(st.sampled_from([16, 40, 64])), draw(st.booleans())
     return make_case(
         lengths,
         kv_heads * draw(st.sampled_from([1, 2, 3, 5, 20])),
         kv_heads,
-        draw(st.sampled_from([16, 24, 48, 80, 112])),
-        draw(st.sampled_from([16, 40, 64])),
+        draw(st.sampled_from([16, 24, 48, 80, 112])) + v_dim * shared,
+        v_dim,
         draw(st.sampled_from([8, 16, 32])),
         CPU,
         torch.float32,
@@ -177,6 +178,7 @@ def attention_cases(draw: st.DrawFn) -> tuple[Any, ...]:
         sinks=draw(st.booleans()),
         alibi=draw(st.booleans()),
         cache=draw(st.sampled_from([None, None, *FP8])),
+        shared=shared,
         seed=draw(st.integers(0, 99)),
     )
 
