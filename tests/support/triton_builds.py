@@ -77,11 +77,12 @@ def attention(
     alibi: bool = False,
     max_blocks: int = 2048,
     cache: torch.dtype | None = None,
+    shared: bool = False,
 ) -> Plan[Tensor]:
     return paged_attention.plan(
         meta(tokens, heads, dim, dtype=dtype),
         meta(64, kv_heads, 16, dim, dtype=cache or dtype),
-        meta(64, kv_heads, 16, v_dim or dim, dtype=cache or dtype),
+        meta(64, kv_heads, 16, 0 if shared else v_dim or dim, dtype=cache or dtype),
         ints(rows + 1),
         ints(rows),
         ints(rows, max_blocks),
@@ -92,8 +93,14 @@ def attention(
         meta(heads, dtype=dtype) if sinks else None,
         floats(heads) if alibi else None,
         floats(1) if cache else None,
-        floats(kv_heads) if cache else None,
+        floats(kv_heads) if cache and not shared else None,
+        v_dim * shared,
     )
+
+
+def latent(tokens: int, rows: int, *, cache: torch.dtype | None = None) -> Plan[Tensor]:
+    """A quarter of the heads of a large model over a latent of 512 channels and 64 of position."""
+    return attention(tokens, rows, 32, 1, 576, 512, cache=cache, shared=True)
 
 
 def chosen(
@@ -318,6 +325,9 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
         meta(64, 8, 128), meta(64, 8, 128), *caches(64, FP8[1]), floats(8), floats(1)
     ),
     "rope_write fp8_e4m3": lambda: rope(interleaved=False, normed=True, cache=FP8[0]),
+    "attention latent decode": lambda: latent(64, 64),
+    "attention latent prefill": lambda: latent(4096, 4),
+    "attention latent decode fp8_e4m3": lambda: latent(64, 64, cache=FP8[0]),
     "attention decode fp8_e4m3": lambda: attention(64, 64, 32, 8, 128, cache=FP8[0]),
     "attention decode fp8_e5m2": lambda: attention(64, 64, 32, 8, 128, cache=FP8[1]),
     "attention prefill fp8_e4m3": lambda: attention(4096, 4, 32, 8, 128, cache=FP8[0]),
