@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from tiny_graphs import (
@@ -104,3 +105,32 @@ def test_leaves_alone_a_scaled_addmm_and_a_matrix_bias() -> None:
     for gm in (scaled, matrix):
         clean, _ = apply(gm, canonicalize())
         assert ops(clean) == {"aten.addmm.default": 1}
+
+
+def _filled(x: Tensor, cuts: list[tuple[int, int]], *, reads_early: bool = False) -> Tensor:
+    y = x.new_empty(*x.shape[:-1], 8)
+    early = y.view(-1) if reads_early else x
+    for start, end in cuts:
+        y[..., start:end].copy_(x[..., start:end] * (start + 1))
+    return y + 1 if not reads_early else y + early.view(x.shape)
+
+
+def test_what_is_filled_in_parts_is_joined() -> None:
+    gm = trace(lambda x: _filled(x, [(0, 3), (3, 8)]), x=X)
+    clean, (report,) = apply(gm, canonicalize())
+    assert report.removed["aten.copy_.default"] == 2 and report.added == {"aten.cat.default": 1}
+    assert_same(clean, gm, Values.of(x=X), 0)
+    assert_idempotent(gm, canonicalize())
+
+
+@pytest.mark.parametrize(
+    ("cuts", "reads_early"),
+    [([(0, 3), (4, 8)], False), ([(3, 8), (0, 3)], False), ([(0, 3), (3, 8)], True)],
+    ids=["a gap", "backwards", "read before"],
+)
+def test_what_is_filled_otherwise_is_left_alone(
+    cuts: list[tuple[int, int]], reads_early: bool
+) -> None:
+    gm = trace(lambda x: _filled(x, cuts, reads_early=reads_early), x=X)
+    clean, _ = apply(gm, canonicalize())
+    assert ops(clean)["aten.copy_.default"] == 2
