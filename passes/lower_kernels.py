@@ -12,7 +12,7 @@ from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import positional
 
 # Torch's ops that one of our ops can replace, with the same arguments.
-_SAME_AS = {torch.ops.aten.linear.default: "linear"}
+SAME_AS = {torch.ops.aten.linear.default: "linear", torch.ops.aten.bmm.default: "bmm"}
 
 
 @graph_pass(required=True)
@@ -25,18 +25,18 @@ def lower_kernels(gm: fx.GraphModule, *, prefer: Sequence[str] = PREFER) -> Note
         o = llmc_cpu.paged_attention(q, ...)
     """
     by_target = {op.overload: op for op in OPS.values()}
-    by_target |= {target: OPS[name] for target, name in _SAME_AS.items() if name in OPS}
+    by_target |= {target: OPS[name] for target, name in SAME_AS.items() if name in OPS}
     notes = []
     slow: dict[str, int] = {}
     for node in gm.graph.nodes:
         op = by_target.get(node.target) if node.op == "call_function" else None
         if op is None:
             continue
-        if node.target in _SAME_AS:
+        if node.target in SAME_AS:
             node.args = positional(node)  # linear's bias may be left out
         args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
         impl = op.best(args, prefer=prefer)
-        if impl is None and node.target in _SAME_AS:
+        if impl is None and node.target in SAME_AS:
             continue  # torch's own op is no slow reference
         if impl is None:
             slow[op.name] = slow.get(op.name, 0) + 1

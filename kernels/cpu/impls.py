@@ -11,6 +11,7 @@ from torch import Tensor
 from llmc.kernels.act_mul import act_mul
 from llmc.kernels.add_lora import add_lora
 from llmc.kernels.ban_words import ban_words
+from llmc.kernels.bmm import bmm
 from llmc.kernels.causal_conv import causal_conv
 from llmc.kernels.choose_blocks import choose_blocks
 from llmc.kernels.choose_keys import choose_keys
@@ -113,6 +114,11 @@ def _choose_blocks(*, query: Tensor, key: Tensor, key_cache: Tensor, **others: o
     return _takes(query, key, key_cache)
 
 
+def _bmm(*, self: Tensor, mat2: Tensor) -> bool:
+    dense = mat2.stride(1) == 1 or mat2.stride(2) == 1
+    return _takes(self) and mat2.dtype == self.dtype and mat2.device == self.device and dense
+
+
 def _quantized_linear(*, x: Tensor, weight: Tensor, bias: Tensor | None, **others: object) -> bool:
     return _takes(x, bias) and weight.device.type == "cpu" and weight.is_contiguous()
 
@@ -174,6 +180,7 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (process_logits, _all_of("logits")),
     (token_logprobs, _all_of("logits")),
     (linear, _all_of("x", "weight", "bias")),
+    (bmm, _bmm),
     (expert_linear, _all_of("x", "weight", "bias")),
     (quantized_linear, _quantized_linear),
     (quantized_expert_linear, _quantized_linear),

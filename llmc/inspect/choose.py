@@ -21,10 +21,10 @@ from llmc.kernels.cpu.build import is_obtainable
 from llmc.kernels.registry import OPS
 from llmc.passes.base import op_name
 from llmc.passes.edit import positional
+from llmc.passes.lower_kernels import SAME_AS
 
 COLLECTIVES = (all_reduce.name, all_gather.name, first_rank.name)
 _LANGUAGES = {"cpu": "C++", "triton": "Triton", "torch": "torch"}
-_PLAIN = {torch.ops.aten.linear.default: "linear"}  # torch's own op, which one of ours may replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ def choose_kernels(
     `copies(layer)` is how many layers of the model the captured one stands for.
     """
     present = _present(device)
-    by_target = {op.overload: op.name for op in OPS.values()} | _PLAIN
+    by_target = {op.overload: op.name for op in OPS.values()} | SAME_AS
     counts: Counter[tuple[str, str]] = Counter()
     rest = 0
     for node in stage.graph.graph.nodes:
@@ -57,7 +57,7 @@ def choose_kernels(
         op = OPS.get(name)
         args = fx.node.map_arg(positional(node), lambda n: n.meta.get("val"))
         impl = op.best(args, present=present) if op else None
-        fallback = "torch" if node.target in _PLAIN else "reference"
+        fallback = "torch" if node.target in SAME_AS else "reference"
         counts[name, _LANGUAGES[impl.name] if impl else fallback] += copies(stage.layers.of[node])
     found = [KernelChoice(op=op, count=n, runs=runs) for (op, runs), n in sorted(counts.items())]
     return (*found, KernelChoice(op="everything else", count=rest, runs="torch"))

@@ -14,6 +14,7 @@ from llmc.kernels import (  # noqa: F401
     add_lora,
     attention,
     ban_words,
+    bmm,
     causal_conv,
     choose_blocks,
     choose_keys,
