@@ -1,4 +1,7 @@
-"""Contexts many times as long as what a sparse indexer chooses: answers are transformers' own."""
+"""Layers whose caches are not keys and values of heads: answers are transformers' own.
+
+Sparse indexers, over contexts many times as long as what they choose, and latents.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,22 @@ TOP_K = 8
 LENGTHS = (3, 121, 48, 70)
 NUM_TOKENS = 8
 CONTEXT = 160
+INDEX = (1, 16)  # heads and channels of an indexer's keys
+LATENT = {(1, 24), (1, 0)}  # 16 channels and 8 of position; no values beside them
 KINDS = {
     "deepseek_v32": "every layer has an indexer",
     "glm_moe_dsa": "a layer attends to what an earlier one chose",
     "minimax_m3_vl_text": "blocks, chosen for each KV head",
+    "deepseek_v2": "latents, rotated as complex numbers",
+    "deepseek_v3": "latents",
+    "minicpm3": "latents, and as many channels of a value as of a key",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     expected: list[Continuation]
+    is_sparse: bool
     running: tiny_engine.Running
 
 
@@ -37,12 +46,13 @@ class Subject:
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     config = tiny_config(request.param)
     blocks = getattr(config, "index_topk_blocks", 0) * getattr(config, "index_block_size", 0)
-    assert (blocks or config.index_topk) == TOP_K
-    path = save_random(config, tmp_path_factory.mktemp("indexer"))
+    chosen = blocks or getattr(config, "index_topk", 0)
+    assert chosen in (0, TOP_K)
+    path = save_random(config, tmp_path_factory.mktemp("caches"))
     model: Any = load_reference(path)
     expected = [continue_greedily(model, p, NUM_TOKENS) for p in prompts(LENGTHS)]
     running = tiny_engine.start(path, max_model_len=CONTEXT, swap_space=2**20)
-    return Subject(expected=expected, running=running)
+    return Subject(expected=expected, is_sparse=chosen > 0, running=running)
 
 
 def assert_expected(subject: Subject, got: list[tiny_engine.Generated]) -> None:
@@ -109,9 +119,9 @@ def test_forks_of_one_prompt_copy_its_keys(subject: Subject) -> None:
         assert_expected(subject, [got[f"{i}{suffix}"] for i in range(len(LENGTHS))])
 
 
-def test_a_block_holds_the_keys_of_indexers_too(subject: Subject) -> None:
+def test_a_block_holds_what_a_token_is_said_to_take(subject: Subject) -> None:
     started = subject.running.started
     block_bytes = sum(cache[0].nbytes for cache in subject.running.caches)
     assert block_bytes == started.info.block_size * started.info.kv_bytes_per_token
     widths = {(cache.shape[1], cache.shape[3]) for cache in subject.running.caches}
-    assert (1, 16) in widths, "index_head_dim, for all heads"
+    assert INDEX in widths if subject.is_sparse else widths == LATENT
