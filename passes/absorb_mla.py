@@ -1,17 +1,15 @@
-"""`absorb_mla`: multi-head latent attention attends over its latent, which is all that is cached."""
+"""`absorb_mla`: multi-head latent attention attends to its latent, which is what is cached."""
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from llmc.kernels.attention import attention
-from llmc.kernels.quantized_linear import Quantization
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
     arguments,
@@ -57,17 +55,13 @@ class _Latent:
 
 
 @graph_pass()
-def absorb_mla(
-    gm: fx.GraphModule,
-    *,
-    kept: Sequence[tuple[str, Quantization]] = (),
-    unwanted: str | None = None,
-) -> Notes:
-    """Where keys and values of all heads are a linear of one latent, move that linear to queries and
-    outputs: attention is over the latent, with one key head, and page_attention caches that alone.
+def absorb_mla(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
+    """Where all heads' keys and values are a linear of one latent, move it to queries and outputs.
 
-    A score is q . (Wk c) = (Wk^T q) . c, and an output sum p (Wv c) = Wv (sum p c). Weights that are
-    `kept` in their stored bits are no plain matrices, so their layers stay.
+    Attention then is over the latent, with one key head, and page_attention caches that alone.
+
+    A score is q . (Wk c) = (Wk^T q) . c, and an output sum p (Wv c) = Wv (sum p c). The weight is
+    read as it is: one that is stored quantized is widened when it is loaded.
 
     Before:
         kv = aten.linear(c [1, 1, T, R], w [H * (D + Dv), R])
@@ -79,24 +73,27 @@ def absorb_mla(
         a = llmc.attention(cat(aten.bmm(q[..., :D], wk), q[..., D:]), key, key[..., :R], ...)
         o = aten.bmm(a [H, T, R], wv^T)
     """
-    graph, stored = gm.graph, {name for name, _ in kept}
+    graph = gm.graph
     reasons: Counter[str] = Counter()
     done: Counter[tuple[int, int]] = Counter()
     made: dict[Any, tuple[_Latent, fx.Node, fx.Node]] = {}  # layers may share keys and values
     for marker in calls(graph, attention.overload):
         given = arguments(marker)
         tensors = (given.key, given.value)
+        found = made[tensors][0] if tensors in made else _find(given.key, given.value)
+        if found is None:
+            continue
+        reason = unwanted
+        if given.chosen is not None:
+            reason = "a sparse indexer chooses their keys"
+        elif tensors not in made:
+            reason = reason or _why_not(found)
+        if reason is not None:
+            reasons[reason] += 1
+            continue
         if tensors not in made:
-            found = _find(given.key, given.value)
-            if found is None:
-                continue
-            reason = unwanted or _why_not(found, marker, stored)
-            if reason is not None:
-                reasons[reason] += 1
-                continue
             made[tensors] = (found, *_keys_and_values(graph, found, marker))
-        found, key, value = made[tensors]
-        _attend(graph, marker, found, key, value)
+        _attend(graph, marker, *made[tensors])
         done[found.expanded, found.cached] += 1
     notes = [
         f"{count} layers cache {cached:,} values of a token in place of {expanded:,}"
@@ -146,14 +143,9 @@ def _find(key: Any, value: Any) -> _Latent | None:
     )
 
 
-def _why_not(found: _Latent, marker: fx.Node, stored: set[str]) -> str | None:
-    role = input_of(found.weight)
-    if arguments(marker).chosen is not None:
-        return "a sparse indexer chooses their keys"
-    if not isinstance(role, WeightInput) or only_user(found.weight) is None:
+def _why_not(found: _Latent) -> str | None:
+    if not isinstance(input_of(found.weight), WeightInput) or only_user(found.weight) is None:
         return "the weight of keys and values is computed, or read elsewhere too"
-    if stored.intersection(role.parts):
-        return "the weight of keys and values is stored quantized"
     if found.cached >= found.expanded:
         return "the latent is no smaller than keys and values"
     return None
@@ -170,9 +162,7 @@ def _keys_and_values(graph: fx.Graph, found: _Latent, marker: fx.Node) -> tuple[
     return key, value
 
 
-def _attend(
-    graph: fx.Graph, marker: fx.Node, found: _Latent, key: fx.Node, value: fx.Node
-) -> None:
+def _attend(graph: fx.Graph, marker: fx.Node, found: _Latent, key: fx.Node, value: fx.Node) -> None:
     given = arguments(marker)
     width = found.key_dim + found.value_dim
     with graph.inserting_before(marker):

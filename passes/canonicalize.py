@@ -95,6 +95,7 @@ def _join_parts(graph: fx.Graph, empty: fx.Node) -> None:
     """A new tensor whose slices along the last dimension are filled first, one after the other."""
     last = val(empty).dim() - 1
     parts: list[fx.Node] = []
+    cuts: list[fx.Node] = []
     fills: list[fx.Node] = []
     end = 0
     for cut in list(empty.users):  # in the order of the graph
@@ -108,11 +109,12 @@ def _join_parts(graph: fx.Graph, empty: fx.Node) -> None:
             return
         end += int(val(cut).shape[-1])
         parts.append(part)
+        cuts.append(cut)
         fills.append(fill)
     if not parts or end != val(empty).shape[-1]:
         return
     order = {node: i for i, node in enumerate(graph.nodes)}
-    cuts, first, last_write = [w.args[0] for w in fills], order[fills[0]], order[fills[-1]]
+    first, last_write = order[fills[0]], order[fills[-1]]
     if any(order[user] < last_write for user in empty.users if user not in cuts):
         return
     if any(writes(n) and first < order[n] < last_write for n in order if n not in fills):

@@ -52,8 +52,8 @@ def page_attention(
     values of an earlier one read its cache; a module that is called twice has a cache for each.
 
     Attention to chosen positions (find_indexers) is paged alike. Values that are the first channels
-    of the keys (absorb_mla) are cached with these: their own cache has no width, and paged_attention
-    gets their number as v_dim.
+    of the keys (absorb_mla) are cached with these: their own cache has no width, and v_dim is their
+    number.
 
     Before:
         o = llmc.attention(q [1, H, T, D], k, v, key_cache, value_cache, scale, window, ...)

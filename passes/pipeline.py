@@ -73,9 +73,8 @@ def pipeline(
         find_indexers(  # before page_attention: what it reads of a sequence, its caches are for
             max_positions=options.max_positions, block_size=options.block_size
         ),
-        absorb_mla(  # after find_indexers: layers whose keys it chooses stay
-            kept=options.kept, unwanted=_keeps_heads(options)
-        ),
+        # after find_indexers: layers whose keys it chooses stay
+        absorb_mla(unwanted=_keeps_heads(options)),
         page_attention(
             block_size=options.block_size, cache_dtype=CACHE_DTYPES[options.kv_cache_dtype]
         ),

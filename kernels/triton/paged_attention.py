@@ -100,7 +100,8 @@ def plan(
         constants={
             **constants, "BLOCK_SIZE": block_size, "DIM": dim, "DIM_PAD": dim_pad,
             "SOFTCAP": softcap > 0, "SINKS": sinks is not None, "ALIBI": slopes is not None,
-            "SHARED": shared, "SPLIT": split, "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+            "SHARED": shared, "SPLIT": split,
+            "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
             "UPCAST": needs_upcast(query.dtype), "NATIVE": converts(query.device),
             **format_constants(key_cache, k_scale, v_scale),
         },

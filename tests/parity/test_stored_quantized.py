@@ -9,6 +9,7 @@ import pytest
 import tiny_engine
 import torch
 from packed_checkpoints import PACKINGS, fp8, pack_quantized, write_mxfp4, write_packed
+from tiny_configs import save_random, tiny_config
 from tiny_engine import Running
 from tiny_models import continue_greedily, load_reference, prompts, save_checkpoint
 
@@ -131,6 +132,19 @@ def test_experts_whose_form_does_not_fit_are_widened(
     caplog.set_level("INFO")
     same_as_transformers(*write_packed(plain, tmp_path, fp8((32, 48))))
     assert "32 of 32 weights that are stored quantized are widened" in caplog.text
+
+
+def test_a_latent_s_weight_is_widened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = tiny_config("minicpm3")
+    for name, size in {**SIZES, "kv_lora_rank": 32, "q_lora_rank": 32}.items():
+        setattr(config, name, size)
+    plain = save_random(config, tmp_path / "plain")
+    caplog.set_level("INFO")
+    running = same_as_transformers(
+        *write_packed(plain, tmp_path, PACKINGS["fp8 in blocks of 32"]())
+    )
+    assert any("2 layers cache 40 values" in r for r in running.started.info.pass_reports)
+    assert "are widened" in caplog.text
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
