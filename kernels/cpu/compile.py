@@ -29,7 +29,7 @@ _COMPILERS = ("g++", "clang++", "c++")
 _GLUE = ("levels.cpp", "recording.cpp", "team.cpp")  # beside the bindings
 _FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-w")
 # What nearly every source includes: parsed once a library, not by every file again.
-_KERNEL_HEADERS = ("vec.h", "dtypes.h", "parallel.h", "kernels.h", "low_bit.h", "<functional>")
+_KERNEL_HEADERS = ("vec.h", "dtypes.h", "parallel.h", "kernels.h", "<functional>", "<numeric>")
 _GLUE_HEADERS = ("bindings.h",)
 
 
