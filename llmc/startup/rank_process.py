@@ -57,10 +57,10 @@ def main() -> int:
     if _read_line(channel) is None:  # all have loaded: until then nothing is timed
         return 0
     group = open_group(order.folder, order.rank, order.size, model.program.device, order.timeout_s)
-    follower = Follower(model, Ranks(group=group))
+    worker = RankWorker(model, Ranks(group=group))
     try:
         while (told := receive(channel)) is not None:
-            follower.obey(told)
+            worker.execute(told)
     except Exception as error:
         if _has_ended(channel):
             return 0  # a collective that rank 0 left
@@ -93,7 +93,7 @@ def load_rank(order: RankOrder) -> LoadedModel:
     return load_model(compiled, order.rank)
 
 
-class Follower:
+class RankWorker:
     """Does what rank 0 tells it."""
 
     def __init__(self, model: LoadedModel, ranks: Ranks) -> None:
@@ -102,7 +102,7 @@ class Follower:
         self._build = start_kernels(model.program.device)
         self._runner: ModelRunner | None = None
 
-    def obey(self, order: Order) -> None:
+    def execute(self, order: Order) -> None:
         match order.kind:
             case Kind.LEAST_MEMORY:
                 least_free_bytes(self._model.program.device, self._model.source.config, self._ranks)
