@@ -86,6 +86,8 @@ def shard_linears(gm: fx.GraphModule, *, size: int = 1) -> Notes:
             update_val(node)
         elif (cut := region.cuts.get(node)) is not None:
             _cut(node, cut, size)
+        elif is_call(node, *SPLITS) and arguments(node).self in region.cuts:
+            update_val(node)  # along another dimension
     vocabulary = _vocabulary(graph, region)
     terms, draws = [n for n in graph.nodes if n in region.terms], calls(graph, sample.overload)
     if terms or draws or vocabulary:
