@@ -1,0 +1,292 @@
+"""Serve and Data on a real Ray of this machine: tests/e2e/test_on_ray.py runs these where the
+environment has none."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from tiny_chat import tiny_chat_model
+
+from llmc.integrations.ray import LLMPredictor, build_app
+
+ray = pytest.importorskip(
+    "ray", reason="Ray is not installed here; tests/e2e/test_on_ray.py runs these elsewhere"
+)
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.filterwarnings("default"),  # Ray's own
+]
+TINY: dict[str, Any] = {"opt_level": 0, "device": "cpu", "max_num_seqs": 8}
+PREFIX = "/llm"
+
+
+def wait_for(is_so: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+    until = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < until, f"waited {seconds:g} s for {what}"
+        time.sleep(0.2)
+
+
+def processes(title: str) -> dict[int, psutil.Process]:
+    """Ray's workers that are named so, by pid."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if title in " ".join(process.cmdline()):
+                found[process.pid] = process
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+        logging_level="error",
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+# ---- Serve ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    url: str
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", **options)
+
+    def ask(self, client: openai.OpenAI, num_tokens: int, **options: Any) -> Any:
+        return client.completions.create(
+            model="tiny",
+            prompt="Once upon a time",
+            max_tokens=num_tokens,
+            temperature=0.0,
+            extra_body={"ignore_eos": True},
+            **options,
+        )
+
+    def whole(self, client: openai.OpenAI, num_tokens: int) -> str:
+        answer = self.ask(client, num_tokens).choices[0]
+        assert answer.finish_reason == "length"
+        return str(answer.text)
+
+    def streamed(self, client: openai.OpenAI, num_tokens: int) -> str:
+        """EOFError where the stream ends before its answer does."""
+        text, reason = "", None
+        for event in self.ask(client, num_tokens, stream=True):
+            text += event.choices[0].text
+            reason = event.choices[0].finish_reason
+        if reason != "length":
+            raise EOFError(f"the stream ended after {len(text)} characters")
+        return text
+
+    @property
+    def num_replicas(self) -> int:
+        from ray import serve
+
+        [deployment] = serve.status().applications["default"].deployments.values()
+        return deployment.replica_states.get("RUNNING", 0)
+
+
+@pytest.fixture(scope="module")
+def served(cluster: None) -> Iterator[Served]:
+    from ray import serve
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    application = build_app(
+        str(tiny_chat_model()),
+        server={"served_model_names": ["tiny"]},
+        deployment={
+            "ray_actor_options": {"num_cpus": 1},
+            "health_check_period_s": 1,
+            "autoscaling_config": {
+                "min_replicas": 1,
+                "max_replicas": 2,
+                "target_ongoing_requests": 2,
+                "upscale_delay_s": 1,
+                "look_back_period_s": 2,
+                "downscale_delay_s": 600,
+            },
+        },
+        **TINY,
+    )
+    serve.run(application, route_prefix=PREFIX)
+    try:
+        yield Served(url=f"http://127.0.0.1:{port}{PREFIX}")
+    finally:
+        serve.shutdown()
+
+
+def test_a_stream_comes_through_the_proxy_as_it_is_made(served: Served) -> None:
+    client = served.client()
+    assert served.num_replicas == 1
+    assert httpx.get(served.url + "/health").json() == {"status": "ok"}
+    times = []
+    began = time.monotonic()
+    for _ in served.ask(client, 600, stream=True):
+        times.append(time.monotonic() - began)
+    assert len(times) > 20
+    assert times[0] < times[-1] / 2
+    assert served.streamed(client, 60) == served.whole(client, 60)
+    ids = httpx.get(served.url + "/v1/models").headers.get_list("x-request-id")
+    assert len(ids) == 1
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        served.whole(client, 10**6)
+
+
+def test_a_client_that_leaves_ends_its_request(served: Served) -> None:
+    def metric(line: str) -> float:
+        text = httpx.get(served.url + "/metrics").text
+        return float(next(row.split()[-1] for row in text.splitlines() if line in row))
+
+    before = metric('finished_reason="abort"')
+    stream = served.ask(served.client(), 1900, stream=True)
+    next(iter(stream))
+    assert metric("llmc:num_requests_running{") == 1
+    stream.close()
+    wait_for(lambda: metric("llmc:num_requests_running{") == 0, "the request's end", 2.0)
+    assert metric('finished_reason="abort"') == before + 1
+
+
+def test_load_brings_a_replica_and_a_killed_one_loses_its_own_requests_alone(
+    served: Served,
+) -> None:
+    """All clients get every answer: the client sends again what it has no answer to, and its
+    caller what broke off in a stream."""
+    client = served.client(max_retries=8)
+    expected = served.whole(client, 300)
+    stop = threading.Event()
+    answers: list[str] = []
+    broken: list[BaseException] = []
+
+    def load(number: int) -> None:
+        while not stop.is_set():
+            try:
+                ask = served.streamed if number % 2 else served.whole
+                answers.append(ask(client, 300))
+            except (EOFError, openai.APIError, httpx.HTTPError) as error:
+                broken.append(error)
+
+    with ThreadPoolExecutor(8) as threads:
+        calls = [threads.submit(load, number) for number in range(8)]
+        try:
+            wait_for(lambda: served.num_replicas == 2, "a second replica")
+            replicas = processes("ray::ServeReplica:default:llmc")
+            assert len(replicas) == 2
+            wait_for(lambda: len(answers) > 20, "answers of both")
+            assert broken == []
+            pid, victim = next(iter(replicas.items()))
+            victim.kill()
+            so_far = len(answers)
+            wait_for(
+                lambda: len(set(processes("ray::ServeReplica:default:llmc")) - {pid}) == 2,
+                "another replica in its place",
+            )
+            wait_for(lambda: served.num_replicas == 2, "both to serve")
+            wait_for(lambda: len(answers) > so_far + 20, "answers after it")
+        finally:
+            stop.set()
+        for call in calls:
+            call.result()
+    assert set(answers) == {expected}
+    assert len(broken) <= 4, broken  # of 8 in flight, the streams of one replica at most
+    assert all(isinstance(error, EOFError | openai.APIError) for error in broken), broken
+
+
+def test_a_replica_that_is_to_end_finishes_its_requests(served: Served) -> None:
+    from ray import serve
+
+    client = served.client(max_retries=0)
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(served.streamed, client, 1500) for _ in range(4)]
+        time.sleep(0.5)
+        began = time.monotonic()
+        serve.delete("default")
+        assert time.monotonic() - began < 25
+        assert len({call.result() for call in calls}) == 1
+    assert httpx.get(served.url + "/health").status_code == 404
+    assert processes("ray::ServeReplica:default:llmc") == {}
+
+
+# ---- Data ----
+
+
+def test_every_prompt_is_answered_once_although_a_worker_is_killed(
+    cluster: None, tmp_path: Path
+) -> None:
+    count = 10_000
+
+    def num_saved() -> int:
+        return sum(Path(p).read_bytes().count(b"\n") for p in glob.glob(f"{tmp_path}/*.jsonl"))
+
+    killed: list[int] = []
+
+    def kill() -> None:
+        wait_for(lambda: num_saved() > count // 3, "a third of the answers")
+        pid, worker = next(iter(processes("ray::MapWorker(MapBatches(LLMPredictor)").items()))
+        worker.kill()
+        killed.append(pid)
+
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    rows = [{"id": i, "prompt": f"number {i}"} for i in range(count)]
+    answered = ray.data.from_items(rows, override_num_blocks=40).map_batches(
+        LLMPredictor,
+        fn_constructor_kwargs={
+            "model": str(tiny_chat_model()),
+            "sampling_params": {"max_tokens": 2, "temperature": 0.0},
+            "id_column": "id",
+            "checkpoint_dir": str(tmp_path),
+            **TINY,
+            "max_num_seqs": 64,
+        },
+        batch_size=250,
+        compute=ray.data.ActorPoolStrategy(size=2),
+        num_cpus=1,
+    )
+    killer = threading.Thread(target=kill)
+    killer.start()
+    made = answered.take_all()
+    killer.join()
+    assert len(killed) == 1
+    assert sorted(row["id"] for row in made) == list(range(count))
+    assert {row["error"] for row in made} == {""}
+    assert {row["num_generated_tokens"] for row in made} == {2}
+    assert all(row["prompt"] == f"number {row['id']}" for row in made)
+    again = LLMPredictor(  # a run after this one: what it finds it does not compute
+        str(tiny_chat_model()),
+        sampling_params={"max_tokens": 2, "temperature": 0.0},
+        id_column="id",
+        checkpoint_dir=str(tmp_path),
+        **TINY,
+    )
+    saved = num_saved()
+    sample = sorted(made, key=lambda row: int(row["id"]))[:: count // 100]
+    batch = {name: [row[name] for row in sample] for name in ("id", "prompt")}
+    assert again(batch)["generated_text"] == [row["generated_text"] for row in sample]
+    assert num_saved() == saved
