@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import os
 import socket
 import threading
 import time
@@ -18,9 +19,10 @@ import httpx
 import openai
 import psutil
 import pytest
+import yaml
 from tiny_chat import tiny_chat_model
 
-from llmc.integrations.ray import LLMPredictor, build_app
+from llmc.integrations.ray import LLMPredictor, app, build_app
 
 ray = pytest.importorskip(
     "ray", reason="Ray is not installed here; tests/e2e/test_on_ray.py runs these elsewhere"
@@ -30,8 +32,9 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.xdist_group("ray"),
-    pytest.mark.filterwarnings("default"),  # Ray's own
+    pytest.mark.filterwarnings("ignore"),  # of what Ray does
 ]
+ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {"opt_level": 0, "device": "cpu", "max_num_seqs": 8}
 PREFIX = "/llm"
 
@@ -54,7 +57,9 @@ def processes(title: str) -> dict[int, psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    here = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("ray"))  # which workers have on their import path
     ray.init(
         num_cpus=4,
         include_dashboard=False,
@@ -66,6 +71,7 @@ def cluster() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+        os.chdir(here)
 
 
 # ---- Serve ----
@@ -130,6 +136,7 @@ def served(cluster: None) -> Iterator[Served]:
                 "max_replicas": 2,
                 "target_ongoing_requests": 2,
                 "upscale_delay_s": 1,
+                "metrics_interval_s": 0.5,
                 "look_back_period_s": 2,
                 "downscale_delay_s": 600,
             },
@@ -234,6 +241,17 @@ def test_a_replica_that_is_to_end_finishes_its_requests(served: Served) -> None:
     assert processes("ray::ServeReplica:default:llmc") == {}
 
 
+@pytest.mark.parametrize("file", ["examples/ray_serve.yaml", "deploy/kubernetes/ray-service.yaml"])
+def test_ray_takes_the_configuration(file: str) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    given = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
+    given = yaml.safe_load(given["spec"]["serveConfigV2"]) if "spec" in given else given
+    [application] = ServeDeploySchema.model_validate(given).applications
+    built = app({**application.args, "model": str(tiny_chat_model())})
+    assert built._bound_deployment.name == "llmc"
+
+
 # ---- Data ----
 
 
@@ -269,7 +287,7 @@ def test_every_prompt_is_answered_once_although_a_worker_is_killed(
         compute=ray.data.ActorPoolStrategy(size=2),
         num_cpus=1,
     )
-    killer = threading.Thread(target=kill)
+    killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     made = answered.take_all()
     killer.join()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -56,7 +57,8 @@ def build_app(
     what `serve.deployment` takes (num_replicas, autoscaling_config, ray_actor_options ...). Unless
     `deployment` says otherwise a replica is sent as many requests as its engine has rows, four
     times as many wait in each proxy, and a replica that is to end may take `shutdown_timeout_s`
-    for what it runs. ConfigError for options that can't be, here and not in a replica.
+    for what it runs. Without `api_keys` those count that LLMC_API_KEY has in the replica.
+    ConfigError for options that can't be, here and not in a replica.
     """
     config = make_config(model, options)
     settings = _settings(server or {})
@@ -70,7 +72,8 @@ def build_app(
     def make() -> ASGIApp:
         """Called in each replica."""
         set_up_logging("info", "text")
-        return ReplicaApp(AsyncLLM(model, **options), settings)
+        keys = settings.api_keys or os.environ.get("LLMC_API_KEY", "").split()
+        return ReplicaApp(AsyncLLM(model, **options), dataclasses.replace(settings, api_keys=keys))
 
     defaults = {
         "name": "llmc",
