@@ -143,7 +143,7 @@ THIRD_PARTY = {  # name -> the only modules that may import it
         "llmc.server",
     ),
     "llguidance": ("llmc.structured",),
-    "ray": ("llmc.integrations.ray",),
+    "ray": ("llmc.integrations.ray", "llmc.startup.ray_ranks"),
     **dict.fromkeys(SERVER, ("llmc.server",)),
     "starlette": ("llmc.server", "llmc.integrations.ray.serve"),
 }

@@ -1,4 +1,4 @@
-"""Where Ray is not installed: tests/integrations/test_ray_cluster.py in an environment that has it."""
+"""Where Ray is not installed: the tests on a cluster, in an environment that has it."""
 
 from __future__ import annotations
 

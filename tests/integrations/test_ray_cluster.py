@@ -19,10 +19,15 @@ import httpx
 import openai
 import psutil
 import pytest
+import torch
 import yaml
 from tiny_chat import tiny_chat_model
 
+from llmc.errors import ConfigError, EngineDeadError
 from llmc.integrations.ray import LLMPredictor, app, build_app
+from llmc.llm import LLM
+from llmc.sampling_params import SamplingParams
+from llmc.startup import ray_ranks
 
 ray = pytest.importorskip(
     "ray", reason="Ray is not installed here; tests/e2e/test_on_ray.py runs these elsewhere"
@@ -308,3 +313,58 @@ def test_every_prompt_is_answered_once_although_a_worker_is_killed(
     batch = {name: [row[name] for row in sample] for name in ("id", "prompt")}
     assert again(batch)["generated_text"] == [row["generated_text"] for row in sample]
     assert num_saved() == saved
+
+
+# ---- ranks on a placement group ----
+
+
+def placement_groups() -> list[str]:
+    """States of those that are not removed."""
+    states = [group["state"] for group in ray.util.placement_group_table().values()]
+    return [state for state in states if state != "REMOVED"]
+
+
+def test_ranks_on_a_placement_group_answer_as_one_and_a_killed_one_ends_the_engine(
+    cluster: None, tmp_path: Path
+) -> None:
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    texts = ["This License", "You may", "Once"]
+    options = {**TINY, "dtype": "float32"}
+
+    def answers(llm: LLM) -> list[list[int]]:
+        return [o.outputs[0].token_ids for o in llm.generate(texts, params, progress=False)]
+
+    with LLM(str(tiny_chat_model()), **options) as one:
+        want, weights = answers(one), one.info.weight_bytes
+    on_ray = {**options, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    with LLM(str(tiny_chat_model()), **on_ray) as two:
+        assert answers(two) == want
+        assert two.info.weight_bytes < weights
+        assert placement_groups() == ["CREATED"]
+        [table] = [
+            group
+            for group in ray.util.placement_group_table().values()
+            if group["state"] == "CREATED"
+        ]
+        assert len(table["bundles"]) == 2
+        [rank] = processes("ray::_RankActor").values()
+        rank.kill()
+        with pytest.raises(EngineDeadError, match=r"rank 1 \(process \d+\) ended with .*Actor"):
+            answers(two)
+    wait_for(lambda: placement_groups() == [], "the group's end", 20.0)
+    assert processes("ray::_RankActor") == {}
+
+
+def test_a_placement_that_cannot_be_is_an_error_with_what_there_is(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_ranks, "PLACEMENT_TIMEOUT_S", 1.0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    num_threads = torch.get_num_threads()
+    options = {**TINY, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    try:
+        with pytest.raises(ConfigError, match=r"2 bundles of \{'CPU': 3.0\} in 1 s; it has"):
+            LLM(str(tiny_chat_model()), **options)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert placement_groups() == []
