@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -34,7 +33,14 @@ from llmc.startup.compile import CompiledModel, LoadedModel, load_model, rewrite
 from llmc.startup.config_facts import FactsCache
 from llmc.startup.resolve import pick_device, resolve
 from llmc.startup.sizing import least_free_bytes
-from llmc.startup.tensor_parallel import PROGRAM, RankOrder, group_of, open_group, read_line
+from llmc.startup.tensor_parallel import (
+    PROGRAM,
+    RankOrder,
+    group_of,
+    open_group,
+    read_line,
+    tcp_store,
+)
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +101,7 @@ def _join(order: RankOrder, device: torch.device, channel: socket.socket) -> Gro
     if order.store is None:
         return open_group(order.folder, rank, size, device, timeout_s)
     host, port = order.store
-    store = torch.distributed.TCPStore(
-        host, port, size, is_master=False, timeout=timedelta(seconds=timeout_s)
-    )
+    store = tcp_store(host, port, size, timeout_s, is_master=False)
     return group_of(store, rank, size, device, timeout_s, channel.getsockname()[0])
 
 

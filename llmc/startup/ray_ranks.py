@@ -16,12 +16,10 @@ import secrets
 import socket
 import struct
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError, EngineDeadError
@@ -34,6 +32,7 @@ from llmc.startup.tensor_parallel import (
     RankOrder,
     RankProcesses,
     group_of,
+    tcp_store,
 )
 
 PLACEMENT_TIMEOUT_S = 300.0  # a cluster may start nodes first
@@ -61,16 +60,9 @@ class RayRanks(RankProcesses):
             ray.init(logging_level="warning")  # RAY_ADDRESS names a cluster
         self._is_cuda = pick_device(config.device).type == "cuda"
         self._address = ray.util.get_node_ip_address()
-        # where the ranks' groups find each other; only what all of them wrote is in there
-        self._store = dist.TCPStore(
-            self._address,
-            0,
-            config.tensor_parallel_size,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=TIMEOUT_S),
-        )
-        super().__init__(config.tensor_parallel_size)
+        size = config.tensor_parallel_size
+        self._store = tcp_store(self._address, 0, size, TIMEOUT_S, is_master=True)
+        super().__init__(size)
 
     def _start_all(self) -> None:
         import ray
@@ -93,7 +85,7 @@ class RayRanks(RankProcesses):
                 ).remote()
                 done = handle.run.remote(self._address, port, secret, rank)
                 self._processes.append(_RayRank(handle, done, group if is_ours else None))
-            self._channels.extend(self._connected(listener, secret))
+            self._take_channels(listener, secret)
 
     def _place(self) -> tuple[Any, int, bool]:
         """(placement group, bundle of rank 1, whether the group is ours)."""
@@ -129,10 +121,17 @@ class RayRanks(RankProcesses):
             )
         return group, len(own), True
 
-    def _connected(self, listener: socket.socket, secret: bytes) -> list[socket.socket]:
-        """The channels of ranks 1 and up, once all have connected. Who does not know the secret is
-        sent away."""
+    def _take_channels(self, listener: socket.socket, secret: bytes) -> None:
+        """Waits until all ranks have connected. Who does not know the secret is sent away."""
         found: dict[int, socket.socket] = {}
+        try:
+            self._accept(listener, secret, found)
+        finally:  # also those of some ranks: they are closed with this object
+            self._channels.extend(found[rank] for rank in sorted(found))
+
+    def _accept(
+        self, listener: socket.socket, secret: bytes, found: dict[int, socket.socket]
+    ) -> None:
         listener.settimeout(0.5)
         until = time.monotonic() + START_TIMEOUT_S
         while len(found) < self.size - 1:
@@ -153,10 +152,7 @@ class RayRanks(RankProcesses):
                 continue
             channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             found[rank] = channel
-            process = self._processes[rank - 1]
-            assert isinstance(process, _RayRank), "made above"
-            process.pid = pid
-        return [found[rank] for rank in range(1, self.size)]
+            self._processes[rank - 1].pid = pid
 
     def _send(self, channel: socket.socket, order: RankOrder) -> None:
         """With the program, since the rank may not see this machine's files."""

@@ -150,6 +150,18 @@ def group_of(
     return group
 
 
+def tcp_store(host: str, port: int, size: int, timeout_s: float, *, is_master: bool) -> Any:
+    """A store for ranks that may be elsewhere. The master listens, on any free port with 0."""
+    return _dist.TCPStore(
+        host,
+        port,
+        size,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
     options = _dist.ProcessGroupGloo._Options()
     options._devices = [_dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -167,8 +179,8 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 class RankProcess(Protocol):
     """One rank beside this one."""
 
-    @property
-    def pid(self) -> int: ...
+    pid: int
+
     def ended(self) -> str | None:
         """How: "exit code 1"; None while it runs."""
 
@@ -179,10 +191,7 @@ class RankProcess(Protocol):
 class _LocalRank:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = process.pid
 
     def ended(self) -> str | None:
         code = self._process.poll()

@@ -61,6 +61,12 @@ def processes(title: str) -> dict[int, psutil.Process]:
     return found
 
 
+def placement_groups() -> list[str]:
+    """States of those that are not removed."""
+    states = [group["state"] for group in ray.util.placement_group_table().values()]
+    return [state for state in states if state != "REMOVED"]
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     here = os.getcwd()
@@ -123,13 +129,24 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(cluster: None) -> Iterator[Served]:
+def proxy(cluster: None) -> Iterator[int]:
+    """The port of Serve."""
     from ray import serve
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port = int(probe.getsockname()[1])
     serve.start(http_options={"host": "127.0.0.1", "port": port})
+    try:
+        yield port
+    finally:
+        serve.shutdown()
+
+
+@pytest.fixture(scope="module")
+def served(proxy: int) -> Served:
+    from ray import serve
+
     application = build_app(
         str(tiny_chat_model()),
         server={"served_model_names": ["tiny"]},
@@ -149,10 +166,7 @@ def served(cluster: None) -> Iterator[Served]:
         **TINY,
     )
     serve.run(application, route_prefix=PREFIX)
-    try:
-        yield Served(url=f"http://127.0.0.1:{port}{PREFIX}")
-    finally:
-        serve.shutdown()
+    return Served(url=f"http://127.0.0.1:{proxy}{PREFIX}")
 
 
 def test_a_stream_comes_through_the_proxy_as_it_is_made(served: Served) -> None:
@@ -246,6 +260,31 @@ def test_a_replica_that_is_to_end_finishes_its_requests(served: Served) -> None:
     assert processes("ray::ServeReplica:default:llmc") == {}
 
 
+def test_a_replica_of_several_ranks_is_replaced_when_one_is_killed(proxy: int) -> None:
+    """They are in the placement group of the replica."""
+    from ray import serve
+
+    application = build_app(
+        str(tiny_chat_model()),
+        tensor_parallel_size=2,
+        distributed_executor_backend="ray",
+        server={"served_model_names": ["tiny"]},
+        deployment={"placement_group_bundles": [{"CPU": 1}, {"CPU": 1}]},
+        **TINY,
+    )
+    serve.run(application, route_prefix="/")
+    served = Served(url=f"http://127.0.0.1:{proxy}")
+    client = served.client(max_retries=20)
+    expected = served.whole(client, 20)
+    [(pid, rank)] = processes("ray::_RankActor").items()
+    assert placement_groups() == ["CREATED"]
+    rank.kill()
+    assert served.whole(client, 20) == expected
+    assert pid not in processes("ray::_RankActor")
+    serve.delete("default")
+    wait_for(lambda: not processes("ray::_RankActor"), "the ranks to end", 20.0)
+
+
 @pytest.mark.parametrize("file", ["examples/ray_serve.yaml", "deploy/kubernetes/ray-service.yaml"])
 def test_ray_takes_the_configuration(file: str) -> None:
     from ray.serve.schema import ServeDeploySchema
@@ -316,12 +355,6 @@ def test_every_prompt_is_answered_once_although_a_worker_is_killed(
 
 
 # ---- ranks on a placement group ----
-
-
-def placement_groups() -> list[str]:
-    """States of those that are not removed."""
-    states = [group["state"] for group in ray.util.placement_group_table().values()]
-    return [state for state in states if state != "REMOVED"]
 
 
 def test_ranks_on_a_placement_group_answer_as_one_and_a_killed_one_ends_the_engine(

@@ -12,6 +12,8 @@ from scripted_engine import REPLY, make_scripted
 
 from llmc.async_llm import AsyncLLM
 from llmc.errors import ConfigError, EngineDeadError
+from llmc.frontend.engine_link import EngineLost
+from llmc.integrations.ray import serve as module
 from llmc.integrations.ray.serve import Replica, ReplicaApp, _settings, app, build_app
 
 PREFIX = "/llm"
@@ -118,6 +120,24 @@ def test_a_replica_is_unhealthy_when_its_engine_is_dead_or_stuck(
         await replica.llm.shutdown()
         with pytest.raises(EngineDeadError, match="it was shut down"):
             await asked.check_health()
+
+    run(ask)
+
+
+def test_a_replica_ends_when_its_engine_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(module, "_exit", codes.append)
+    monkeypatch.setattr(module, "_LAST_ANSWERS_S", 0.0)
+    monkeypatch.setattr(module, "_ENGINE_CHECK_S", 0.01)
+
+    async def ask(http: httpx.AsyncClient, replica: ReplicaApp) -> None:
+        await asyncio.sleep(0.1)
+        assert codes == []
+        replica.llm._on_event(EngineLost(reason="a test killed it", is_final=True))
+        answer = await http.get(PREFIX + "/health")
+        assert answer.status_code == 503
+        await asyncio.sleep(0.1)
+        assert codes == [1]
 
     run(ask)
 

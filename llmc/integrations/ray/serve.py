@@ -3,7 +3,7 @@
     client -- Serve's proxy -- replica: ReplicaApp -- create_app -- AsyncLLM -- engine (thread)
 
 Serve routes, scales, restarts and drains; what is said over HTTP is llmc's alone. A replica is one
-process, so that whatever ends it ends its engine too, and gives its memory back.
+process, so that whatever ends it ends its engine too; and it ends when its engine is dead.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
@@ -29,6 +30,11 @@ from llmc.server.throughput import log_throughput
 if TYPE_CHECKING:
     from ray.serve import Application
 
+log = logging.getLogger(__name__)
+
+_ENGINE_CHECK_S = 0.5
+_LAST_ANSWERS_S = 1.0  # for the errors of the requests that an engine took along
+_exit = os._exit
 # Fields of ServerSettings that mean nothing, or the wrong thing, in one of several replicas.
 _SERVE_LISTENS = "Serve's proxy listens; set it in http_options"
 _ONE_REPLICA = "it would reach one replica of several"
@@ -124,14 +130,27 @@ async def _lifespan(inner: Starlette) -> AsyncIterator[None]:
     """From the replica's start until Serve has waited for its last request."""
     llm: AsyncLLM = inner.state.llm
     llm.open()
-    throughput = asyncio.create_task(log_throughput(llm.stats))
+    tasks = [
+        asyncio.create_task(log_throughput(llm.stats)),
+        asyncio.create_task(_end_with_engine(llm)),
+    ]
     try:
         yield
     finally:
-        throughput.cancel()
+        for task in tasks:
+            task.cancel()
         await llm.shutdown()
         if inner.state.tracer is not None:
             await asyncio.to_thread(inner.state.tracer.close)
+
+
+async def _end_with_engine(llm: AsyncLLM) -> None:
+    """Serve sees at once that a process has ended; a health check has to fail three times."""
+    while llm.failure is None:
+        await asyncio.sleep(_ENGINE_CHECK_S)
+    log.error("the replica ends: %s", llm.failure)
+    await asyncio.sleep(_LAST_ANSWERS_S)
+    _exit(1)
 
 
 class ReplicaApp:
