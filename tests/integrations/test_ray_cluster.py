@@ -21,7 +21,9 @@ import psutil
 import pytest
 import torch
 import yaml
+from tiny_adapters import save_adapter
 from tiny_chat import tiny_chat_model
+from tiny_models import load_reference
 
 from llmc.errors import ConfigError, EngineDeadError
 from llmc.integrations.ray import LLMPredictor, app, build_app
@@ -97,16 +99,15 @@ class Served:
 
     def ask(self, client: openai.OpenAI, num_tokens: int, **options: Any) -> Any:
         return client.completions.create(
-            model="tiny",
             prompt="Once upon a time",
             max_tokens=num_tokens,
             temperature=0.0,
             extra_body={"ignore_eos": True},
-            **options,
+            **{"model": "tiny", **options},
         )
 
-    def whole(self, client: openai.OpenAI, num_tokens: int) -> str:
-        answer = self.ask(client, num_tokens).choices[0]
+    def whole(self, client: openai.OpenAI, num_tokens: int, **options: Any) -> str:
+        answer = self.ask(client, num_tokens, **options).choices[0]
         assert answer.finish_reason == "length"
         return str(answer.text)
 
@@ -258,6 +259,41 @@ def test_a_replica_that_is_to_end_finishes_its_requests(served: Served) -> None:
         assert len({call.result() for call in calls}) == 1
     assert httpx.get(served.url + "/health").status_code == 404
     assert processes("ray::ServeReplica:default:llmc") == {}
+
+
+def test_adapters_are_chosen_by_model_id(proxy: int, tmp_path: Path) -> None:
+    """Two adapters, of which a replica keeps one: each answers as it does without Ray."""
+    from ray import serve
+
+    path = str(tiny_chat_model())
+    base = load_reference(tiny_chat_model())
+    adapters = [
+        save_adapter(base, tmp_path / name, number=number, r=4, target_modules=["q_proj", "v_proj"])
+        for number, name in enumerate(("poems", "prose"), start=1)
+    ]
+    loras = {"enable_lora": True, "max_loras": 1, "dtype": "float32"}
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    with LLM(path, **TINY, **loras) as llm:
+        want = {
+            one.lora_name: llm.generate("Once upon a time", params, lora_request=one)[0]
+            for one in adapters
+        }
+    texts = {name: output.outputs[0].text for name, output in want.items()}
+    assert texts["poems"] != texts["prose"]
+    application = build_app(path, lora_dir=str(tmp_path), **TINY, **loras)
+    serve.run(application, route_prefix="/")
+    served = Served(url=f"http://127.0.0.1:{proxy}")
+
+    def ask(name: str) -> str:
+        headers = {"serve_multiplexed_model_id": name}
+        client = served.client(max_retries=0, default_headers=headers)
+        return served.whole(client, 20, model=name)
+
+    for name in ("poems", "prose", "poems"):
+        assert ask(name) == texts[name]
+    with pytest.raises(openai.NotFoundError, match="there is no LoRA adapter 'nothing'"):
+        ask("nothing")
+    serve.delete("default")
 
 
 def test_a_replica_of_several_ranks_is_replaced_when_one_is_killed(proxy: int) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fake_adapters import Loader
 from scripted_engine import REPLY, make_scripted
+from starlette.applications import Starlette
 
 from llmc.async_llm import AsyncLLM
 from llmc.errors import ConfigError, EngineDeadError
 from llmc.frontend.engine_link import EngineLost
 from llmc.integrations.ray import serve as module
+from llmc.integrations.ray.multiplex import Load, add_multiplexing
 from llmc.integrations.ray.serve import Replica, ReplicaApp, _settings, app, build_app
+from llmc.server.app import create_app
 
 PREFIX = "/llm"
 
@@ -32,12 +37,17 @@ class _Proxy:
 def run(
     do: Callable[[httpx.AsyncClient, ReplicaApp], Awaitable[None]],
     prefix: str = PREFIX,
+    *,
+    prepare: Callable[[Starlette], None] = lambda inner: None,
+    engine: Mapping[str, Any] | None = None,
     **server: Any,
 ) -> None:
     async def main() -> None:
-        scripted = make_scripted()
+        scripted = make_scripted(**(engine or {}))
         llm = AsyncLLM.from_started(scripted, scripted.config, scripted.tokenizer)  # type: ignore[arg-type]
-        replica = ReplicaApp(llm, _settings(server))
+        inner = create_app(llm, _settings(server))
+        prepare(inner)
+        replica = ReplicaApp(inner)
         transport = httpx.ASGITransport(app=_Proxy(replica, prefix))
         said: list[str] = []
         orders: asyncio.Queue[dict[str, str]] = asyncio.Queue()
@@ -142,6 +152,52 @@ def test_a_replica_ends_when_its_engine_is_dead(monkeypatch: pytest.MonkeyPatch)
     run(ask)
 
 
+def test_adapters_are_loaded_by_the_id_of_serves_multiplexing(tmp_path: Path) -> None:
+    for name in ("poems", "refused"):
+        (tmp_path / "adapters" / name).mkdir(parents=True)
+        (tmp_path / "adapters" / name / "adapter_config.json").write_text("{}")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "adapter_config.json").write_text("{}")
+    wanted, asked = "", []
+
+    def cached(load: Load) -> Load:
+        async def counted(name: str) -> object:
+            asked.append(name)
+            return await load(name)
+
+        return counted
+
+    def prepare(inner: Starlette) -> None:
+        add_multiplexing(inner, str(tmp_path / "adapters"), lambda: wanted, cached)
+
+    async def ask(http: httpx.AsyncClient, replica: ReplicaApp) -> None:
+        nonlocal wanted
+
+        async def complete(model: str) -> httpx.Response:
+            body = {"model": model, "prompt": "hello", "max_tokens": 3}
+            return await http.post(PREFIX + "/v1/completions", json=body)
+
+        wanted = "poems"
+        assert (await complete("poems")).status_code == 401  # the key comes first
+        assert asked == []
+        http.headers["authorization"] = "Bearer one"
+        for _ in range(2):
+            assert (await complete("poems")).json()["model"] == "poems"
+        assert asked == ["poems", "poems"]
+        wanted = ""
+        assert (await complete("poems")).status_code == 200
+        for wanted in ("nowhere", "../outside", "..", "\0", "a" * 300):
+            answer = await complete("poems")
+            assert answer.status_code == 404, wanted
+            assert answer.json()["error"]["code"] == "model_not_found"
+        assert asked == ["poems", "poems"]
+        wanted = "refused"  # by the engine
+        assert (await complete("refused")).json()["error"]["message"] == "no such adapter"
+
+    engine = {"adapters": Loader(2)}
+    run(ask, prepare=prepare, engine=engine, api_keys=["one"])
+
+
 def test_nothing_is_kept_for_a_later_call_which_another_replica_may_get() -> None:
     async def ask(http: httpx.AsyncClient, replica: ReplicaApp) -> None:
         first = await http.post(PREFIX + "/v1/responses", json={"input": "count"})
@@ -172,5 +228,7 @@ def test_options_that_cannot_be_are_refused_before_there_is_a_replica() -> None:
         build_app("model", max_num_seq=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="max_num_seqs must be a positive integer"):
         app({"model": "model", "max_num_seqs": 0})
+    with pytest.raises(ConfigError, match="lora_dir needs enable_lora"):
+        app({"model": "model", "lora_dir": "adapters"})
     with pytest.raises(ConfigError, match="data_parallel_size 2 is for llmc serve"):
         app({"model": "model", "data_parallel_size": 2})

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmc.async_llm import AsyncLLM
 from llmc.errors import ConfigError, EngineDeadError
 from llmc.frontend.engine_options import EngineOptions, make_config
+from llmc.integrations.ray.multiplex import add_multiplexing
 from llmc.logs import set_up_logging
 from llmc.server.app import create_app
 from llmc.server.settings import ServerSettings
@@ -55,6 +56,7 @@ def build_app(
     *,
     server: Mapping[str, Any] | None = None,
     deployment: Mapping[str, Any] | None = None,
+    lora_dir: str | None = None,
     **options: Unpack[EngineOptions],
 ) -> Application:
     """A Serve application that answers as `llmc serve` does: `serve.run(build_app("path"))`.
@@ -64,10 +66,13 @@ def build_app(
     `deployment` says otherwise a replica is sent as many requests as its engine has rows, four
     times as many wait in each proxy, and a replica that is to end may take `shutdown_timeout_s`
     for what it runs. Without `api_keys` those count that LLMC_API_KEY has in the replica.
+    Adapters in directories of `lora_dir` are loaded by the model ids of Serve's multiplexing.
     ConfigError for options that can't be, here and not in a replica.
     """
     config = make_config(model, options)
     settings = _settings(server or {})
+    if lora_dir is not None and not config.enable_lora:
+        raise ConfigError("lora_dir needs enable_lora")
     try:
         from ray import serve
     except ImportError as error:
@@ -79,7 +84,13 @@ def build_app(
         """Called in each replica."""
         set_up_logging("info", "text")
         keys = settings.api_keys or os.environ.get("LLMC_API_KEY", "").split()
-        return ReplicaApp(AsyncLLM(model, **options), dataclasses.replace(settings, api_keys=keys))
+        llm = AsyncLLM(model, **options)
+        inner = create_app(llm, dataclasses.replace(settings, api_keys=keys))
+        if lora_dir is not None:
+            most = config.max_cpu_loras or config.max_loras
+            cached = serve.multiplexed(max_num_models_per_replica=most)
+            add_multiplexing(inner, lora_dir, serve.get_multiplexed_model_id, cached)
+        return ReplicaApp(inner)
 
     defaults = {
         "name": "llmc",
@@ -160,9 +171,9 @@ class ReplicaApp:
     comes off the answer, since Serve adds the same one.
     """
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
-        self.llm = llm
-        self._inner = create_app(llm, settings)
+    def __init__(self, inner: Starlette) -> None:
+        self.llm: AsyncLLM = inner.state.llm
+        self._inner = inner
         self._inner.router.lifespan_context = _lifespan
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
