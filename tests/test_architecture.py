@@ -145,7 +145,7 @@ THIRD_PARTY = {  # name -> the only modules that may import it
     "llguidance": ("llmc.structured",),
     "ray": ("llmc.integrations.ray", "llmc.startup.ray_ranks"),
     **dict.fromkeys(SERVER, ("llmc.server",)),
-    "starlette": ("llmc.server", "llmc.integrations.ray"),
+    **dict.fromkeys(("starlette", "pydantic"), ("llmc.server", "llmc.integrations.ray")),
 }
 FAMILIES = (
     "llama|qwen|gemma|mistral|mixtral|deepseek|falcon|olmo|granite|mamba|phi_?[234]|gpt_?neox|gpt_?2"

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is not None,
-        reason="Ray is installed here: tests/integrations/test_ray_cluster.py runs as it is",
+        reason="Ray is installed here: tests/integrations runs them as they are",
     ),
 ]
 
@@ -51,7 +51,8 @@ def test_the_tests_on_a_cluster_pass_with_the_extra(tmp_path: Path) -> None:
     run(python, "-m", "pip", "install", "-q", *extra, seconds=600)
     said = run(
         *(python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0"),
-        "tests/integrations/test_ray_cluster.py",
+        "tests/integrations/test_ray_cluster_serve.py",
+        "tests/integrations/test_ray_cluster_data.py",
         seconds=900,
     )
     assert "passed" in said and "skipped" not in said, said

@@ -215,6 +215,12 @@ def test_nothing_is_kept_for_a_later_call_which_another_replica_may_get() -> Non
         ({"batch_dir": "b"}, "batch_dir can't be set .* one replica of several"),
         ({"api_workers": 2}, "set num_replicas"),
         ({"ports": 1}, "no setting 'ports'; there are access_log, "),
+        (
+            {"api_keys": "secret"},
+            "server: api_keys: 'str' instances are not allowed",
+        ),  # not seven keys of one letter
+        ({"body_timeout_s": "soon"}, "server: body_timeout_s: .*number"),
+        ({"lora_modules": ["poems"]}, "server: lora_modules: .*dictionary"),
         ({"allowed_origins": ["nowhere"]}, "allowed origin 'nowhere' must be"),
     ],
 )

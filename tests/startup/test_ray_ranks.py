@@ -1,5 +1,5 @@
 """Ranks that are reached over the network, without Ray: the placing is tested on a cluster
-(tests/integrations/test_ray_cluster.py)."""
+(tests/integrations/test_ray_cluster_data.py)."""
 
 from __future__ import annotations
 

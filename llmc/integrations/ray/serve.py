@@ -16,6 +16,7 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
+from pydantic import TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -133,7 +134,13 @@ def _settings(given: Mapping[str, Any]) -> ServerSettings:
                 f"server: there is no setting {name!r}; there are {', '.join(sorted(known))}"
             )
     # Others answer beside this replica: nothing is kept here that a later call would ask for.
-    return ServerSettings(**{"access_log": False, **given, "api_workers": 2})
+    values = {"access_log": False, **given, "api_workers": 2}
+    try:
+        return TypeAdapter(ServerSettings).validate_python(values)
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"server: {where + ': ' if where else ''}{first['msg']}") from None
 
 
 @contextlib.asynccontextmanager

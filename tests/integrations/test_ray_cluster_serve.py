@@ -1,15 +1,11 @@
-"""Serve and Data on a real Ray of this machine: tests/e2e/test_on_ray.py runs these where the
-environment has none."""
+"""The server on Ray Serve, on a real Ray of this machine."""
 
 from __future__ import annotations
 
-import contextlib
-import glob
-import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,77 +13,26 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
-import torch
 import yaml
+from live_ray import MARKS, TINY, live_ray, placement_groups, processes, wait_for
 from tiny_adapters import save_adapter
 from tiny_chat import tiny_chat_model
 from tiny_models import load_reference
 
-from llmc.errors import ConfigError, EngineDeadError
-from llmc.integrations.ray import LLMPredictor, app, build_app
+from llmc.integrations.ray import app, build_app
 from llmc.llm import LLM
 from llmc.sampling_params import SamplingParams
-from llmc.startup import ray_ranks
 
-ray = pytest.importorskip(
-    "ray", reason="Ray is not installed here; tests/e2e/test_on_ray.py runs these elsewhere"
-)
-
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-    pytest.mark.xdist_group("ray"),
-    pytest.mark.filterwarnings("ignore"),  # of what Ray does
-]
+pytestmark = MARKS
 ROOT = Path(__file__).parents[2]
-TINY: dict[str, Any] = {"opt_level": 0, "device": "cpu", "max_num_seqs": 8}
 PREFIX = "/llm"
-
-
-def wait_for(is_so: Callable[[], object], what: str, seconds: float = 120.0) -> None:
-    until = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < until, f"waited {seconds:g} s for {what}"
-        time.sleep(0.2)
-
-
-def processes(title: str) -> dict[int, psutil.Process]:
-    """Ray's workers that are named so, by pid."""
-    found = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if title in " ".join(process.cmdline()):
-                found[process.pid] = process
-    return found
-
-
-def placement_groups() -> list[str]:
-    """States of those that are not removed."""
-    states = [group["state"] for group in ray.util.placement_group_table().values()]
-    return [state for state in states if state != "REMOVED"]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    here = os.getcwd()
-    os.chdir(tmp_path_factory.mktemp("ray"))  # which workers have on their import path
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-        logging_level="error",
-    )
-    try:
+    with live_ray(tmp_path_factory.mktemp("ray")):
         yield
-    finally:
-        ray.shutdown()
-        os.chdir(here)
-
-
-# ---- Serve ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,110 +274,3 @@ def test_ray_takes_the_configuration(file: str) -> None:
     [application] = ServeDeploySchema.model_validate(given).applications
     built = app({**application.args, "model": str(tiny_chat_model())})
     assert built._bound_deployment.name == "llmc"
-
-
-# ---- Data ----
-
-
-def test_every_prompt_is_answered_once_although_a_worker_is_killed(
-    cluster: None, tmp_path: Path
-) -> None:
-    count = 10_000
-
-    def num_saved() -> int:
-        return sum(Path(p).read_bytes().count(b"\n") for p in glob.glob(f"{tmp_path}/*.jsonl"))
-
-    killed: list[int] = []
-
-    def kill() -> None:
-        wait_for(lambda: num_saved() > count // 3, "a third of the answers")
-        pid, worker = next(iter(processes("ray::MapWorker(MapBatches(LLMPredictor)").items()))
-        worker.kill()
-        killed.append(pid)
-
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    rows = [{"id": i, "prompt": f"number {i}"} for i in range(count)]
-    answered = ray.data.from_items(rows, override_num_blocks=40).map_batches(
-        LLMPredictor,
-        fn_constructor_kwargs={
-            "model": str(tiny_chat_model()),
-            "sampling_params": {"max_tokens": 2, "temperature": 0.0},
-            "id_column": "id",
-            "checkpoint_dir": str(tmp_path),
-            **TINY,
-            "max_num_seqs": 64,
-        },
-        batch_size=250,
-        compute=ray.data.ActorPoolStrategy(size=2),
-        num_cpus=1,
-    )
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
-    made = answered.take_all()
-    killer.join()
-    assert len(killed) == 1
-    assert sorted(row["id"] for row in made) == list(range(count))
-    assert {row["error"] for row in made} == {""}
-    assert {row["num_generated_tokens"] for row in made} == {2}
-    assert all(row["prompt"] == f"number {row['id']}" for row in made)
-    again = LLMPredictor(  # a run after this one: what it finds it does not compute
-        str(tiny_chat_model()),
-        sampling_params={"max_tokens": 2, "temperature": 0.0},
-        id_column="id",
-        checkpoint_dir=str(tmp_path),
-        **TINY,
-    )
-    saved = num_saved()
-    sample = sorted(made, key=lambda row: int(row["id"]))[:: count // 100]
-    batch = {name: [row[name] for row in sample] for name in ("id", "prompt")}
-    assert again(batch)["generated_text"] == [row["generated_text"] for row in sample]
-    assert num_saved() == saved
-
-
-# ---- ranks on a placement group ----
-
-
-def test_ranks_on_a_placement_group_answer_as_one_and_a_killed_one_ends_the_engine(
-    cluster: None, tmp_path: Path
-) -> None:
-    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-    texts = ["This License", "You may", "Once"]
-    options = {**TINY, "dtype": "float32"}
-
-    def answers(llm: LLM) -> list[list[int]]:
-        return [o.outputs[0].token_ids for o in llm.generate(texts, params, progress=False)]
-
-    with LLM(str(tiny_chat_model()), **options) as one:
-        want, weights = answers(one), one.info.weight_bytes
-    on_ray = {**options, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
-    with LLM(str(tiny_chat_model()), **on_ray) as two:
-        assert answers(two) == want
-        assert two.info.weight_bytes < weights
-        assert placement_groups() == ["CREATED"]
-        [table] = [
-            group
-            for group in ray.util.placement_group_table().values()
-            if group["state"] == "CREATED"
-        ]
-        assert len(table["bundles"]) == 2
-        [rank] = processes("ray::_RankActor").values()
-        rank.kill()
-        with pytest.raises(EngineDeadError, match=r"rank 1 \(process \d+\) ended with .*Actor"):
-            answers(two)
-    wait_for(lambda: placement_groups() == [], "the group's end", 20.0)
-    assert processes("ray::_RankActor") == {}
-
-
-def test_a_placement_that_cannot_be_is_an_error_with_what_there_is(
-    cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray_ranks, "PLACEMENT_TIMEOUT_S", 1.0)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    num_threads = torch.get_num_threads()
-    options = {**TINY, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
-    try:
-        with pytest.raises(ConfigError, match=r"2 bundles of \{'CPU': 3.0\} in 1 s; it has"):
-            LLM(str(tiny_chat_model()), **options)
-    finally:
-        torch.set_num_threads(num_threads)
-    assert placement_groups() == []
