@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -134,6 +135,7 @@ class Checkpoint:
         self._folder = folder
         self._made_by = made_by
         self._own = folder / f"{uuid.uuid4().hex}.jsonl"
+        self._writing = threading.Lock()  # a worker may be asked for several batches at a time
         self._places: dict[bytes, tuple[Path, int]] = {}  # digest -> file, offset of its line
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("*.jsonl")):
@@ -156,7 +158,7 @@ class Checkpoint:
         """On disk when this returns."""
         if not answers:
             return
-        with self._own.open("ab") as file:
+        with self._writing, self._own.open("ab") as file:
             for key, answer in answers.items():
                 self._places[bytes.fromhex(key)] = (self._own, file.tell())
                 file.write(json.dumps({"key": key, "answer": answer}).encode() + b"\n")
