@@ -32,7 +32,7 @@ USER 1000
 
 # with Ray in the place of a server; KubeRay's probes ask with wget
 FROM cuda AS ray
-USER root
+USER 0
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends wget \
