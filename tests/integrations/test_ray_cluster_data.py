@@ -23,7 +23,7 @@ pytestmark = MARKS
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with live_ray(tmp_path_factory.mktemp("ray")):
+    with live_ray(tmp_path_factory.mktemp("ray"), num_nodes=2, cores=2):
         yield
 
 
@@ -83,8 +83,11 @@ def test_every_prompt_is_answered_once_although_a_worker_is_killed(
 
 
 def test_ranks_on_a_placement_group_answer_as_one_and_a_killed_one_ends_the_engine(
-    cluster: None, tmp_path: Path
+    cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each rank takes a node's cores, so they are on two nodes."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    num_threads = torch.get_num_threads()
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     texts = ["This License", "You may", "Once"]
     options = {**TINY, "dtype": "float32"}
@@ -104,13 +107,14 @@ def test_ranks_on_a_placement_group_answer_as_one_and_a_killed_one_ends_the_engi
             for group in ray.util.placement_group_table().values()
             if group["state"] == "CREATED"
         ]
-        assert len(table["bundles"]) == 2
+        assert len(set(table["bundles_to_node_id"].values())) == 2
         [rank] = processes("ray::_RankActor").values()
         rank.kill()
         with pytest.raises(EngineDeadError, match=r"rank 1 \(process \d+\) ended with .*Actor"):
             answers(two)
     wait_for(lambda: placement_groups() == [], "the group's end", 20.0)
     assert processes("ray::_RankActor") == {}
+    torch.set_num_threads(num_threads)
 
 
 def test_a_placement_that_cannot_be_is_an_error_with_what_there_is(

@@ -15,6 +15,8 @@ import pytest
 ray = pytest.importorskip(
     "ray", reason="Ray is not installed here; tests/e2e/test_on_ray.py runs these elsewhere"
 )
+from ray.cluster_utils import Cluster  # noqa: E402
+
 MARKS = [
     pytest.mark.e2e,
     pytest.mark.slow,
@@ -25,21 +27,20 @@ TINY: dict[str, Any] = {"opt_level": 0, "device": "cpu", "max_num_seqs": 8}
 
 
 @contextlib.contextmanager
-def live_ray(folder: Path) -> Iterator[None]:
-    """Four cores by name; `folder` is what its workers have on their import path."""
+def live_ray(folder: Path, *, num_nodes: int = 1, cores: int = 4) -> Iterator[None]:
+    """Nodes of so many cores by name; `folder` is what workers have on their import path."""
     here = os.getcwd()
     os.chdir(folder)
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-        logging_level="error",
-    )
+    node: dict[str, Any] = {"num_cpus": cores, "object_store_memory": 100 * 2**20}
+    nodes = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
+        for _ in range(1, num_nodes):
+            nodes.add_node(**node)
+        ray.init(address=nodes.address, log_to_driver=False, logging_level="error")
         yield
     finally:
         ray.shutdown()
+        nodes.shutdown()
         os.chdir(here)
 
 
