@@ -36,12 +36,12 @@ def run_several(
             note(console, f"{name} can't be served: {why}", style="yellow")
     with listening(settings) as sock:
         from llmc.processes.engine_processes import EngineProcesses
-        from llmc.server.fleet import ModelFleet, ServedModel
-        from llmc.server.fleet_app import create_fleet_app
+        from llmc.server.model_manager import ModelManager, ServedModel
+        from llmc.server.several_models_app import create_several_models_app
 
         models = [ServedModel(name, config, errors[name]) for name, config in configs.items()]
         start = partial(EngineProcesses, log_level=log_level, log_format=log_format)
-        app = create_fleet_app(ModelFleet(models, settings, start), settings)
+        app = create_several_models_app(ModelManager(models, settings, start), settings)
         warn_if_open(console, settings)
         rows = [
             where(settings, sock),

@@ -407,7 +407,7 @@ class AsyncLLM:
             raise EngineDeadError("the engine was restarted")
         return state
 
-    async def close_door(self, *, aborts: bool) -> None:
+    async def stop_admitting(self, *, aborts: bool) -> None:
         """Take no more requests, and wait for those that run, or abort them: for a sleep."""
         self.is_asleep = True
         for request_id in list(self._outputs.active) if aborts else ():

@@ -40,13 +40,20 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not IN_WORKER:
         return
+    config.option.loadgroup = True  # what the hook above chose: workers read the command line only
     items.sort(key=lambda item: "slow" not in item.keywords)  # so that nothing long begins last
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Else every worker would make the fixtures of nearly every file, and nothing would say so."""
+    if IN_WORKER and any("@" not in item.nodeid for item in session.items):
+        raise pytest.UsageError("pytest-xdist takes no groups from this pytest; install pytest<9.2")
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture's values are made

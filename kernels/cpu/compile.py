@@ -14,6 +14,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ _TORCH = "libtorch_cpu.so"
 _COMPILERS = ("g++", "clang++", "c++")
 _GLUE = ("levels.cpp", "recording.cpp", "team.cpp")  # beside the bindings
 _FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-w")
+# What nearly every source includes: parsed once a library, not by every file again.
+_KERNEL_HEADERS = ("vec.h", "dtypes.h", "parallel.h", "kernels.h", "<functional>", "<numeric>")
+_GLUE_HEADERS = ("bindings.h",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +102,26 @@ def find_toolchain() -> Toolchain | None:
 
 
 def object_command(
-    toolchain: Toolchain, source: Path, target: Path, levels: Sequence[Level]
+    toolchain: Toolchain,
+    source: Path,
+    target: Path,
+    levels: Sequence[Level],
+    *,
+    headers: Path | None = None,
 ) -> list[str]:
-    """Compiles one source: a kernel for the one level given, anything else for any processor."""
-    if source in kernel_sources():
+    """Compiles one source: a kernel for the one level given, anything else for any processor.
+
+    `headers`: the folder of `compile_headers`.
+    """
+    is_kernel = source in kernel_sources()
+    flags = _flags(toolchain, levels, is_kernel=is_kernel)
+    if headers is not None:
+        flags += ["-include", str(_headers_file(headers, levels, is_kernel=is_kernel))]
+    return [*toolchain.compiler, *flags, "-c", str(source), "-o", str(target)]
+
+
+def _flags(toolchain: Toolchain, levels: Sequence[Level], *, is_kernel: bool) -> list[str]:
+    if is_kernel:
         (level,) = levels
         flags = ["-O3", *level.flags, f"-DLLMC_TABLE={level.symbol}"]
         flags.append(f'-DLLMC_LEVEL="{level.name}"')
@@ -112,7 +132,27 @@ def object_command(
         flags.append(
             "-fno-gnu-unique"
         )  # statics that no linker may hide in a level (_seal_commands)
-    return [*toolchain.compiler, *_FLAGS, *flags, "-c", str(source), "-o", str(target)]
+    return [*_FLAGS, *flags]
+
+
+def _headers_file(folder: Path, levels: Sequence[Level], *, is_kernel: bool) -> Path:
+    return folder / f"{levels[0].name if is_kernel else 'any'}.h"
+
+
+def compile_headers(toolchain: Toolchain, folder: Path, levels: Sequence[Level]) -> str | None:
+    """Compile into `folder` what the sources share, for each level and for the glue; the first
+    error, or None. A compiler that can't use the result reads the headers as they are."""
+    commands = []
+    for kernel_levels in (*([level] for level in levels), None):
+        is_kernel = kernel_levels is not None
+        at = kernel_levels or levels
+        file = _headers_file(folder, at, is_kernel=is_kernel)
+        names = _KERNEL_HEADERS if is_kernel else _GLUE_HEADERS
+        quoted = [name if name.startswith("<") else f'"{SOURCES / name}"' for name in names]
+        file.write_text("".join(f"#include {name}\n" for name in quoted))
+        made = ["-x", "c++-header", str(file), "-o", f"{file}.gch"]
+        commands.append([*toolchain.compiler, *_flags(toolchain, at, is_kernel=is_kernel), *made])
+    return run_all(commands, folder, None)
 
 
 def _stub_command(toolchain: Toolchain, stub: Path) -> list[str]:
@@ -218,16 +258,20 @@ def compile_library(
     """
     folder = library.parent
     kept = objects_folder or folder
+    headers = Path(tempfile.mkdtemp(prefix="headers-", dir=folder))
     objects: list[Path] = []
     compiles: list[tuple[int, list[str]]] = []
     finish: list[list[str]] = []
+
+    def compile_to(source: Path, name: str, at: Sequence[Level]) -> None:
+        command = object_command(toolchain, source, folder / name, at, headers=headers)
+        compiles.append((source.stat().st_size, command))
+
     for level in levels:
         made = [kept / f"{level.name}-{source.stem}.o" for source in kernel_sources()]
-        compiles += [
-            (source.stat().st_size, object_command(toolchain, source, folder / at.name, [level]))
-            for source, at in zip(kernel_sources(), made, strict=True)
-            if not at.exists()
-        ]
+        for source, at in zip(kernel_sources(), made, strict=True):
+            if not at.exists():
+                compile_to(source, at.name, [level])
         if len(levels) > 1:
             sealed = folder / f"{level.name}.o"
             finish += _seal_commands(toolchain, made, sealed, level)
@@ -236,8 +280,7 @@ def compile_library(
     for source in filter(_runs_anywhere, sources()):
         objects.append(kept / f"{source.stem}.o")
         if not objects[-1].exists():
-            command = object_command(toolchain, source, folder / objects[-1].name, levels)
-            compiles.append((source.stat().st_size, command))
+            compile_to(source, objects[-1].name, levels)
     # the slowest first, so that the others fit beside it
     compiles.sort(key=lambda sized: -sized[0])
 
@@ -245,7 +288,9 @@ def compile_library(
         made = Path(command[-1])
         made.replace(kept / made.name)
 
-    error = run_all([command for _, command in compiles], folder, on_file, keep)
+    error = compile_headers(toolchain, headers, levels) if compiles else None
+    error = error or run_all([command for _, command in compiles], folder, on_file, keep)
+    shutil.rmtree(headers)
     stub = folder / _TORCH
     finish += [_stub_command(toolchain, stub), _link_command(toolchain, objects, stub, library)]
     for command in finish:

@@ -5,7 +5,7 @@
 
 `engine_thread.EngineThread`: an engine in a thread of this process.
 `processes.remote_engine.RemoteEngine`: one in another process, which may die and be restarted.
-`engine_fleet.EngineFleet`: several of these, of which each request goes to one.
+`data_parallel.DataParallelLink`: several of these, of which each request goes to one.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import psutil
 
 from llmc.config import EngineConfig
 from llmc.errors import ConfigError
-from llmc.frontend.engine_fleet import EngineFleet, smallest
+from llmc.frontend.data_parallel import DataParallelLink, smallest
 from llmc.frontend.engine_link import EngineLink
 from llmc.model_info import OnPhase
 from llmc.processes.remote_engine import RemoteEngine
@@ -158,7 +158,7 @@ def _private_bytes(pid: int) -> int:
 def connect(frontend: str, watches: Mapping[str, ProcessWatch], config: EngineConfig) -> EngineLink:
     """A link to the engines of `watches`, by name. `frontend` is unique in the server."""
     links = {name: RemoteEngine(frontend, watch) for name, watch in watches.items()}
-    return EngineFleet(links, config) if len(links) > 1 else next(iter(links.values()))
+    return DataParallelLink(links, config) if len(links) > 1 else next(iter(links.values()))
 
 
 def own_devices(config: EngineConfig, index: int) -> dict[str, str]:

@@ -128,6 +128,8 @@ def create_app(
     app = guarded_app(ROUTES, settings, lambda: llm.is_draining, metrics.answered)
     state = app.state
     state.llm = llm
+    if llm.info.images is None:
+        state.most_body_bytes = settings.max_body_bytes
     state.sleeper = sleep.Sleeper(llm, engines)
     state.responses = ResponseStore()
     state.names = names
@@ -169,6 +171,7 @@ def guarded_app(
     )
     app.router.redirect_slashes = False
     app.state.settings = settings
+    app.state.most_body_bytes = settings.max_image_body_bytes  # unless its model takes no images
     return app
 
 

@@ -31,19 +31,11 @@ async def read_bytes(request: Request) -> bytes:
     _check_headers(request)
     try:
         async with asyncio.timeout(settings.body_timeout_s):
-            return await _read(request, _limit(request.app.state))
+            return await _read(request, request.app.state.most_body_bytes)
     except TimeoutError:
         raise ApiError(
             408, f"the body did not arrive within {settings.body_timeout_s:g} s"
         ) from None
-
-
-def _limit(state: Any) -> int:
-    """Bytes. A front of several models has no one's; the model's own application asks again."""
-    info = getattr(state.llm, "info", None)
-    takes_images = info is None or info.images is not None
-    settings: ServerSettings = state.settings
-    return settings.max_image_body_bytes if takes_images else settings.max_body_bytes
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from llmc.server.settings import ServerSettings
 from llmc.server.throughput import log_throughput
 
 if TYPE_CHECKING:  # the tracer reads the environment that several API processes are to have
-    from llmc.server.fleet import ModelFleet
+    from llmc.server.model_manager import ModelManager
     from llmc.server.tracing import Tracer
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=2,  # after draining there is nothing left to wait for
         )
         super().__init__(config)
-        self._llm: AsyncLLM | ModelFleet = app.state.llm
+        self._llm: AsyncLLM | ModelManager = app.state.llm
         self._tracer: Tracer | None = app.state.tracer
         self._settings = settings
         self._batches: BatchRunner | None = app.state.batch_runner

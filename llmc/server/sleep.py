@@ -29,7 +29,7 @@ class Sleeper:
         self._engines = engines
         self._lock = asyncio.Lock()
         self.level = 0  # 0: awake
-        self.is_unloaded = False  # rather than asleep: the next request wakes it (fleet.py)
+        self.is_unloaded = False  # rather than asleep: the next request wakes it (model_manager.py)
 
     async def sleep(self, level: int, *, aborts: bool) -> None:
         """Requests that run are aborted, or waited for; new ones are refused."""
@@ -39,7 +39,7 @@ class Sleeper:
                 raise ApiError(
                     400, "the engine is in the server's own process, which can't be ended"
                 )
-            await self._llm.close_door(aborts=aborts)
+            await self._llm.stop_admitting(aborts=aborts)
             self.is_unloaded = False
             if self.level < level:
                 try:
@@ -52,7 +52,7 @@ class Sleeper:
         """Level 2 for a model without requests, which the next one ends."""
         self.level, self.is_unloaded, self._llm.is_asleep = 2, True, True
         async with self._lock:
-            await self._llm.close_door(aborts=False)
+            await self._llm.stop_admitting(aborts=False)
             await self._sleep(ends=True)
 
     async def _sleep(self, ends: bool) -> None:

@@ -102,7 +102,7 @@ def main() -> int:
 
 def _connect(order: WorkerOrder, parent: MainProcess) -> AsyncLLM:
     from llmc.async_llm import AsyncLLM
-    from llmc.frontend.engine_fleet import smallest
+    from llmc.frontend.data_parallel import smallest
     from llmc.frontend.engine_options import load_tokenizer
     from llmc.processes.engine_processes import connect
 

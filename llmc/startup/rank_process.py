@@ -73,10 +73,10 @@ def run(channel: socket.socket) -> int:
     _report(channel, None)
     if read_line(channel) is None:  # all have loaded: until then nothing is timed
         return 0
-    follower = Follower(model, Ranks(group=_join(order, model.program.device, channel)))
+    worker = RankWorker(model, Ranks(group=_join(order, model.program.device, channel)))
     try:
         while (told := receive(channel)) is not None:
-            follower.obey(told)
+            worker.execute(told)
     except Exception as error:
         if _has_ended(channel):
             return 0  # a collective that rank 0 left
@@ -130,7 +130,7 @@ def load_rank(order: RankOrder) -> LoadedModel:
     return load_model(compiled, order.rank)
 
 
-class Follower:
+class RankWorker:
     """Does what rank 0 tells it."""
 
     def __init__(self, model: LoadedModel, ranks: Ranks) -> None:
@@ -139,7 +139,7 @@ class Follower:
         self._build = start_kernels(model.program.device)
         self._runner: ModelRunner | None = None
 
-    def obey(self, order: Order) -> None:
+    def execute(self, order: Order) -> None:
         match order.kind:
             case Kind.LEAST_MEMORY:
                 least_free_bytes(self._model.program.device, self._model.source.config, self._ranks)

@@ -111,9 +111,12 @@ def test_every_level_compiles(
     toolchain = compile.find_toolchain()
     if toolchain is None:
         pytest.skip(f"{compiler or 'a C++ compiler'} is not installed")
-    toolchain = quick_compiler.make(tmp_path, toolchain, [level], optimized=False)
+    toolchain = quick_compiler.make(tmp_path, toolchain)
+    assert compile.compile_headers(toolchain, tmp_path, [level]) is None
     commands = [
-        compile.object_command(toolchain, source, tmp_path / f"{source.stem}.o", [level])
+        compile.object_command(
+            toolchain, source, tmp_path / f"{source.stem}.o", [level], headers=tmp_path
+        )
         for source in compile.kernel_sources()
     ]
     assert compile.run_all(commands, tmp_path, None) is None

@@ -13,7 +13,6 @@ from pathlib import Path
 import op_cases
 import op_harness
 import pytest
-import quick_compiler
 
 from llmc.kernels.cpu import compile
 from llmc.kernels.cpu.levels import AARCH64, Level
@@ -33,10 +32,15 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     level: Level = request.param
     folder = tmp_path_factory.mktemp(level.name)
     toolchain = compile.Toolchain(compiler=(COMPILER,), version="")
-    toolchain = quick_compiler.make(folder, toolchain, [level], optimized=True)
+    assert compile.compile_headers(toolchain, folder, [level]) is None
     sources = {*compile.sources(), Path(__file__).parent / "harness.cpp"}
     objects = {source: folder / f"{source.stem}.o" for source in sources}
-    commands = [compile.object_command(toolchain, s, o, [level]) for s, o in objects.items()]
+    commands = [
+        compile.object_command(
+            toolchain, s, o, [level], headers=folder if s in compile.sources() else None
+        )
+        for s, o in objects.items()
+    ]
     assert compile.run_all(commands, folder, None) is None
     binary = folder / "harness"
     link = [COMPILER, "-static", "-pthread", *map(str, objects.values()), "-o", str(binary)]

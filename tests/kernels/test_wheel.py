@@ -56,7 +56,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy(ROOT / name, sources / name)
     levels = ladder(platform.machine())[:WHEEL_LEVELS]
     compilers = tmp_path_factory.mktemp("compilers")
-    quick = quick_compiler.make(compilers, toolchain, levels, optimized=False)
+    quick = quick_compiler.make(compilers, toolchain)
     run = subprocess.run(
         [
             *(sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from live_fleet import live_fleet
+from live_models import live_models
 from live_server import Live, live_server
 from scripted_engine import REPLY
 
@@ -305,7 +305,7 @@ def test_an_example_of_the_description_works(page: Page) -> None:
 
 
 def test_one_of_several_models_is_chosen(page: Page) -> None:
-    with live_fleet({"a": "scripted:0.005", "b": "scripted:0.005"}) as live:
+    with live_models({"a": "scripted:0.005", "b": "scripted:0.005"}) as live:
         page.goto(str(live.client.base_url))
         page.wait_for_selector("#connection[data-state=up]")
         assert page.locator("#model-name option").all_text_contents() == ["a", "b"]

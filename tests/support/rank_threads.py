@@ -15,7 +15,7 @@ from llmc.compiler.program import Program
 from llmc.runner.ranks import Ranks, receive
 from llmc.startup import tensor_parallel
 from llmc.startup.compile import CompiledModel, LoadedModel, load_model
-from llmc.startup.rank_process import Follower
+from llmc.startup.rank_process import RankWorker
 from llmc.startup.resolve import ModelSource
 from llmc.startup.tensor_parallel import RankProcesses, open_group
 
@@ -62,9 +62,9 @@ class RankThreads(RankProcesses):
     def _follow(self, model: LoadedModel, rank: int, channel: socket.socket) -> None:
         try:
             group = open_group(self._folder, rank, self.size, CPU, TIMEOUT_S)
-            follower = Follower(model, Ranks(group=group))
+            worker = RankWorker(model, Ranks(group=group))
             while (order := receive(channel)) is not None:
-                follower.obey(order)
+                worker.execute(order)
         except Exception as error:
             self.errors.append(error)
         finally:

@@ -4,7 +4,7 @@
                                \\--> failed: its error, until a later request tries again
 
 Each loaded model has its own engine processes and its own application (app.py); what the server
-has once for all of them is in fleet_app.py.
+has once for all of them is in several_models_app.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmc.async_llm import AsyncLLM
 from llmc.config import EngineConfig
 from llmc.engine.messages import EngineStats
 from llmc.errors import LlmcError, QueueFullError
-from llmc.frontend.engine_fleet import sum_stats
+from llmc.frontend.data_parallel import sum_stats
 from llmc.frontend.engine_options import load_tokenizer
 from llmc.processes.engine_processes import EngineProcesses
 from llmc.processes.server_processes import EngineUp
@@ -160,7 +160,7 @@ class ServedModel:
         return self.memory_bytes or weight_file_bytes(self.config) + processes * PROCESS_BYTES
 
 
-class ModelFleet:
+class ModelManager:
     """The models by name. `start` makes the engine processes of one."""
 
     def __init__(
@@ -176,7 +176,7 @@ class ModelFleet:
         self._lock = asyncio.Lock()  # held by who unloads models, or makes room for one
         self._measured_at = 0.0
         self._loads: dict[str, asyncio.Task[None]] = {}
-        self._tender: asyncio.Task[None] | None = None
+        self._maintenance: asyncio.Task[None] | None = None
         self.is_draining = False
 
     # ---- for requests ----
@@ -283,16 +283,16 @@ class ModelFleet:
 
     # ---- in the background ----
 
-    async def _tend(self) -> None:
+    async def _maintain(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             try:
                 async with self._lock:
-                    await self._tend_once()
+                    await self._maintain_once()
             except Exception:
                 log.exception("models could not be tended")
 
-    async def _tend_once(self) -> None:
+    async def _maintain_once(self) -> None:
         timeout = self._settings.model_idle_timeout_s
         for model in self.models.values():
             llm = model.llm
@@ -319,8 +319,8 @@ class ModelFleet:
         return [model.llm for model in self.models.values() if model.llm is not None]
 
     def open(self) -> None:
-        if self._tender is None:
-            self._tender = asyncio.create_task(self._tend())
+        if self._maintenance is None:
+            self._maintenance = asyncio.create_task(self._maintain())
 
     def stats(self) -> EngineStats:
         return sum_stats(llm.stats() for llm in self._llms())
@@ -345,8 +345,8 @@ class ModelFleet:
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         await self.drain(drain_timeout)
-        if self._tender is not None:
-            self._tender.cancel()
+        if self._maintenance is not None:
+            self._maintenance.cancel()
         await asyncio.gather(*(model.close() for model in self.models.values()))
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from live_fleet import LiveFleet, live_fleet
+from live_models import LiveModels, live_models
 from scripted_process import wait_for
 
 from llmc.processes.engine_processes import EngineProcesses
-from llmc.server import fleet
+from llmc.server import model_manager
 from llmc.server.settings import ServerSettings
 
 pytestmark = pytest.mark.e2e
@@ -25,28 +25,28 @@ MODELS = {"a": "scripted:0.005", "b": "scripted:0.005", "broken": "scripted:mode
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[LiveFleet]:
-    with live_fleet(MODELS, ServerSettings(admin_api_key="operator")) as live:
+def live() -> Iterator[LiveModels]:
+    with live_models(MODELS, ServerSettings(admin_api_key="operator")) as live:
         assert live.states() == {"a": "unloaded", "b": "unloaded", "broken": "unloaded"}
         card = live.client.get("/v1/models/a").json()
         assert card["max_model_len"] is None and card["error"] is None
         yield live
 
 
-def post(live: LiveFleet, path: str, **params: Any) -> Any:
+def post(live: LiveModels, path: str, **params: Any) -> Any:
     return live.client.post(path, headers=KEY, params=params)
 
 
-def test_a_model_is_loaded_when_it_is_asked_for(live: LiveFleet) -> None:
+def test_a_model_is_loaded_when_it_is_asked_for(live: LiveModels) -> None:
     live.check_served("a")
     assert live.states()["a"] == "loaded"
     live.check_served("b")
     assert live.client.get("/v1/models/b").json()["max_model_len"] == 2048
-    assert [live.fleet.models[name].llm.num_active for name in "ab"] == [0, 0]  # type: ignore[union-attr]
+    assert [live.manager.models[name].llm.num_active for name in "ab"] == [0, 0]  # type: ignore[union-attr]
 
 
 def test_many_first_requests_load_a_model_once() -> None:
-    with live_fleet({"a": "scripted:0.005"}) as live:
+    with live_models({"a": "scripted:0.005"}) as live:
         answers: list[int] = []
         threads = [
             threading.Thread(target=lambda: answers.append(live.complete("a").status_code))
@@ -57,7 +57,7 @@ def test_many_first_requests_load_a_model_once() -> None:
         for thread in threads:
             thread.join(30)
         assert answers == [200] * 6
-        engines = live.fleet.models["a"].engines
+        engines = live.manager.models["a"].engines
         assert engines is not None and len(engines._pids()) == 1
 
 
@@ -66,14 +66,14 @@ def test_many_first_requests_load_a_model_once() -> None:
     [(None, 400, "missing_field"), ("other", 404, "model_not_found"), ("a", 200, "")],
 )
 def test_a_request_names_its_model(
-    live: LiveFleet, model: str | None, status: int, code: str
+    live: LiveModels, model: str | None, status: int, code: str
 ) -> None:
     answer = live.complete(model)
     assert answer.status_code == status
     assert code in answer.text
 
 
-def test_every_protocol_finds_the_model(live: LiveFleet) -> None:
+def test_every_protocol_finds_the_model(live: LiveModels) -> None:
     tokens = {"model": "a", "tokens": [5]}
     assert live.client.post("/detokenize", json=tokens).status_code == 400  # it has no tokenizer
     names = [one["name"] for one in live.client.get("/api/tags").json()["models"]]
@@ -88,7 +88,7 @@ def test_every_protocol_finds_the_model(live: LiveFleet) -> None:
     assert bad.status_code == 400 and bad.json()["type"] == "error"  # in its protocol's shape
 
 
-def test_streams_and_engine_events_pass_through(live: LiveFleet) -> None:
+def test_streams_and_engine_events_pass_through(live: LiveModels) -> None:
     body = {"model": "b", "prompt": [7, 8], "max_tokens": 4, "stream": True}
     with live.client.stream("POST", "/v1/completions", json=body) as response:
         lines = [line for line in response.iter_lines() if line]
@@ -96,13 +96,13 @@ def test_streams_and_engine_events_pass_through(live: LiveFleet) -> None:
     with live.client.stream("GET", "/v1/engine/events", params={"model": "b"}) as response:
         event = json.loads(next(line for line in response.iter_lines() if line)[6:])
     assert event["num_rows"] == 8
-    assert live.fleet.models["b"].num_users == 0
+    assert live.manager.models["b"].num_users == 0
     refused = live.client.get("/v1/engine/events", params={"model": "broken"})
     assert refused.status_code == 503
 
 
 def test_a_model_that_does_not_start_harms_no_other(
-    live: LiveFleet, monkeypatch: pytest.MonkeyPatch
+    live: LiveModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
         answer = live.complete("broken")
@@ -113,14 +113,14 @@ def test_a_model_that_does_not_start_harms_no_other(
     assert card["state"] == "failed" and "no config.json" in card["error"]
     live.check_served("a")
     assert live.client.get("/ready").status_code == 200
-    monkeypatch.setattr(fleet, "RETRY_S", 0.0)  # another attempt, which fails again
+    monkeypatch.setattr(model_manager, "RETRY_S", 0.0)  # another attempt, which fails again
     assert live.complete("broken").status_code == 503
 
 
-def test_a_killed_engine_is_restarted_and_harms_no_other(live: LiveFleet) -> None:
+def test_a_killed_engine_is_restarted_and_harms_no_other(live: LiveModels) -> None:
     live.check_served("a")
     live.check_served("b")
-    engines = live.fleet.models["a"].engines
+    engines = live.manager.models["a"].engines
     assert engines is not None
     [pid] = engines._pids()
     os.kill(pid, signal.SIGKILL)
@@ -130,12 +130,12 @@ def test_a_killed_engine_is_restarted_and_harms_no_other(live: LiveFleet) -> Non
 
 
 def test_a_model_that_dies_too_often_is_loaded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "RETRY_S", 0.0)
-    with live_fleet({"a": "scripted:0.005", "b": "scripted:0.005"}) as live:
+    monkeypatch.setattr(model_manager, "RETRY_S", 0.0)
+    with live_models({"a": "scripted:0.005", "b": "scripted:0.005"}) as live:
         live.check_served("b")
         for number in range(2):  # more than its budget of one
             wait_for(lambda: live.complete("a").status_code == 200)
-            engines = live.fleet.models["a"].engines
+            engines = live.manager.models["a"].engines
             assert engines is not None
             os.kill(engines._pids()[0], signal.SIGKILL)
             if number == 0:
@@ -145,7 +145,7 @@ def test_a_model_that_dies_too_often_is_loaded_anew(monkeypatch: pytest.MonkeyPa
         live.check_served("a")
 
 
-def test_metrics_are_by_model(live: LiveFleet) -> None:
+def test_metrics_are_by_model(live: LiveModels) -> None:
     live.check_served("a")
     live.check_served("b")
     text = live.client.get("/metrics").text
@@ -162,7 +162,7 @@ def test_metrics_are_by_model(live: LiveFleet) -> None:
     }
 
 
-def test_the_operator_sees_and_reaches_each_model(live: LiveFleet) -> None:
+def test_the_operator_sees_and_reaches_each_model(live: LiveModels) -> None:
     live.check_served("a")
     live.check_served("b")
     info = live.client.get("/server_info", headers=KEY).json()
@@ -176,14 +176,14 @@ def test_the_operator_sees_and_reaches_each_model(live: LiveFleet) -> None:
         target=lambda: answers.append(live.complete("b", max_tokens=1500, ignore_eos=True))
     )
     thread.start()
-    wait_for(lambda: live.fleet.stats().num_running == 1)
+    wait_for(lambda: live.manager.stats().num_running == 1)
     aborted = live.client.post("/abort_requests", headers=KEY, json={"all": True}).json()
     thread.join(20)
     assert len(aborted["aborted"]) == 1
     assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
 
 
-def test_one_model_sleeps_until_it_is_woken(live: LiveFleet) -> None:
+def test_one_model_sleeps_until_it_is_woken(live: LiveModels) -> None:
     live.check_served("a")
     live.check_served("b")
     slept = post(live, "/sleep", level=2, model="a").json()
@@ -198,7 +198,7 @@ def test_one_model_sleeps_until_it_is_woken(live: LiveFleet) -> None:
 
 def test_idle_models_are_unloaded_and_come_back() -> None:
     settings = ServerSettings(model_idle_timeout_s=0.3)
-    with live_fleet({"a": "scripted:0.01", "b": "scripted:0.01"}, settings) as live:
+    with live_models({"a": "scripted:0.01", "b": "scripted:0.01"}, settings) as live:
         live.check_served("a")
         answers: list[Any] = []
         thread = threading.Thread(
@@ -207,7 +207,7 @@ def test_idle_models_are_unloaded_and_come_back() -> None:
         thread.start()
         live.wait_state("b", "loaded")
         live.wait_state("a", "unloaded")
-        engines = live.fleet.models["a"].engines
+        engines = live.manager.models["a"].engines
         assert engines is not None
         until = time.monotonic() + 20
         while engines._pids() and time.monotonic() < until:
@@ -221,11 +221,11 @@ def test_idle_models_are_unloaded_and_come_back() -> None:
 
 def test_models_make_room_for_others_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 40 << 20  # about what a scripted engine takes; measured are other figures
-    monkeypatch.setattr(fleet.ServedModel, "expected_bytes", lambda self: size)
+    monkeypatch.setattr(model_manager.ServedModel, "expected_bytes", lambda self: size)
     monkeypatch.setattr(EngineProcesses, "memory_bytes", lambda self: len(self._pids()) * size)
-    monkeypatch.setattr(fleet, "ROOM_S", 0.5)
+    monkeypatch.setattr(model_manager, "ROOM_S", 0.5)
     settings = ServerSettings(model_memory=int(2.5 * size))
-    with live_fleet(dict.fromkeys("abc", "scripted:0.01"), settings) as live:
+    with live_models(dict.fromkeys("abc", "scripted:0.01"), settings) as live:
         for name in "abac":  # of a and b, b was idle for longer
             live.check_served(name)
         assert live.states() == {"a": "loaded", "b": "unloaded", "c": "loaded"}
@@ -235,20 +235,20 @@ def test_models_make_room_for_others_within_the_budget(monkeypatch: pytest.Monke
         ]
         for thread in threads:
             thread.start()
-        wait_for(lambda: live.fleet.stats().num_running == 2)
+        wait_for(lambda: live.manager.stats().num_running == 2)
         refused = live.complete("b")  # both others answer somebody
         assert refused.status_code == 503 and "model_memory_full" in refused.text
         for thread in threads:
             thread.join(30)
         live.check_served("b")
-        monkeypatch.setattr(fleet.ServedModel, "expected_bytes", lambda self: 3 * size)
+        monkeypatch.setattr(model_manager.ServedModel, "expected_bytes", lambda self: 3 * size)
         gone = next(name for name, state in live.states().items() if state == "unloaded")
         assert "takes 120 MiB and all models may take 100 MiB" in live.complete(gone).text
 
 
 def test_requests_that_wait_for_a_model_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet.ServedModel, "max_waiting", 2)
-    with live_fleet({"a": "scripted:0.005"}) as live:
+    monkeypatch.setattr(model_manager.ServedModel, "max_waiting", 2)
+    with live_models({"a": "scripted:0.005"}) as live:
         answers: list[int] = []
         threads = [
             threading.Thread(target=lambda: answers.append(live.complete("a").status_code))

@@ -1,6 +1,6 @@
 """Several engines of one model behind one link: each request goes to one of them (routing.py).
 
-    AsyncLLM --AddRequest--> EngineFleet --chosen--> link of engine-0 --> ...
+    AsyncLLM --AddRequest--> DataParallelLink --chosen--> link of engine-0 --> ...
                                          ---------> link of engine-1 --> ...
              <-- their events, with the engines' numbers summed up --
 
@@ -57,7 +57,7 @@ class _Order:
     answers: dict[str, Operated] = field(default_factory=dict)
 
 
-class EngineFleet:
+class DataParallelLink:
     """An EngineLink. `links` by the engines' names; `config` is that of each."""
 
     def __init__(self, links: Mapping[str, EngineLink], config: EngineConfig) -> None:

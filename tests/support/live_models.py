@@ -15,17 +15,17 @@ from scripted_process import wait_for
 from llmc.config import EngineConfig
 from llmc.processes.engine_processes import EngineProcesses
 from llmc.processes.server_processes import RestartBudget
-from llmc.server.fleet import ModelFleet, ServedModel
-from llmc.server.fleet_app import create_fleet_app
+from llmc.server.model_manager import ModelManager, ServedModel
 from llmc.server.run import Server, bind_socket
 from llmc.server.settings import ServerSettings
+from llmc.server.several_models_app import create_several_models_app
 
 PROMPT = [11, 12, 13]  # what the scripted engines repeat
 
 
 @dataclass(kw_only=True)
-class LiveFleet:
-    fleet: ModelFleet
+class LiveModels:
+    manager: ModelManager
     client: httpx.Client
     server: Server
 
@@ -58,28 +58,28 @@ def start_scripted(config: EngineConfig) -> EngineProcesses:
 
 
 @contextlib.contextmanager
-def live_fleet(
+def live_models(
     models: dict[str, str],
     settings: ServerSettings | None = None,
     *,
     start: Callable[[EngineConfig], EngineProcesses] = start_scripted,
-) -> Iterator[LiveFleet]:
+) -> Iterator[LiveModels]:
     """`models`: their directories by name."""
     settings = settings or ServerSettings()
     served = [
         ServedModel(name, EngineConfig(model=directory, max_num_seqs=8))
         for name, directory in models.items()
     ]
-    fleet = ModelFleet(served, settings, start)
+    manager = ModelManager(served, settings, start)
     ready = threading.Event()
-    server = Server(create_fleet_app(fleet, settings), settings, on_ready=ready.set)
+    server = Server(create_several_models_app(manager, settings), settings, on_ready=ready.set)
     sock = bind_socket("127.0.0.1", 0)
     client = httpx.Client(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=30)
     thread = threading.Thread(target=server.run, args=([sock],), name="server")
     thread.start()
     assert ready.wait(20), "the server did not start"
     try:
-        yield LiveFleet(fleet=fleet, client=client, server=server)
+        yield LiveModels(manager=manager, client=client, server=server)
     finally:
         client.close()
         server.should_exit = True

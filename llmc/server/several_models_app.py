@@ -1,6 +1,6 @@
 """The application of a server of several models: which model a request is for, and all of them.
 
-Guard -> forward: the body's "model" -> ModelFleet.use -> that model's router (app.py)
+Guard -> forward: the body's "model" -> ModelManager.use -> that model's router (app.py)
       -> /v1/models, /health, /metrics ...: of the whole server, here
 """
 
@@ -22,22 +22,22 @@ from llmc.server import admin, app, engine_events, models, ollama, responses, sl
 from llmc.server.admin import AbortBody, abort_calls
 from llmc.server.body import parse_object, read_body, read_bytes
 from llmc.server.errors import ApiError, json_response
-from llmc.server.fleet import ModelFleet, ServedModel
 from llmc.server.metrics import HttpMetrics
+from llmc.server.model_manager import ModelManager, ServedModel
 from llmc.server.settings import ServerSettings
 from llmc.server.vllm_metrics import vllm_registry
 
 LATEST = ":latest"  # which Ollama's clients put behind a name
 
 
-def create_fleet_app(fleet: ModelFleet, settings: ServerSettings) -> Starlette:
-    metrics = FleetMetrics(fleet, settings)
-    made = app.guarded_app(ROUTES, settings, lambda: fleet.is_draining, metrics.http.answered)
+def create_several_models_app(manager: ModelManager, settings: ServerSettings) -> Starlette:
+    metrics = AllModelsMetrics(manager, settings)
+    made = app.guarded_app(ROUTES, settings, lambda: manager.is_draining, metrics.http.answered)
     state = made.state
-    state.llm = state.fleet = fleet
-    state.responses = fleet.responses
+    state.llm = state.manager = manager
+    state.responses = manager.responses
     state.metrics = metrics
-    state.names = tuple(fleet.models)
+    state.names = tuple(manager.models)
     state.created = int(time.time())
     state.tracer = state.batch_runner = None
     return made
@@ -49,8 +49,8 @@ def create_fleet_app(fleet: ModelFleet, settings: ServerSettings) -> Starlette:
 class Forwarded:
     """The ASGI response that a model's own application gives. `body` was read already."""
 
-    def __init__(self, fleet: ModelFleet, model: ServedModel, body: bytes) -> None:
-        self._fleet = fleet
+    def __init__(self, manager: ModelManager, model: ServedModel, body: bytes) -> None:
+        self._manager = manager
         self._model = model
         self._body = body
 
@@ -62,13 +62,13 @@ class Forwarded:
                 return {"type": "http.request", "body": unread.pop(), "more_body": False}
             return await receive()
 
-        async with self._fleet.use(self._model) as inner:
+        async with self._manager.use(self._model) as inner:
             await inner.router({**scope, "app": inner}, replay, send)
 
 
 async def forward(request: Request) -> Forwarded:
     """The answer of the model that the body names, or the query of a GET."""
-    fleet: ModelFleet = request.app.state.fleet
+    manager: ModelManager = request.app.state.manager
     request.scope["endpoint"] = _ENDPOINTS[request.url.path]  # by which the answer is counted
     if request.method == "POST":
         body = await read_bytes(request)
@@ -76,8 +76,8 @@ async def forward(request: Request) -> Forwarded:
         name = given.get("model")
         if name is None and request.url.path == "/api/show":
             name = given.get("name")
-        return Forwarded(fleet, _named(fleet, name), body)
-    return Forwarded(fleet, _asked(request), b"")
+        return Forwarded(manager, _named(manager, name), body)
+    return Forwarded(manager, _asked(request), b"")
 
 
 async def watch_engine(request: Request) -> Any:
@@ -89,28 +89,28 @@ async def watch_engine(request: Request) -> Any:
     return engine_events.EngineEventsResponse(state.engine_feed, state.llm, state.settings)
 
 
-def _named(fleet: ModelFleet, name: Any) -> ServedModel:
+def _named(manager: ModelManager, name: Any) -> ServedModel:
     if name is None:
         raise ApiError(
             400,
-            f"model is missing: name one of {', '.join(fleet.models):.1000}",
+            f"model is missing: name one of {', '.join(manager.models):.1000}",
             param="model",
             code="missing_field",
         )
-    found = fleet.models.get(name) if isinstance(name, str) else None
+    found = manager.models.get(name) if isinstance(name, str) else None
     if found is None and isinstance(name, str):
-        found = fleet.models.get(name.removesuffix(LATEST))
+        found = manager.models.get(name.removesuffix(LATEST))
     if found is None:
-        raise models.not_served(str(name), fleet.models)
+        raise models.not_served(str(name), manager.models)
     return found
 
 
 def _asked(request: Request) -> ServedModel:
     """The one that a query names; else the first one that is loaded, or the first one."""
-    fleet: ModelFleet = request.app.state.fleet
+    manager: ModelManager = request.app.state.manager
     if name := request.query_params.get("model"):
-        return _named(fleet, name)
-    every = list(fleet.models.values())
+        return _named(manager, name)
+    every = list(manager.models.values())
     return next((model for model in every if model.state == "loaded"), every[0])
 
 
@@ -118,12 +118,12 @@ def _asked(request: Request) -> ServedModel:
 
 
 async def list_models(request: Request) -> Response:
-    data = [_card(request, model) for model in request.app.state.fleet.models.values()]
+    data = [_card(request, model) for model in request.app.state.manager.models.values()]
     return json_response({"object": "list", "data": data})
 
 
 async def get_model(request: Request) -> Response:
-    model = _named(request.app.state.fleet, request.path_params["name"])
+    model = _named(request.app.state.manager, request.path_params["name"])
     return json_response(_card(request, model))
 
 
@@ -147,7 +147,7 @@ def _card(request: Request, model: ServedModel) -> dict[str, Any]:
 
 async def tags(request: Request) -> Response:
     """Ollama's list."""
-    fleet: ModelFleet = request.app.state.fleet
+    manager: ModelManager = request.app.state.manager
     return json_response(
         {
             "models": [
@@ -156,7 +156,7 @@ async def tags(request: Request) -> Response:
                     request.app.state.created,
                     None if model.llm is None else model.llm.info,
                 )
-                for model in fleet.models.values()
+                for model in manager.models.values()
             ]
         }
     )
@@ -168,22 +168,22 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    if request.app.state.fleet.is_draining:
+    if request.app.state.manager.is_draining:
         raise ApiError(503, "the server is shutting down", code="shutting_down")
     return json_response({"status": "ready"})
 
 
 async def load(request: Request) -> Response:
     """How much there is to do, by model and in all."""
-    fleet: ModelFleet = request.app.state.fleet
-    stats = fleet.stats()
+    manager: ModelManager = request.app.state.manager
+    stats = manager.stats()
     each = {
         model.name: {"state": model.state, "server_load": model.num_users}
-        for model in fleet.models.values()
+        for model in manager.models.values()
     }
     return json_response(
         {
-            "server_load": fleet.num_active,
+            "server_load": manager.num_active,
             "num_requests_running": stats.num_running,
             "num_requests_waiting": stats.num_waiting,
             "kv_cache_usage": 1 - stats.num_free_blocks / max(1, stats.num_blocks),
@@ -194,7 +194,7 @@ async def load(request: Request) -> Response:
 
 async def server_info(request: Request) -> Response:
     """What runs, by model; no keys."""
-    fleet: ModelFleet = request.app.state.fleet
+    manager: ModelManager = request.app.state.manager
     each = {
         model.name: {
             "state": model.state,
@@ -202,7 +202,7 @@ async def server_info(request: Request) -> Response:
             "memory_bytes": await model.measure(),
             **({} if model.llm is None else admin.describe(model.llm)),
         }
-        for model in fleet.models.values()
+        for model in manager.models.values()
     }
     settings = admin.public_settings(request.app.state.settings)
     return json_response({"version": llmc.__version__, "models": each, "server": settings})
@@ -223,8 +223,8 @@ async def operate(request: Request) -> Response:
 async def abort_requests(request: Request) -> Response:
     """End calls; their clients get what there is, with finish_reason "abort"."""
     body = await read_body(request, AbortBody)
-    fleet: ModelFleet = request.app.state.fleet
-    apps = [model.app for model in fleet.models.values() if model.app is not None]
+    manager: ModelManager = request.app.state.manager
+    apps = [model.app for model in manager.models.values() if model.app is not None]
     aborted = [one for inner in apps for one in abort_calls(inner.state, body)]
     return json_response({"aborted": aborted})
 
@@ -232,17 +232,17 @@ async def abort_requests(request: Request) -> Response:
 async def go_to_sleep(request: Request) -> Response:
     """Of the model that the query names, or of each one that was loaded: until it is woken."""
     level, aborts = sleep.wanted(request)
-    fleet: ModelFleet = request.app.state.fleet
+    manager: ModelManager = request.app.state.manager
     for model in _chosen(request):
-        await fleet.sleep(model, level, aborts=aborts)
+        await manager.sleep(model, level, aborts=aborts)
     return json_response(_sleeping(request))
 
 
 async def wake_up(request: Request) -> Response:
-    fleet: ModelFleet = request.app.state.fleet
+    manager: ModelManager = request.app.state.manager
     for model in _chosen(request):
         if model.state == "asleep":
-            await fleet.ensure_loaded(model)
+            await manager.ensure_loaded(model)
     return json_response(_sleeping(request))
 
 
@@ -256,9 +256,9 @@ def _sleeping(request: Request) -> dict[str, Any]:
 
 
 def _chosen(request: Request) -> Iterable[ServedModel]:
-    fleet: ModelFleet = request.app.state.fleet
+    manager: ModelManager = request.app.state.manager
     name = request.query_params.get("model")
-    return [_named(fleet, name)] if name else fleet.models.values()
+    return [_named(manager, name)] if name else manager.models.values()
 
 
 OWN: Mapping[str, app.Endpoint] = {
@@ -299,11 +299,11 @@ ROUTES = tuple(
 _ENDPOINTS = {path: call for _, path, call in app.ROUTES}
 
 
-class FleetMetrics:
+class AllModelsMetrics:
     """The metrics of all loaded models as one text: their samples differ in `model_name`."""
 
-    def __init__(self, fleet: ModelFleet, settings: ServerSettings) -> None:
-        self._fleet = fleet
+    def __init__(self, manager: ModelManager, settings: ServerSettings) -> None:
+        self._manager = manager
         self._own = CollectorRegistry()
         self.http = HttpMetrics(self._own)
         self._vllm = vllm_registry(self) if settings.vllm_metrics else None
@@ -314,13 +314,13 @@ class FleetMetrics:
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
-        apps = [model.app for model in self._fleet.models.values() if model.app is not None]
+        apps = [model.app for model in self._manager.models.values() if model.app is not None]
         for registry in (self._own, *(inner.state.metrics.shown for inner in apps)):
             for family in registry.collect():
                 known = families.setdefault(family.name, family)
                 if known is not family:
                     known.samples.extend(family.samples)
         loaded = GaugeMetricFamily("llmc:model_loaded", "Model loaded.", labels=("model_name",))
-        for model in self._fleet.models.values():
+        for model in self._manager.models.values():
             loaded.add_metric([model.name], model.state == "loaded")
         return [*families.values(), loaded]
