@@ -1,4 +1,4 @@
-"""`llmc bench throughput|latency|serve`: flags only; `bench_run` and llmc.load_test do the work."""
+"""`llmc bench throughput|latency|explain|serve`: flags only."""
 
 from __future__ import annotations
 
@@ -176,6 +176,65 @@ def latency(
         temperature=1.0 if temperature is None else temperature,
         num_iters=num_iters,
         num_iters_warmup=num_iters_warmup,
+    )
+
+
+@app.command("explain", cls=HelpCommand)
+@engine_options()
+def explain(
+    config: EngineConfig,
+    batch_size: Annotated[
+        int,
+        option(
+            "--batch-size",
+            help="Requests of the decode step.",
+            metavar="REQUESTS",
+            panel="Workload",
+        ),
+    ] = 1,
+    context_len: Annotated[
+        int,
+        option(
+            "--context-len",
+            help="Tokens that each of them has.",
+            metavar="TOKENS",
+            panel="Workload",
+        ),
+    ] = 512,
+    input_len: Annotated[
+        int,
+        option("--input-len", help="Tokens of the prompt.", metavar="TOKENS", panel="Workload"),
+    ] = 512,
+    num_iters: Annotated[
+        int,
+        option(
+            "--num-iters",
+            help="Decode steps to measure, and prompts.",
+            metavar="STEPS",
+            panel="Workload",
+        ),
+    ] = 10,
+    output_json: OutputJson = None,
+    plot: Annotated[
+        Path | None,
+        option("--plot", help="Draw the time of each op into this PNG file.", panel=RESULT),
+    ] = None,
+) -> None:
+    """Show what bounds a step: for each op its time, its bytes and operations, and the share of the
+    machine's limits that it reaches.
+
+    Of a decode step and of a prompt, as this engine computes them: an op alone takes a little
+    longer than within the step.
+    """
+    from llmc.cli.bench_explain import run_explain
+
+    run_explain(
+        config,
+        Output(json=output_json, plot=plot, percentiles=""),
+        batch_size=batch_size,
+        context_len=context_len,
+        input_len=input_len,
+        num_iters=num_iters,
     )
 
 

@@ -47,7 +47,7 @@ def run_throughput(
     num_warmups: int,
 ) -> None:
     percentiles = parse_percentiles(output.percentiles)
-    _check_before_loading(output, num_warmups=num_warmups)
+    check_before_loading(output, num_warmups=num_warmups)
     sampling = SamplingParams(temperature=temperature, ignore_eos=ignore_eos, seed=None)
     started = load_engine(config, stderr_console())
     requests = _requests(config, workload, started.info)
@@ -76,7 +76,7 @@ def run_throughput(
         f"{metrics.output_throughput:.2f} output tokens/s"
     )
     result = {
-        **_about(config, started.info),
+        **about(config, started.info),
         "elapsed_time": run.duration_s,
         "num_requests": len(requests),
         "total_num_tokens": metrics.total_input_tokens + metrics.total_output_tokens,
@@ -101,7 +101,7 @@ def run_latency(
 ) -> None:
     if num_iters < 1:
         raise ConfigError(f"--num-iters must be at least 1, got {num_iters}")
-    _check_before_loading(output, num_iters_warmup=num_iters_warmup)
+    check_before_loading(output, num_iters_warmup=num_iters_warmup)
     sampling = SamplingParams(temperature=temperature, ignore_eos=True)
     if workload.num_prompts > config.max_num_seqs:
         raise ConfigError(
@@ -137,7 +137,7 @@ def run_latency(
     print(report.format_block("Machine", [(None, rows)]))
     traces = [trace for run in measured for trace in run.traces]
     result = {
-        **_about(config, started.info),
+        **about(config, started.info),
         "batch_size": workload.num_prompts,
         "input_len": round(float(np.mean([r.prompt_len or 0 for r in every[batch * skipped :]]))),
         "output_len": workload.random_output_len,
@@ -157,7 +157,7 @@ def _latency_keys(traces: Sequence[RequestTrace], seconds: float) -> dict[str, f
     return {key: v for name, d in distributions.items() for key, v in d.keys(name).items()}
 
 
-def _check_before_loading(output: Output, **counts: int) -> None:
+def check_before_loading(output: Output, **counts: int) -> None:
     """What can be known to be wrong without a model."""
     for name, count in counts.items():
         if count < 0:
@@ -300,7 +300,7 @@ def _speculation_rows(config: EngineConfig, counts: Mapping[str, int]) -> list[r
     ]
 
 
-def _about(config: EngineConfig, info: ModelInfo) -> dict[str, Any]:
+def about(config: EngineConfig, info: ModelInfo) -> dict[str, Any]:
     settings = dataclasses.asdict(config)
     settings["passes"] = dict(settings["passes"])
     return {

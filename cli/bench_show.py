@@ -26,13 +26,17 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def write_files(
-    output: Output, result: Mapping[str, Any], traces: Sequence[RequestTrace], title: str
-) -> None:
+def write_result(output: Output, result: Mapping[str, Any]) -> None:
     if output.json is not None:
         about = {"versions": package_versions(), "machine": describe_machine()}
         report.write_json(output.json, {**result, **about})
         note(stderr_console(), f"result written to {output.json}")
+
+
+def write_files(
+    output: Output, result: Mapping[str, Any], traces: Sequence[RequestTrace], title: str
+) -> None:
+    write_result(output, result)
     if output.plot is not None:
         report.write_plot(output.plot, title, samples_ms(traces))
         note(stderr_console(), f"plot written to {output.plot}")

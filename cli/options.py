@@ -151,6 +151,14 @@ ENGINE_OPTIONS = (
         help="Jinja file with a chat template, or its text. The model's own when absent.",
     ),
     EngineOption(
+        field="tool_format",
+        panel=MODEL_PANEL,
+        metavar="FORMAT",
+        help="How the model writes calls of tools, where its chat template tells it wrongly: auto "
+        "learns it from there, generic describes tools in the system message; else a JSON object "
+        "or a file with one.",
+    ),
+    EngineOption(
         field="revision",
         panel=MODEL_PANEL,
         help="Branch, tag or commit of a hub model.",

@@ -48,6 +48,7 @@ class EngineConfig:
     model: str | None = None
     tokenizer: str | None = None
     chat_template: str | None = None  # a Jinja file or text; None: the model's own
+    tool_format: str = "auto"  # of calls: learned from the template, generic, or JSON or its file
     revision: str | None = None
     trust_remote_code: bool = False
     task: str = "auto"  # what the model is served for; auto: what its files say

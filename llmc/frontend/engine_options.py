@@ -21,6 +21,7 @@ from llmc.frontend.ported_options import port_keywords
 from llmc.speculative_config import SpeculativeConfig
 from llmc.text.template_file import read_template
 from llmc.text.tokenizer import Tokenizer
+from llmc.text.tools.given_format import read_tool_format
 
 if TYPE_CHECKING:
     from llmc.model_info import ModelInfo, Phase
@@ -32,6 +33,7 @@ class EngineOptions(TypedDict, total=False):
 
     tokenizer: str | None
     chat_template: str | None
+    tool_format: str
     revision: str | None
     trust_remote_code: bool
     task: str
@@ -118,6 +120,7 @@ def start(config: EngineConfig, on_phase: Callable[[Phase], None] | None = None)
         read_template(
             config.chat_template
         )  # a mistake in it is an error before the model is loaded
+    read_tool_format(config.tool_format)
     from llmc.startup.start import start_engine
 
     return start_engine(dataclasses.replace(config, max_num_queued=None), on_phase)
@@ -130,4 +133,5 @@ def load_tokenizer(config: EngineConfig, info: ModelInfo) -> Tokenizer | None:
     tokenizer = Tokenizer.load(info.tokenizer_path, trust_remote_code=config.trust_remote_code)
     if config.chat_template is not None:
         tokenizer.hf.chat_template = read_template(config.chat_template)
+    tokenizer.given_tool_format = read_tool_format(config.tool_format)
     return tokenizer

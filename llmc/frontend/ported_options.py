@@ -51,7 +51,7 @@ NOT_NEEDED: Mapping[str, str] = {
     "--enable-log-requests": "the access log is on",
 }
 NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
-    "--tool-call-parser": _TEMPLATE,
+    "--tool-call-parser": _TEMPLATE + "; --tool-format gives another",
     "--reasoning-parser": _TEMPLATE,
     "--chat-template-content-format": _TEMPLATE,
     "--generation-config": "the model's own is used; requests override it",
@@ -79,7 +79,7 @@ REFUSED: Mapping[str, str] = {
     "--compilation-config": "choose a level with -O0 to -O3, and passes with --disable-pass",
     "--no-enable-chunked-prefill": "chunked prefill is always on; raise --max-num-batched-tokens",
     "--enable-expert-parallel": "experts are cut by width, with --tensor-parallel-size",
-    "--tool-parser-plugin": _TEMPLATE + "; leave the option out",
+    "--tool-parser-plugin": _TEMPLATE + "; --tool-format gives another",
     "--hf-overrides": "change config.json in a copy of the model's directory",
     "--rope-scaling": "change config.json in a copy of the model's directory",
     "--rope-theta": "change config.json in a copy of the model's directory",

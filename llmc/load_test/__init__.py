@@ -2,4 +2,6 @@
 
 workloads --> offline (an engine in this process)  --> traces --> metrics --> report
           \\-> serving (any OpenAI-compatible URL) --/
+
+explain: the ops of a step (observe, op_work) beside the limits of the machine.
 """

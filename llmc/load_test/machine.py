@@ -104,6 +104,29 @@ def measure_read_bandwidth(device: str, *, repeats: int = 5, max_bytes: int = GI
     return num_floats * 4 / best
 
 
+def measure_product_rate(device: str, dtype: str, *, repeats: int = 5) -> float:
+    """Operations per second of torch's product of square matrices, the best of several.
+
+    In `dtype`, or in float32 where that is faster, as on processors without instructions for it.
+    """
+    is_cuda = device.startswith("cuda")
+    size = 8192 if is_cuda else 1024
+
+    def rate(kind: torch.dtype) -> float:
+        place = "cuda" if is_cuda else "cpu"
+        left, right = (torch.randn(size, size, dtype=kind, device=place) for _ in range(2))
+
+        def multiply() -> None:
+            torch.mm(left, right)
+            if is_cuda:
+                torch.cuda.synchronize()
+
+        multiply()
+        return 2 * size**3 / min(_seconds(multiply) for _ in range(repeats))
+
+    return max(rate(kind) for kind in {torch.float32, getattr(torch, dtype)})
+
+
 def _seconds(work: Callable[[], None]) -> float:
     start = time.perf_counter()
     work()

@@ -443,6 +443,11 @@ class ModelRunner:
         return self._graphs.num_eager if self._graphs is not None else 0
 
     @property
+    def num_replayed_steps(self) -> int:
+        """Steps on a CPU that were replayed from a recording."""
+        return self._recordings.num_replays if self._recordings is not None else 0
+
+    @property
     def num_runtime_compiles(self) -> int:
         """Compilations that a step had to wait for; 0 in a healthy engine."""
         return self._watch.num_compiles

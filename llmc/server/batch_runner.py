@@ -1,7 +1,7 @@
 """Runs the batches of a store, one after the other, beside what callers ask for.
 
 validating -> in_progress -> finalizing -> completed        cancel: cancelling -> cancelled
-     |-> failed (a line is no request)
+     |-> failed (a line is no request)   |-> expired (its window ended before its last answer)
 
 Rows are appended as they come. A server that ends, or is killed, leaves its batch as it is; the
 next one on the same folder drops half a row, skips what has a row, and goes on.
@@ -20,7 +20,7 @@ from pydantic_core import from_json
 from starlette.applications import Starlette
 
 from llmc.errors import EngineDeadError
-from llmc.server.batch_lines import BatchCaller, BatchLine, Row, parse_line
+from llmc.server.batch_lines import BatchCaller, BatchLine, Row, error_row, parse_line
 from llmc.server.batch_store import MAX_LINE_BYTES, MAX_LINES, Batch, BatchStore
 from llmc.server.errors import ApiError, error_body
 
@@ -29,6 +29,12 @@ log = logging.getLogger(__name__)
 MAX_ERRORS = 20  # lines that a failed batch names
 _DISK_RETRY_S = 5.0
 SAVE_S = 2.0  # between two saves of a batch's counts
+CLOCK_S = 60.0  # between two looks at the date, which may jump
+EXPIRED = ApiError(
+    400,
+    "This request could not be executed before the completion window expired.",
+    code="batch_expired",
+)
 _KINDS: tuple[Literal["output", "errors"], ...] = ("output", "errors")
 
 
@@ -124,12 +130,15 @@ class BatchRunner:
             batch.reach("failed" if batch.errors else "in_progress")
             self._store.save(batch)
         if batch.status == "in_progress":
-            await self._answer(batch)
+            if not await self._answer_in_time(batch):
+                batch.note_time("expired")  # so that a server that ends now goes on with that
             batch.reach("finalizing")
             self._store.save(batch)
         if batch.status == "finalizing":
+            if batch.has_expired:
+                await asyncio.to_thread(self._give_up, batch)
             self._finish(batch)
-            batch.reach("completed")
+            batch.reach("expired" if batch.has_expired else "completed")
             self._store.save(batch)
 
     def _validate(self, batch: Batch) -> None:
@@ -187,18 +196,43 @@ class BatchRunner:
             code="batch_too_large",
         )
 
+    async def _answer_in_time(self, batch: Batch) -> bool:
+        """False where the batch's window ended before the last answer."""
+        answering = asyncio.create_task(self._answer(batch))
+        try:
+            while not answering.done():
+                if batch.left_s <= 0:
+                    return False
+                await asyncio.wait({answering}, timeout=min(batch.left_s, CLOCK_S))
+            answering.result()
+            return True
+        finally:
+            answering.cancel()
+            await asyncio.wait({answering})
+            if not answering.cancelled():
+                answering.exception()  # of a task that was given up, nobody asks for it
+
+    def _open_lines(self, batch: Batch) -> Iterator[BatchLine]:
+        """The lines without a row; the batch's counts are those of the rows."""
+        done = {kind: _custom_ids(self._store.gathered(batch, kind)) for kind in _KINDS}
+        batch.completed, batch.failed = (len(done[kind]) for kind in _KINDS)
+        for number, raw in self._raw_lines(batch):
+            line = parse_line(number, raw, (batch.endpoint,))
+            if line.custom_id not in done["output"] and line.custom_id not in done["errors"]:
+                yield line
+
+    def _give_up(self, batch: Batch) -> None:
+        """A row for each line that has none."""
+        left = [line.custom_id for line in self._open_lines(batch)]
+        if not left:
+            return
+        with self._store.rows(batch, "errors").open("ab") as errors:
+            for custom_id in left:
+                errors.write(error_row(custom_id, EXPIRED).text)
+        batch.failed += len(left)
+
     async def _answer(self, batch: Batch) -> None:
         """The lines without a row."""
-        done = {kind: _custom_ids(self._store.rows(batch, kind)) for kind in _KINDS}
-        batch.completed, batch.failed = (len(done[kind]) for kind in _KINDS)
-        known = done["output"] | done["errors"]
-
-        def lines() -> Iterator[BatchLine]:
-            for number, raw in self._raw_lines(batch):
-                line = parse_line(number, raw, (batch.endpoint,))
-                if line.custom_id not in known:
-                    yield line
-
         state = {"caller": batch.caller} if batch.caller else {}
         if batch.caller and self._salt_by_api_key:
             state["cache_owner"] = batch.caller
@@ -207,7 +241,8 @@ class BatchRunner:
             self._store.rows(batch, "output").open("ab") as output,
             self._store.rows(batch, "errors").open("ab") as errors,
         ):
-            await caller.run(lines(), self._appender(batch, output, errors))
+            lines = self._open_lines(batch)
+            await caller.run(lines, self._appender(batch, output, errors))
 
     def _appender(
         self, batch: Batch, output: IO[bytes], errors: IO[bytes]

@@ -33,13 +33,15 @@ MAX_FILES = 1000
 MAX_BATCHES = 1000
 MAX_LINES = 50_000  # requests of a batch
 MAX_LINE_BYTES = 8 * 2**20
+WINDOW_S = 24 * 3600  # of a batch: what is not answered then is not answered at all
 _ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
 T = TypeVar("T", "StoredFile", "Batch")
 
 Status = Literal[
-    "validating", "failed", "in_progress", "finalizing", "completed", "cancelling", "cancelled"
-]
-ENDED = ("failed", "completed", "cancelled")
+    "validating", "failed", "in_progress", "finalizing", "completed", "cancelling", "cancelled",
+    "expired",
+]  # fmt: skip
+ENDED = ("failed", "completed", "cancelled", "expired")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class StoredFile:
     num_bytes: int
     created_ns: int
     caller: str = ""  # the digest of the key it was made with
+    expires_s: int | None = None  # a date, from which on it is not there any more
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,13 +74,32 @@ class Batch:
     total: int = 0
     completed: int = 0
     failed: int = 0
+    keep_output_s: int | None = None  # seconds that its output files are kept; None: until deleted
 
     @property
     def is_over(self) -> bool:
         return self.status in ENDED
 
+    @property
+    def expires_s(self) -> int:
+        """A date."""
+        return self.created_ns // 10**9 + WINDOW_S
+
+    @property
+    def left_s(self) -> float:
+        """Until it expires."""
+        return self.expires_s - time.time()
+
+    @property
+    def has_expired(self) -> bool:
+        """What was not answered is not answered any more, also where it is not yet `expired`."""
+        return "expired" in self.times
+
     def reach(self, status: Status) -> None:
         self.status = status
+        self.note_time(status)
+
+    def note_time(self, status: Status) -> None:
         self.times.setdefault(status, int(time.time()))  # a date for clients, as created_at
 
 
@@ -117,27 +139,40 @@ class BatchStore:
             finally:
                 Path(aside.name).unlink(missing_ok=True)  # nothing, once it was kept
 
-    def keep(self, new: NewFile, name: str) -> StoredFile:
+    def keep(self, new: NewFile, name: str, keep_s: int | None = None) -> StoredFile:
+        """`keep_s`: seconds until it is deleted."""
         new.file.flush()
         os.fsync(new.file.fileno())
-        return self._keep(Path(new.file.name), name=name, purpose=new.purpose, caller=new.caller)
+        return self._keep(
+            Path(new.file.name), name=name, purpose=new.purpose, caller=new.caller, keep_s=keep_s
+        )
 
     def _keep(
-        self, aside: Path, *, name: str, purpose: str, caller: str, file_id: str | None = None
+        self,
+        aside: Path,
+        *,
+        name: str,
+        purpose: str,
+        caller: str,
+        keep_s: int | None,
+        file_id: str | None = None,
     ) -> StoredFile:
+        now_ns = time.time_ns()
         stored = StoredFile(
             id=file_id or _new_id("file"),
             name=name,
             purpose=purpose,
             num_bytes=aside.stat().st_size,
-            created_ns=time.time_ns(),
+            created_ns=now_ns,
             caller=caller,
+            expires_s=None if keep_s is None else now_ns // 10**9 + keep_s,
         )
         os.replace(aside, self.data(stored))
         _write(self._files / f"{stored.id}.json", asdict(stored))
         return stored
 
     def _check_room(self) -> None:
+        self._delete_expired(self._all(self._files, StoredFile))
         found = [p.stat().st_size for p in self._files.glob("*.data")]
         if len(found) >= MAX_FILES or sum(found) + MAX_FILE_BYTES > MAX_FOLDER_BYTES:
             raise ApiError(
@@ -154,11 +189,26 @@ class BatchStore:
 
     def file(self, file_id: str, caller: str, param: str | None = None) -> StoredFile:
         """ApiError 404 where there is none, or it is another caller's."""
-        return _owned(self._load(self._files, file_id, StoredFile), file_id, caller, param)
+        found = self._load(self._files, file_id, StoredFile)
+        kept = self._delete_expired([] if found is None else [found])
+        return _owned(kept[0] if kept else None, file_id, caller, param)
 
     def files(self, caller: str) -> list[StoredFile]:
         """Newest first."""
-        return self._all(self._files, StoredFile, caller)
+        return self._delete_expired(self._all(self._files, StoredFile, caller))
+
+    def _delete_expired(self, found: list[StoredFile]) -> list[StoredFile]:
+        """Those that are left. What a batch still reads is not deleted before that is over."""
+        now = time.time()
+        expired = [one for one in found if one.expires_s is not None and one.expires_s <= now]
+        if not expired:
+            return found
+        read = {batch.input_file_id for batch in self.batches() if not batch.is_over}
+        gone = {one.id for one in expired if one.id not in read}
+        for one in expired:
+            if one.id in gone:
+                self.delete(one)
+        return [one for one in found if one.id not in gone]
 
     def delete(self, stored: StoredFile) -> None:
         (self._files / f"{stored.id}.json").unlink(missing_ok=True)
@@ -195,20 +245,25 @@ class BatchStore:
         """Where its rows are gathered."""
         return self._batches / f"{batch.id}.{kind}"
 
+    def gathered(self, batch: Batch, kind: Literal["output", "errors"]) -> Path:
+        """Where its rows are: a server may have ended after it made a file of them."""
+        path = self.rows(batch, kind)
+        kept = self._files / f"{_rows_id(batch, kind)}.data"
+        return kept if kept.is_file() and not path.is_file() else path
+
     def finish_rows(self, batch: Batch, kind: Literal["output", "errors"]) -> str | None:
         """What was gathered becomes a file; its id, or None where there is no row."""
-        path = self.rows(batch, kind)
-        # the same at every call: a server may have ended between the two lines that rename
-        file_id = _id_of("file", f"{batch.id}/{kind}")
-        if not path.is_file():
-            kept = (self._files / f"{file_id}.data").is_file()
-            path = self._files / f"{file_id}.data" if kept else path
+        path = self.gathered(batch, kind)
         if not path.is_file() or not path.stat().st_size:
             path.unlink(missing_ok=True)
             return None
-        name = f"{batch.id}_{kind}.jsonl"
         return self._keep(
-            path, name=name, purpose="batch_output", caller=batch.caller, file_id=file_id
+            path,
+            name=f"{batch.id}_{kind}.jsonl",
+            purpose="batch_output",
+            caller=batch.caller,
+            keep_s=batch.keep_output_s,
+            file_id=_rows_id(batch, kind),
         ).id
 
     # Both
@@ -237,7 +292,12 @@ class NewFile:
 
 
 def new_batch(
-    *, input_file_id: str, endpoint: str, metadata: dict[str, str] | None, caller: str
+    *,
+    input_file_id: str,
+    endpoint: str,
+    metadata: dict[str, str] | None,
+    caller: str,
+    keep_output_s: int | None = None,
 ) -> Batch:
     made = Batch(
         id=_new_id("batch"),
@@ -247,6 +307,7 @@ def new_batch(
         created_ns=time.time_ns(),
         metadata=metadata,
         caller=caller,
+        keep_output_s=keep_output_s,
     )
     made.reach("validating")
     return made
@@ -256,8 +317,10 @@ def _new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
-def _id_of(kind: str, text: str) -> str:
-    return f"{kind}-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+def _rows_id(batch: Batch, kind: str) -> str:
+    """Of the file of its rows: the same at every call."""
+    text = f"{batch.id}/{kind}"
+    return f"file-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 def _owned(found: T | None, name: str, caller: str, param: str | None = None) -> T:

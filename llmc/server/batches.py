@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,12 +14,21 @@ from llmc.server.batch_runner import BatchRunner
 from llmc.server.batch_store import Batch, new_batch
 from llmc.server.body import read_body
 from llmc.server.errors import ApiError, json_response
-from llmc.server.files import caller, page, store
+from llmc.server.files import LEAST_KEEP_S, MOST_KEEP_S, caller, page, store
 from llmc.server.protocol import Body
 
 MAX_PAGE = 100
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled", "expired")
 _Text = Annotated[str, Field(max_length=512)]
+
+
+class ExpiresAfter(BaseModel):
+    """How long a file is kept."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=LEAST_KEEP_S, le=MOST_KEEP_S)]
 
 
 class BatchBody(Body):
@@ -29,6 +38,7 @@ class BatchBody(Body):
     endpoint: str
     completion_window: Literal["24h"]
     metadata: Annotated[dict[str, _Text], Field(max_length=16)] | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 async def create_batch(request: Request) -> Response:
@@ -46,8 +56,13 @@ async def create_batch(request: Request) -> Response:
         raise ApiError(
             400, f"the purpose of {stored.id} is {stored.purpose}, not batch", param="input_file_id"
         )
+    keep = body.output_expires_after
     made = new_batch(
-        input_file_id=stored.id, endpoint=body.endpoint, metadata=body.metadata, caller=owner
+        input_file_id=stored.id,
+        endpoint=body.endpoint,
+        metadata=body.metadata,
+        caller=owner,
+        keep_output_s=None if keep is None else keep.seconds,
     )
     await asyncio.to_thread(batches.add, made)
     _runner(request).wake()
@@ -93,7 +108,7 @@ def described(batch: Batch) -> dict[str, Any]:
         "output_file_id": batch.output_file_id,
         "error_file_id": batch.error_file_id,
         "created_at": batch.created_ns // 10**9,
-        "expires_at": None,
+        "expires_at": batch.expires_s,
         **{f"{name}_at": batch.times.get(name) for name in _TIMES},
         "request_counts": {
             "total": batch.total,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -16,24 +16,27 @@ from llmc.server.multipart import Part, boundary_of, read_parts
 UPLOAD_TIMEOUT_S = 600.0
 MAX_FIELD_BYTES = 1024  # of a plain field
 MAX_PAGE = 10_000
+LEAST_KEEP_S, MOST_KEEP_S = 3600, 30 * 24 * 3600
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_FIELDS = ("file", "purpose", _ANCHOR, _SECONDS)
 
 
 async def create_file(request: Request) -> Response:
-    """A form with `purpose` (batch) and `file`."""
+    """A form with `purpose` (batch) and `file`, perhaps with `expires_after`."""
     batches = store(request)
     boundary = boundary_of(request.headers.get("content-type", ""))
     try:
         async with asyncio.timeout(UPLOAD_TIMEOUT_S):
             with batches.new_file("batch", caller(request)) as new:
-                name = await _receive(request, boundary, new)
-                made = await asyncio.to_thread(batches.keep, new, name)
+                name, keep_s = await _receive(request, boundary, new)
+                made = await asyncio.to_thread(batches.keep, new, name, keep_s)
     except TimeoutError:
         raise ApiError(408, f"the file did not arrive within {UPLOAD_TIMEOUT_S:g} s") from None
     return json_response(described(made))
 
 
-async def _receive(request: Request, boundary: bytes, new: NewFile) -> str:
-    """The name of the file, which is written to `new`."""
+async def _receive(request: Request, boundary: bytes, new: NewFile) -> tuple[str, int | None]:
+    """The name of the file, which is written to `new`, and for how many seconds it is kept."""
     name: str | None = None
     fields: dict[str, bytes] = {}
     part = Part("", None)
@@ -41,7 +44,7 @@ async def _receive(request: Request, boundary: bytes, new: NewFile) -> str:
     async for piece in read_parts(_chunks(request), boundary):
         if isinstance(piece, Part):
             part = piece
-            if part.name not in ("file", "purpose"):
+            if part.name not in _FIELDS:
                 raise ApiError(
                     400,
                     f"unknown parameter {part.name[:80]!r}",
@@ -63,10 +66,27 @@ async def _receive(request: Request, boundary: bytes, new: NewFile) -> str:
                 raise ApiError(400, f"{part.name} is too long", param=part.name)
     if name is None:
         raise ApiError(400, "file is missing", param="file", code="missing_field")
-    purpose = fields.get("purpose", b"").decode("utf-8", errors="replace")
+    given = {key: value.decode("utf-8", errors="replace") for key, value in fields.items()}
+    purpose = given.get("purpose", "")
     if purpose != "batch":
         raise ApiError(400, f"purpose must be batch, got {purpose[:80]!r}", param="purpose")
-    return name
+    return name, _keep_s(given)
+
+
+def _keep_s(given: Mapping[str, str]) -> int | None:
+    if _ANCHOR not in given and _SECONDS not in given:
+        return None
+    anchor, seconds = given.get(_ANCHOR, ""), given.get(_SECONDS, "")
+    if anchor != "created_at":
+        raise ApiError(400, f"{_ANCHOR} must be created_at, got {anchor[:80]!r}", param=_ANCHOR)
+    is_number = seconds.isascii() and seconds.isdigit() and len(seconds) < 8
+    if not is_number or not LEAST_KEEP_S <= int(seconds) <= MOST_KEEP_S:
+        raise ApiError(
+            400,
+            f"{_SECONDS} must be from {LEAST_KEEP_S} to {MOST_KEEP_S}, got {seconds[:80]!r}",
+            param=_SECONDS,
+        )
+    return int(seconds)
 
 
 async def _chunks(request: Request) -> AsyncIterator[bytes]:
@@ -159,5 +179,5 @@ def described(stored: StoredFile) -> dict[str, Any]:
         "purpose": stored.purpose,
         "status": "processed",
         "status_details": None,
-        "expires_at": None,
+        "expires_at": stored.expires_s,
     }

@@ -14,6 +14,7 @@ from llmc.server.admin import AbortBody
 from llmc.server.anthropic_protocol import CountTokensBody, MessagesBody
 from llmc.server.batches import BatchBody
 from llmc.server.errors import json_response
+from llmc.server.files import LEAST_KEEP_S, MOST_KEEP_S
 from llmc.server.guard import ADMIN_PATHS, PUBLIC_PATHS
 from llmc.server.ollama_protocol import (
     EmbedBody,
@@ -92,6 +93,12 @@ FILE_FORM = {
     "properties": {
         "file": {"type": "string", "format": "binary"},
         "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": LEAST_KEEP_S,
+            "maximum": MOST_KEEP_S,
+        },
     },
     "additionalProperties": False,
 }

@@ -50,6 +50,7 @@ class Started:
 
     engine: EngineCore
     runner: ModelRunner
+    model: BoundModel
     info: ModelInfo
     phases: list[Phase]
     upgrade: Upgrade | None = None  # steps being compiled, which will replace the one that runs
@@ -255,6 +256,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
     return Started(
         engine=engine,
         runner=bound[0].runner,
+        model=bound[0],
         info=info,
         phases=clock.phases,
         upgrade=upgrade,

@@ -195,10 +195,12 @@ def check_tools(tokenizer: Tokenizer, tools: Sequence[Tool]) -> ToolFormat:
 
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
-    """How the model writes calls of tools, learned once from its chat template, or GENERIC where
-    that writes none that could be read; None without a template."""
+    """How the model writes calls of tools: as the user gave it, else learned once from its chat
+    template, or GENERIC where that writes none that could be read; None without a template."""
     template = tokenizer.chat_template
-    return None if template is None else _learned(tokenizer, template)
+    if template is None:
+        return None
+    return tokenizer.given_tool_format or _learned(tokenizer, template)
 
 
 @functools.lru_cache(maxsize=8)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.errors import CheckpointError, InvalidRequestError, reason_of
+from llmc.text.tools.tool_format import ToolFormat
 
 # Texts are encoded one at a time, so a thread pool in the tokenizer gains nothing, and it would
 # warn at every fork afterwards (torch.compile forks workers).
@@ -60,6 +61,7 @@ class Tokenizer:
             # be cut in silence.
             self._backend.no_truncation()
             self._backend.no_padding()
+        self.given_tool_format: ToolFormat | None = None  # None: learned from the template
         self.special_ids = frozenset(int(i) for i in hf.all_special_ids) | _special_added(hf)
         self.size = len(hf)
 

@@ -18,6 +18,7 @@ from llmc.speculative_config import SpeculativeConfig
 EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "model": (["--model", "some/dir"], "some/dir"),
     "chat_template": (["--chat-template", "chat.jinja"], "chat.jinja"),
+    "tool_format": (["--tool-format", "generic"], "generic"),
     "tokenizer": (["--tokenizer", "other"], "other"),
     "revision": (["--revision", "v2"], "v2"),
     "trust_remote_code": (["--trust-remote-code"], True),

@@ -95,7 +95,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "venv" / "bin" / "python"
     for command in (
         [sys.executable, "-m", "venv", str(folder / "venv")],
-        [str(python), "-m", "pip", "install", "-q", *packages],
+        [str(python), "-m", "pip", "install", "-q", "--no-compile", *packages],
     ):
         done = run(command, folder)
         assert done.returncode == 0, done.stderr

@@ -21,6 +21,7 @@ from llmc import LLM, SamplingParams
 from llmc.config import EngineConfig
 from llmc.engine.messages import AddRequest
 from llmc.frontend.engine_options import load_tokenizer
+from llmc.load_test.explain import Limits, explain_steps
 from llmc.runner.graphs import StepGraphs, StepShape
 from llmc.runner.model_runner import ModelRunner
 from llmc.startup.start import Started, start_engine
@@ -162,3 +163,19 @@ def test_the_runner_waits_for_nothing_when_it_launches_dry_run(fast: Small) -> N
     with no_synchronizing_calls():
         runner.dummy_run(min(MAX_ROWS, 8))
     assert runner.num_runtime_compiles == 0
+
+
+def test_the_ops_of_a_step_are_explained_dry_run(fast: Small) -> None:
+    step = fast.started.runner.step
+    found = explain_steps(
+        fast.started,
+        batch_size=2,
+        context_len=64,
+        input_len=64,
+        num_iters=3,
+        limits=lambda: Limits(bytes_per_s=1e12, operations_per_s=1e14),
+    )
+    assert fast.started.runner.step is step
+    for explained in found:
+        assert 0 < explained.ops_s < 10 * explained.step_s + 0.1
+        assert {"linear", "attention", "norm", "sampler"} <= {row.kind for row in explained.rows}

@@ -8,6 +8,7 @@ New memory is filled with NaN, so an element that a kernel forgets to write fail
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import op_cases
@@ -137,7 +138,9 @@ def test_every_op_of_a_step_has_a_triton_version() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_registered_cases(name: str, dtype: torch.dtype) -> None:
-    cases = [case for maker in OPS[name].case_makers for case in maker(CPU, dtype)]
+    # float16 differs from bfloat16 by its conversions alone: one case of each kind shows them
+    most = 1 if dtype == torch.float16 else None
+    cases = [case for maker in OPS[name].case_makers for case in islice(maker(CPU, dtype), most)]
     assert cases
     for case in cases:
         check(OPS[name], case, dtype)

@@ -15,7 +15,7 @@ from live_server import Live, live_server
 from scripted_engine import make_scripted
 
 from llmc.errors import ConfigError
-from llmc.server import batch_store
+from llmc.server import batch_runner, batch_store
 from llmc.server.settings import ServerSettings
 
 
@@ -53,7 +53,7 @@ def wait(live: Live, name: str, *statuses: str) -> dict[str, Any]:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         found: dict[str, Any] = live.client.get(f"/v1/batches/{name}").json()
-        if found["status"] in (statuses or ("completed", "failed", "cancelled")):
+        if found["status"] in (statuses or ("completed", "failed", "cancelled", "expired")):
             return found
         time.sleep(0.01)
     raise AssertionError(f"the batch is {found['status']}")
@@ -131,6 +131,9 @@ def form(*parts: bytes, end: bytes = b"--xyz--\r\n") -> bytes:
 
 FILE = b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\ndata'
 PURPOSE = b'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch'
+ANCHOR = b'Content-Disposition: form-data; name="expires_after[anchor]"\r\n\r\ncreated_at'
+SECONDS = b'Content-Disposition: form-data; name="expires_after[seconds]"\r\n\r\n3600'
+PARAM_SECONDS = "expires_after[seconds]"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +145,12 @@ PURPOSE = b'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch'
         (form(FILE, PURPOSE), "multipart/form-data", 400, None),
         (form(FILE, PURPOSE, end=b""), "multipart/form-data; boundary=xyz", 400, None),
         (form(FILE), "multipart/form-data; boundary=xyz", 400, "purpose"),
+        (form(FILE, PURPOSE, ANCHOR, SECONDS), "multipart/form-data; boundary=xyz", 200, None),
+        (form(FILE, PURPOSE, ANCHOR), "multipart/form-data; boundary=xyz", 400, PARAM_SECONDS),
+        (form(FILE, PURPOSE, ANCHOR, SECONDS.replace(b"3600", b"3599")),
+         "multipart/form-data; boundary=xyz", 400, PARAM_SECONDS),
+        (form(FILE, PURPOSE, SECONDS), "multipart/form-data; boundary=xyz", 400,
+         "expires_after[anchor]"),
         (form(PURPOSE), "multipart/form-data; boundary=xyz", 400, "file"),
         (form(FILE, FILE, PURPOSE), "multipart/form-data; boundary=xyz", 400, "file"),
         (form(b"Content-Disposition: form-data\r\n\r\n"), "multipart/form-data; boundary=xyz", 400,
@@ -183,7 +192,11 @@ def test_what_is_refused(live: Live) -> None:
         ({"input_file_id": "file-" + "0" * 32}, 404, "input_file_id"),
         ({"metadata": {str(i): "x" for i in range(17)}}, 400, "metadata"),
         ({"other": 1}, 400, "other"),
-    ):
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, 400,
+         "output_expires_after.seconds"),
+        ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, 400,
+         "output_expires_after.anchor"),
+    ):  # fmt: skip
         response = live.post("/v1/batches", {**good, **changes})
         assert response.status_code == status, response.text
         assert response.json()["error"]["param"] == param
@@ -278,16 +291,187 @@ def test_the_sdk_of_openai(live: Live) -> None:
     url = f"http://127.0.0.1:{live.port}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         text = text_of([line("a"), line("b")]).encode()
-        stored = client.files.create(file=("in.jsonl", text), purpose="batch")
+        stored = client.files.create(
+            file=("in.jsonl", text),
+            purpose="batch",
+            expires_after={"anchor": "created_at", "seconds": 3600},
+        )
+        assert stored.expires_at == stored.created_at + 3600
         made = client.batches.create(
             input_file_id=stored.id,
             endpoint="/v1/completions",
             completion_window="24h",
             metadata={"for": "me"},
+            output_expires_after={"anchor": "created_at", "seconds": 7200},
         )
+        assert made.expires_at == made.created_at + 24 * 3600
         wait(live, made.id)
         found = client.batches.retrieve(made.id)
+        output = client.files.retrieve(found.output_file_id)
+        assert output.expires_at == output.created_at + 7200
         assert found.metadata == {"for": "me"} and found.request_counts.completed == 2
         assert len(client.files.content(found.output_file_id).text.splitlines()) == 2
         assert made.id in [one.id for one in client.batches.list(limit=5)]
         assert client.files.delete(stored.id).deleted
+
+
+class Clock:
+    """The dates of files and batches, which go on by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        self.now += 1e-3  # what is made later is newer
+        return int(self.now * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(batch_store, "time", made)
+    monkeypatch.setattr(batch_runner, "CLOCK_S", 0.01)
+    return made
+
+
+LINES = [line(f"r{i}", prompt="count", max_tokens=60) for i in range(30)]
+
+
+def begin_slowly(live: Live) -> str:
+    """A batch of LINES of which some are answered."""
+    name = begin(live, LINES)
+    while wait(live, name, "in_progress")["request_counts"]["completed"] < 3:
+        time.sleep(0.01)
+    return name
+
+
+def slow() -> Any:
+    made = make_scripted()
+    made.runner.delay_s = 0.002
+    return made
+
+
+def check_expired(live: Live, found: dict[str, Any], *, at_least: int) -> None:
+    """Every request has one row: its answer, or the error that it was too late."""
+    assert found["status"] == "expired" and found["completed_at"] is None
+    assert found["expires_at"] == found["created_at"] + batch_store.WINDOW_S
+    assert found["expired_at"] >= found["expires_at"]
+    done, late = rows(live, found["output_file_id"]), rows(live, found["error_file_id"])
+    counts = found["request_counts"]
+    assert counts == {"total": 30, "completed": len(done), "failed": len(late)}
+    assert at_least <= len(done) < 30
+    assert not set(done) & set(late) and set(done) | set(late) == {f"r{i}" for i in range(30)}
+    for row in late.values():
+        assert row["response"] is None and row["error"]["code"] == "batch_expired"
+    for kind in ("output_file_id", "error_file_id"):
+        text = live.client.get(f"/v1/files/{found[kind]}/content").text
+        assert text.count("\n") == len(rows(live, found[kind]))
+
+
+def test_a_batch_expires_with_the_rows_that_are_there(tmp_path: Path, clock: Clock) -> None:
+    with live_server(ServerSettings(batch_dir=str(tmp_path)), over=slow()) as live:
+        name = begin_slowly(live)
+        waiting = begin(live, LINES[:4])
+        clock.now += batch_store.WINDOW_S - 60
+        assert wait(live, name, "in_progress")["expired_at"] is None
+        later = begin(live, [line("a")])
+        clock.now += 60
+        check_expired(live, wait(live, name), at_least=3)
+        behind = wait(live, waiting)
+        assert behind["status"] == "expired" and behind["output_file_id"] is None
+        assert behind["request_counts"] == {"total": 4, "completed": 0, "failed": 4}
+        assert len(rows(live, behind["error_file_id"])) == 4
+        assert wait(live, later)["status"] == "completed"
+        refused = live.post(f"/v1/batches/{name}/cancel", {})
+        assert refused.status_code == 400 and "is expired" in refused.text
+        live.wait_idle()
+
+
+def test_a_batch_expires_while_no_server_runs(tmp_path: Path, clock: Clock) -> None:
+    settings = ServerSettings(batch_dir=str(tmp_path), shutdown_timeout_s=1)
+    with live_server(settings, over=slow()) as live:
+        name = begin_slowly(live)
+    gathered = tmp_path / "batches" / f"{name}.output"
+    before = gathered.read_bytes()
+    gathered.write_bytes(before + b'{"custom_id": "r2')
+    clock.now += batch_store.WINDOW_S
+    with live_server(settings) as live:
+        found = wait(live, name)
+        check_expired(live, found, at_least=3)
+        content = live.client.get(f"/v1/files/{found['output_file_id']}/content").content
+        assert content == before
+
+
+@pytest.mark.parametrize("moved", ["none", "output", "both"])
+def test_a_server_that_ends_while_a_batch_expires_loses_nothing(
+    tmp_path: Path, clock: Clock, moved: str
+) -> None:
+    """As it is on disk after each of the steps that end a batch."""
+    settings = ServerSettings(batch_dir=str(tmp_path), shutdown_timeout_s=1)
+    with live_server(settings, over=slow()) as live:
+        name = begin_slowly(live)
+        clock.now += batch_store.WINDOW_S
+        ended = wait(live, name)
+    path = tmp_path / "batches" / f"{name}.json"
+    kept = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({**kept, "status": "finalizing", "output_file_id": None, "error_file_id": None})
+    )
+    data = {
+        kind: tmp_path / "files" / f"{ended[key]}.data"
+        for kind, key in (("output", "output_file_id"), ("errors", "error_file_id"))
+    }
+    if moved != "both":
+        errors = data["errors"].read_bytes().splitlines(keepends=True)
+        data["errors"].unlink()
+        (tmp_path / "batches" / f"{name}.errors").write_bytes(b"".join(errors[:2]) + b'{"cust')
+    if moved == "none":
+        data["output"].rename(tmp_path / "batches" / f"{name}.output")
+    with live_server(settings) as live:
+        found = wait(live, name)
+        check_expired(live, found, at_least=3)
+        assert found["output_file_id"] == ended["output_file_id"]
+        assert found["request_counts"] == ended["request_counts"]
+
+
+def test_files_expire(tmp_path: Path, clock: Clock) -> None:
+    with live_server(ServerSettings(batch_dir=str(tmp_path)), over=slow()) as live:
+
+        def upload_for_an_hour(lines: list[Any]) -> str:
+            form = {
+                "purpose": "batch",
+                "expires_after[anchor]": "created_at",
+                "expires_after[seconds]": "3600",
+            }
+            files = {"file": ("in.jsonl", text_of(lines).encode())}
+            card = live.client.post("/v1/files", data=form, files=files).json()
+            assert card["expires_at"] == card["created_at"] + 3600
+            return str(card["id"])
+
+        unused, read, kept = (
+            upload_for_an_hour([line("a")]), upload_for_an_hour(LINES), upload(live, [line("b")]),
+        )  # fmt: skip
+        body = {
+            "input_file_id": read,
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+            "output_expires_after": {"anchor": "created_at", "seconds": 7200},
+        }
+        name = live.post("/v1/batches", body).json()["id"]
+        wait(live, name, "in_progress")
+        clock.now += 3600
+        listed = [one["id"] for one in live.client.get("/v1/files").json()["data"]]
+        assert unused not in listed and {read, kept} <= set(listed)
+        assert live.client.get(f"/v1/files/{unused}").status_code == 404
+        assert not list((tmp_path / "files").glob(f"{unused}*"))
+        found = wait(live, name)
+        assert found["status"] == "completed" and found["request_counts"]["completed"] == 30
+        assert live.client.get(f"/v1/files/{read}").status_code == 404
+        output = f"/v1/files/{found['output_file_id']}"
+        assert len(rows(live, found["output_file_id"])) == 30
+        clock.now += 7200
+        assert live.client.get(f"{output}/content").status_code == 404
+        assert live.client.get(f"/v1/files/{kept}").status_code == 200

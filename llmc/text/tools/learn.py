@@ -125,7 +125,7 @@ def _learn(
     inside = dict(call.inside)
     made = {name: _with_any_id(text) for name, text in {**literals, **inside}.items()}
     found = ToolFormat(**made, arguments_as_text=as_text)
-    return found if _is_sound(found) else None
+    return found if is_sound(found) else None
 
 
 def _conversation(num_calls: int, as_text: bool, content: str) -> list[dict[str, Any]]:
@@ -259,7 +259,7 @@ def _with_any_id(text: Any) -> Any:
     return text
 
 
-def _is_sound(found: ToolFormat) -> bool:
+def is_sound(found: ToolFormat) -> bool:
     """Whether an answer can be read by it: every part ends in a way that shows."""
     literals = (found.section_begin, found.call_begin, found.call_end, found.between or "")
     inside = (found.middle, found.key_begin, found.key_end, found.value_end, found.value_sep)

@@ -1,4 +1,5 @@
-"""`ToolFormat`: how one model writes calls of tools. Learned by learn.py, read by parse.py.
+"""`ToolFormat`: how one model writes calls of tools. Learned by learn.py, or given by the user
+(given_format.py); parse.py reads answers by it.
 
 section_begin (call_begin CALL call_end) between (call_begin CALL call_end) ... section_end
 

@@ -1,0 +1,184 @@
+"""What one op of a step must read, write and compute at the least, from the tensors it is given.
+
+Bytes are those of the operands once each: a weight as it is stored, of a cache the part that the
+requests see, of a table the rows that are picked. Operations are the multiplications and additions
+of products, attention and recurrences; all else is bound by its bytes on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from llmc.kernels.attention import first_visible
+from llmc.kernels.quantized_linear import CHANNELS
+from llmc.kernels.step_inputs import ROW_TABLES
+from llmc.passes.inputs import (
+    AdapterInput,
+    CacheInput,
+    ConstantInput,
+    Input,
+    StateInput,
+    StepInput,
+)
+
+# Operations for each value of the state and token.
+_STATE_OPERATIONS = {"delta_rule": 7, "selective_scan": 5, "linear_recurrence": 2}
+_PICKED = ("index_select", "index", "gather")  # of their first argument, what they return
+_EMBEDDINGS = {"embedding": "indices", "embed_shard": "ids", "quantized_embedding": "ids"}
+_TABLES_BY_POSITION = ("cos_table", "sin_table")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Bytes read and written; multiplications and additions."""
+
+    num_bytes: int = 0
+    num_operations: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTokens:
+    """One request of a step: its tokens in it, and all that it has after it."""
+
+    new: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call of the op `name`: arguments by name, what those are that the step was given, and the
+    names of those that it writes to."""
+
+    name: str
+    given: Mapping[str, Any]
+    roles: Mapping[str, Input]
+    written: frozenset[str]
+    result: Any
+    requests: Sequence[RequestTokens]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(request.new for request in self.requests)
+
+
+def work_of(call: Call) -> Work:
+    """Nothing for a view."""
+    read = {name: tensors(value) for name, value in call.given.items()}
+    known = {t.untyped_storage()._cdata for found in read.values() for t in found}
+    made = [t for t in tensors(call.result) if t.untyped_storage()._cdata not in known]
+    if not made and not call.written:
+        return Work()
+    if call.name == "ban_words":  # reads a few words and writes to a few logits
+        return Work()
+    num_bytes = sum(_size(t) for t in made)
+    for name, found in read.items():
+        role = call.roles.get(name)
+        num_bytes += sum(_bytes_of(call, name, tensor, role) for tensor in found)
+        if name in call.written and role is None:
+            num_bytes += sum(_size(tensor) for tensor in found)
+    return Work(num_bytes=num_bytes, num_operations=_operations(call))
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _size(tensor: Tensor) -> int:
+    """Of an expanded tensor that which is there."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _bytes_of(call: Call, name: str, tensor: Tensor, role: Input | None) -> int:
+    given = call.given
+    if isinstance(role, CacheInput):
+        places = tensor.shape[0] * tensor.shape[2]  # blocks, and tokens of each
+        used = sum(_span(call, r) for r in call.requests) if "context_len" in given else 0
+        if "slot_mapping" in given:
+            used += call.num_tokens
+        return tensor.nbytes // places * used
+    if isinstance(role, StateInput):
+        return 2 * tensor.nbytes // tensor.shape[0] * len(call.requests)
+    if isinstance(role, StepInput) and role.name in ROW_TABLES:
+        return 0  # a few values of each request
+    if isinstance(role, AdapterInput):
+        return tensor.nbytes // tensor.shape[0] * len(_adapters(given))
+    if call.name in _EMBEDDINGS and name != _EMBEDDINGS[call.name]:
+        rows = tensor.shape[0] * (CHANNELS if call.name == "quantized_embedding" else 1)
+        return int(tensor.nbytes * given[_EMBEDDINGS[call.name]].numel() // rows)
+    if isinstance(role, ConstantInput) and name in _TABLES_BY_POSITION:
+        return tensor.nbytes // tensor.shape[0] * call.num_tokens
+    if call.name in _PICKED and name == next(iter(given)):
+        return min(_size(tensor), sum(_size(t) for t in tensors(call.result)))
+    if "expert" in given and role is not None:
+        return int(tensor.nbytes * given["expert"].unique().numel() // tensor.shape[0])
+    return _size(tensor)
+
+
+def _adapters(given: Mapping[str, Any]) -> list[int]:
+    """Those that the rows of an `add_lora` use."""
+    return [number for number in given["adapter"].unique().tolist() if number > 0]
+
+
+def _operations(call: Call) -> int:
+    given, name = call.given, call.name
+    if name in ("linear", "fused_linear"):
+        x, weight = (given[n] for n in given if n in ("x", "input", "weight"))
+        return int(2 * x.numel() * weight.shape[0])
+    if name == "quantized_linear":
+        return int(2 * given["x"].numel() * given["weight"].shape[0] * CHANNELS)
+    if name in ("expert_linear", "quantized_expert_linear"):
+        return int(2 * given["x"].numel() * call.result.shape[-1])
+    if name in ("mm", "bmm", "matmul"):
+        left, right = list(given.values())[:2]
+        return int(2 * left.numel() * right.shape[-1])
+    if name in ("addmm", "baddbmm"):
+        left, right = list(given.values())[1:3]
+        return int(2 * left.numel() * right.shape[-1])
+    if name == "add_lora":
+        rows = sum(int((given["adapter"] == n).sum()) for n in _adapters(given))
+        return int(2 * rows * (given["a"][0].numel() + given["b"][0].numel()))
+    if name == "causal_conv":
+        return int(2 * call.num_tokens * given["weight"].numel())
+    if name in _STATE_OPERATIONS:
+        values = given["state"][0].numel()
+        return _STATE_OPERATIONS[name] * call.num_tokens * int(values)
+    if name in ("paged_attention", "choose_keys", "choose_blocks"):
+        _, heads, width = given["query"].shape
+        if name == "paged_attention":
+            width += given["value_cache"].shape[3]
+        return int(2 * heads * width * sum(_pairs(call, r) for r in call.requests))
+    return 0
+
+
+def _span(call: Call, request: RequestTokens) -> int:
+    """Tokens of the request's cache that its queries see, each counted once."""
+    first = request.context - request.new
+    seen = request.context - first_visible(first, *_windows(call))
+    return min(seen, request.new * _most_chosen(call, request))
+
+
+def _pairs(call: Call, request: RequestTokens) -> int:
+    """Queries times the keys that each of them sees."""
+    windows, most = _windows(call), _most_chosen(call, request)
+    return sum(
+        min(place + 1 - first_visible(place, *windows), most)
+        for place in range(request.context - request.new, request.context)
+    )
+
+
+def _windows(call: Call) -> tuple[int, int]:
+    return call.given.get("window", 0), call.given.get("chunk", 0)
+
+
+def _most_chosen(call: Call, request: RequestTokens) -> int:
+    """The keys that a query attends to where the model chooses them."""
+    chosen = call.given.get("chosen")
+    if not isinstance(chosen, torch.Tensor):
+        return request.context
+    return int(chosen.shape[2]) * int(call.given["sparse_block_size"])
