@@ -1,6 +1,7 @@
 # llmc in a container, from the wheel: the ops are compiled here, so that nothing is at start-up.
 #   docker build -t llmc .                      docker run -p 8000:8000 llmc serve --host 0.0.0.0
 #   docker build --target cuda -t llmc:cuda .   docker run --gpus all -p 8000:8000 llmc:cuda ...
+#   docker build --target ray -t llmc:ray .     nodes of a Ray cluster (docs/ray.md)
 
 FROM python:3.12-slim-bookworm AS wheel
 # hadolint ignore=DL3008
@@ -27,6 +28,19 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir /dist/*.whl
+USER 1000
+
+# with Ray in the place of a server; KubeRay's probes ask with wget
+FROM cuda AS ray
+USER 0
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends wget \
+    && rm -rf /var/lib/apt/lists/*
+# hadolint ignore=DL3013
+RUN pip install --no-cache-dir "ray[serve,data]==2.60.0"
+ENTRYPOINT []
+CMD ["ray", "--help"]
 USER 1000
 
 FROM base AS cpu

@@ -22,6 +22,7 @@ from llmc.config import (
     DEFAULT_IMAGES,
     DEVICES,
     DTYPES,
+    EXECUTOR_BACKENDS,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     QUANTIZATIONS,
@@ -282,6 +283,12 @@ ENGINE_OPTIONS = (
         metavar="RANKS",
         help="Processes that compute a part of every layer each, on this machine: a GPU each, or "
         "the CPU's cores shared out. Memory of the KV cache is that of each.",
+    ),
+    EngineOption(
+        field="distributed_executor_backend",
+        panel=BATCH_PANEL,
+        metavar=_choices(EXECUTOR_BACKENDS),
+        help="Where the ranks are: processes of this machine, or actors of Ray, across its nodes.",
     ),
     EngineOption(
         field="data_parallel_size",

@@ -21,6 +21,7 @@ MOST_SEQS = 16383  # rows that the kernels' planning vectors hold
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
+EXECUTOR_BACKENDS = ("mp", "ray")
 DEVICES = ("auto", "cpu", "cuda")
 SchedulingPolicy = Literal["fcfs", "priority"]
 SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = ("fcfs", "priority")
@@ -67,6 +68,7 @@ class EngineConfig:
     swap_space: int = 0  # host memory for the blocks of preempted requests
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1  # ranks, each a process, that compute a part of every layer
+    distributed_executor_backend: str = "mp"  # where they are: processes here, or Ray's actors
     data_parallel_size: int = 1  # engines of a server, which share this machine evenly
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None  # plan a step while the one before it runs
@@ -96,6 +98,9 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("device", self.device, DEVICES)
+        _one_of(
+            "distributed executor backend", self.distributed_executor_backend, EXECUTOR_BACKENDS
+        )
         _one_of("task", self.task, TASKS)
         _one_of("pooling", self.pooling, POOLINGS)
         _one_of("load format", self.load_format, LOAD_FORMATS)

@@ -99,6 +99,11 @@ MAY_IMPORT = {
 }
 NEVER = {  # ours that a package must not import, where the list above is silent
     "llmc.cli": ("llmc.passes", "llmc.kernels", "llmc.compiler", "llmc.runner"),
+    "llmc.integrations": ("llmc.cli",),
+    **dict.fromkeys(
+        ("llmc.server", "llmc.llm", "llmc.async_llm", "llmc.load_test"),
+        ("llmc.cli", "llmc.integrations"),
+    ),
     "llmc": ("llmc.cli",),
 }
 SERVER = ("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client")
@@ -138,7 +143,9 @@ THIRD_PARTY = {  # name -> the only modules that may import it
         "llmc.server",
     ),
     "llguidance": ("llmc.structured",),
+    "ray": ("llmc.integrations.ray", "llmc.startup.ray_ranks"),
     **dict.fromkeys(SERVER, ("llmc.server",)),
+    **dict.fromkeys(("starlette", "pydantic"), ("llmc.server", "llmc.integrations.ray")),
 }
 FAMILIES = (
     "llama|qwen|gemma|mistral|mixtral|deepseek|falcon|olmo|granite|mamba|phi_?[234]|gpt_?neox|gpt_?2"

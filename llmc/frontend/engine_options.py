@@ -53,6 +53,7 @@ class EngineOptions(TypedDict, total=False):
     swap_space: int
     gpu_memory_utilization: float
     tensor_parallel_size: int
+    distributed_executor_backend: str
     data_parallel_size: int
     enable_prefix_caching: bool
     async_scheduling: bool | None

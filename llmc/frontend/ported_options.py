@@ -57,7 +57,6 @@ NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
     "--generation-config": "the model's own is used; requests override it",
     "--guided-decoding-backend": "grammars have one implementation",
     "--structured-outputs-config": "grammars have one implementation",
-    "--distributed-executor-backend": "ranks are processes of this machine",
     "--max-seq-len-to-capture": "graphs are captured by batch size (--cuda-graph-buckets)",
     "--max-parallel-loading-workers": "weights are read once, in order",
     "--tokenizer-pool-size": "--api-workers answer HTTP, tokenizers included",

@@ -121,13 +121,13 @@ class ToldStep:
 
 def receive(channel: socket.socket) -> Order | None:
     """The next order; None at the end of the channel, when rank 0 has ended."""
-    head = _read(channel, 24)
+    head = read_exactly(channel, 24)
     if head is None:
         return None
     kind, numbers, words = np.frombuffer(head, np.int64).tolist()
     if min(numbers, words) < 0 or 8 * numbers + 4 * words > _MOST_BYTES:
         raise ValueError(f"an order of {numbers} numbers and {words} words is none")
-    body = _read(channel, 8 * numbers + 4 * words)
+    body = read_exactly(channel, 8 * numbers + 4 * words)
     if body is None:
         return None
     return Order(
@@ -137,8 +137,8 @@ def receive(channel: socket.socket) -> Order | None:
     )
 
 
-def _read(channel: socket.socket, count: int) -> bytearray | None:
-    """Exactly so many bytes."""
+def read_exactly(channel: socket.socket, count: int) -> bytearray | None:
+    """So many bytes; None where the channel ends before."""
     data = bytearray(count)
     view, done = memoryview(data), 0
     while done < count:

@@ -63,6 +63,14 @@ class Adapters:
     def add(self, adapter: LoRARequest) -> None:
         self.by_name[adapter.lora_name] = adapter
 
+    async def load(self, llm: AsyncLLM, name: str, path: str) -> None:
+        """Serve one more. InvalidRequestError where it can't be loaded, or can't draw a token."""
+        adapter = self.make(name, path)
+        await _try(llm, adapter)
+        if name in self.by_name:  # by another call meanwhile
+            self.make(name, path)
+        self.add(adapter)
+
 
 def adapter_named(request: Request, model: str) -> LoRARequest | None:
     """The adapter that is served under a name; None for the model's own names."""
@@ -75,12 +83,9 @@ async def load_lora_adapter(request: Request) -> Response:
     folder = _runtime_dir(request)
     body = await read_body(request, LoadAdapterBody)
     adapters: Adapters = request.app.state.adapters
-    adapter = adapters.make(body.lora_name, _inside(folder, body.lora_path))
-    await _try(request.app.state.llm, adapter)
-    if adapter.lora_name in adapters.by_name:  # by another call meanwhile
-        adapters.make(adapter.lora_name, adapter.lora_path)
-    adapters.add(adapter)
-    return PlainTextResponse(f"Success: LoRA adapter '{adapter.lora_name}' added successfully.")
+    path = _inside(folder, body.lora_path)
+    await adapters.load(request.app.state.llm, body.lora_name, path)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 async def unload_lora_adapter(request: Request) -> Response:

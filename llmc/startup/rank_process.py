@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -22,42 +23,57 @@ from llmc.cache_dir import cache_dir
 from llmc.compiler.cache import ProgramCache
 from llmc.compiler.program import lowered
 from llmc.errors import EngineDeadError
+from llmc.kernels.collectives import Group
 from llmc.kernels.cpu.threads import limit_threads
 from llmc.runner.model_runner import ModelRunner
-from llmc.runner.ranks import Kind, Order, Ranks, receive
+from llmc.runner.ranks import Kind, Order, Ranks, read_exactly, receive
 from llmc.startup.background import compile_in_background, kernels_are_built, start_kernels
 from llmc.startup.bind import StepMode, make_runner
 from llmc.startup.compile import CompiledModel, LoadedModel, load_model, rewrite_options
 from llmc.startup.config_facts import FactsCache
 from llmc.startup.resolve import pick_device, resolve
 from llmc.startup.sizing import least_free_bytes
-from llmc.startup.tensor_parallel import PROGRAM, RankOrder, _read_line, open_group
+from llmc.startup.tensor_parallel import (
+    PROGRAM,
+    RankOrder,
+    group_of,
+    open_group,
+    read_line,
+    tcp_store,
+)
 
 log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Exit code 0: rank 0 closed the channel, or ended."""
     for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all; rank 0 decides
         signal.signal(number, signal.SIG_IGN)
-    channel = socket.socket(fileno=int(sys.argv[-1]))
-    line = _read_line(channel)
+    return run(socket.socket(fileno=int(sys.argv[-1])))
+
+
+def run(channel: socket.socket) -> int:
+    """The rank at the end of a channel. Exit code 0: rank 0 closed the channel, or ended."""
+    line = read_line(channel)
     if line is None:
         return 0
     order = RankOrder.of(line)
     logging.basicConfig(format=f"rank {order.rank}: {logging.BASIC_FORMAT}", level=logging.WARNING)
     logging.getLogger("llmc").setLevel(order.log_level)
     try:
-        model = load_rank(order)
+        if order.store is None:
+            model = load_rank(order)
+        else:
+            with tempfile.TemporaryDirectory(prefix="llmc-rank-") as folder:
+                _receive_program(channel, order, Path(folder))
+                model = load_rank(dataclasses.replace(order, folder=folder))
     except Exception as error:
         log.debug("it did not start", exc_info=error)
         _report(channel, f"{type(error).__name__}: {error}"[:2000])
         return 1
     _report(channel, None)
-    if _read_line(channel) is None:  # all have loaded: until then nothing is timed
+    if read_line(channel) is None:  # all have loaded: until then nothing is timed
         return 0
-    group = open_group(order.folder, order.rank, order.size, model.program.device, order.timeout_s)
-    worker = RankWorker(model, Ranks(group=group))
+    worker = RankWorker(model, Ranks(group=_join(order, model.program.device, channel)))
     try:
         while (told := receive(channel)) is not None:
             worker.execute(told)
@@ -69,15 +85,36 @@ def main() -> int:
     return 0
 
 
+def _receive_program(channel: socket.socket, order: RankOrder, folder: Path) -> None:
+    """Its files, where ProgramCache looks for them."""
+    entry = folder / "programs" / PROGRAM
+    entry.mkdir(parents=True)
+    for name, size in order.files.items():
+        data = read_exactly(channel, size)
+        if data is None:
+            raise EngineDeadError("rank 0 ended before it had sent the program")
+        (entry / Path(name).name).write_bytes(data)
+
+
+def _join(order: RankOrder, device: torch.device, channel: socket.socket) -> Group:
+    rank, size, timeout_s = order.rank, order.size, order.timeout_s
+    if order.store is None:
+        return open_group(order.folder, rank, size, device, timeout_s)
+    host, port = order.store
+    store = tcp_store(host, port, size, timeout_s, is_master=False)
+    return group_of(store, rank, size, device, timeout_s, channel.getsockname()[0])
+
+
 def load_rank(order: RankOrder) -> LoadedModel:
     """The program that rank 0 compiled, with this rank's part of the weights."""
     config = order.engine_config()
     device = pick_device(config.device)
     if device.type == "cuda":
-        torch.cuda.set_device(order.rank)
+        torch.cuda.set_device(order.rank if order.store is None else 0)
     else:
         limit_threads()
-        torch.set_num_threads(order.threads)
+        if order.threads:
+            torch.set_num_threads(order.threads)
     start_kernels(device)  # they are built, or looked for, while weights load
     program = ProgramCache(Path(order.folder)).load(PROGRAM, device)
     if program is None:

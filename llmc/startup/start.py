@@ -91,7 +91,12 @@ def start_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Start
 
     check_tensor_parallel(config)
     check_paths(config)
-    processes = RankProcesses(config.tensor_parallel_size)
+    if config.distributed_executor_backend == "ray":
+        from llmc.startup.ray_ranks import RayRanks
+
+        processes: RankProcesses = RayRanks(config)
+    else:
+        processes = RankProcesses(config.tensor_parallel_size)
     try:
         return _start(config, clock, processes)
     except BaseException:
@@ -154,7 +159,8 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         log.warning("left out, as this model is wrong with them: %s", ", ".join(disabled))
     if device.type == "cpu":
         limit_threads()
-        share_threads(config.tensor_parallel_size * config.data_parallel_size)
+        if config.distributed_executor_backend != "ray":  # which says who has which cores
+            share_threads(config.tensor_parallel_size * config.data_parallel_size)
     if processes is not None:
         check_source(source)
     build = start_kernels(device)

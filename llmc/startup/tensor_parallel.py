@@ -8,7 +8,8 @@
       runner                              -- Order ---->  runner
 
 A rank is a process with a channel, which is a pair of sockets that nobody else has. What ranks sum
-goes over gloo or NCCL, on this machine alone. A rank ends when its channel does.
+goes over gloo or NCCL, on this machine alone. A rank ends when its channel does. Ranks on Ray
+(ray_ranks.py) may be elsewhere.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from llmc.compiler.cache import ProgramCache
 from llmc.compiler.program import Program
-from llmc.config import EngineConfig
+from llmc.config import MOST_RANKS, EngineConfig
 from llmc.errors import CompileError, ConfigError, EngineDeadError, reason_of
 from llmc.kernels.collectives import Group
 from llmc.runner.ranks import Order, Ranks
@@ -92,10 +93,12 @@ def check_source(source: ModelSource) -> None:
             f"tensor_parallel_size {config.tensor_parallel_size} can't be had with a model that is "
             f"served for vectors yet (task {config.task!r}); serve it on one rank"
         )
-    if source.device.type == "cuda" and torch.cuda.device_count() < config.tensor_parallel_size:
+    is_here = config.distributed_executor_backend != "ray"
+    num_gpus = torch.cuda.device_count() if source.device.type == "cuda" and is_here else MOST_RANKS
+    if num_gpus < config.tensor_parallel_size:
         raise ConfigError(
             f"tensor_parallel_size {config.tensor_parallel_size} takes a GPU for each rank, and "
-            f"torch sees {torch.cuda.device_count()}"
+            f"torch sees {num_gpus}"
         )
 
 
@@ -107,9 +110,13 @@ class RankOrder:
     folder: str  # private: the program, and where ranks find each other
     rank: int
     size: int
-    threads: int
+    threads: int  # 0: its own number
     timeout_s: float
     log_level: int
+    # Of a rank that may be elsewhere: where rank 0's store listens, and the names and bytes of the
+    # program's files, which come behind the line.
+    store: tuple[str, int] | None = None
+    files: Mapping[str, int] = field(default_factory=dict)
 
     def line(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
@@ -123,20 +130,41 @@ class RankOrder:
 
 
 def open_group(folder: str, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
-    """Waits until all ranks have come. RuntimeError after `timeout_s`."""
+    """Waits until all ranks of this machine have come. RuntimeError after `timeout_s`."""
     store = _dist.FileStore(str(Path(folder) / "ranks"), size)
+    return group_of(store, rank, size, device, timeout_s, "127.0.0.1")
+
+
+def group_of(
+    store: Any, rank: int, size: int, device: torch.device, timeout_s: float, address: str
+) -> Group:
+    """The group of the ranks that share a store; gloo's sums use the interface of `address`."""
     timeout = timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
-    processes = (_nccl if device.type == "cuda" else _gloo)(store, rank, size, timeout)
+    if device.type == "cuda":
+        processes = _nccl(store, rank, size, timeout)
+    else:
+        processes = _gloo(store, rank, size, timeout, address)
     group = Group(processes)
     group.total(torch.zeros(1, device=device))  # none goes on before all are connected
     return group
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Over the loopback interface: all ranks are on this machine."""
+def tcp_store(host: str, port: int, size: int, timeout_s: float, *, is_master: bool) -> Any:
+    """A store for ranks that may be elsewhere. The master listens, on any free port with 0."""
+    return _dist.TCPStore(
+        host,
+        port,
+        size,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
     options = _dist.ProcessGroupGloo._Options()
-    options._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout
     options._threads = 1
     return _dist.ProcessGroupGloo(store, rank, size, options)
@@ -148,21 +176,55 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return _dist.ProcessGroupNCCL(store, rank, size, options)
 
 
+class RankProcess(Protocol):
+    """One rank beside this one."""
+
+    pid: int
+
+    def ended(self) -> str | None:
+        """How: "exit code 1"; None while it runs."""
+
+    def end(self, timeout_s: float) -> None:
+        """Wait for its end after its channel was closed; kill it after `timeout_s`."""
+
+
+class _LocalRank:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def ended(self) -> str | None:
+        code = self._process.poll()
+        if code is None:
+            return None
+        return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+    def end(self, timeout_s: float) -> None:
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
 class RankProcesses:
     """The ranks beside this one. They end with this object, or with this process."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._folder = tempfile.mkdtemp(prefix="llmc-ranks-")  # mode 0700
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[RankProcess] = []
         self._channels: list[socket.socket] = []
         self.end = weakref.finalize(self, _end, self._processes, self._channels, self._folder)
         try:
-            for _ in range(1, size):
-                self._start()
+            self._start_all()
         except BaseException:
             self.end()
             raise
+
+    def _start_all(self) -> None:
+        for _ in range(1, self.size):
+            self._start()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -171,7 +233,7 @@ class RankProcesses:
             process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
             )
-        self._processes.append(process)
+        self._processes.append(_LocalRank(process))
         self._channels.append(ours)
 
     @property
@@ -196,12 +258,15 @@ class RankProcesses:
                 timeout_s=TIMEOUT_S,
                 log_level=logging.getLogger("llmc").getEffectiveLevel(),
             )
-            self._write(channel, order.line())
+            self._send(channel, order)
+
+    def _send(self, channel: socket.socket, order: RankOrder) -> None:
+        self._write(channel, order.line())
 
     def join(self, device: torch.device) -> Ranks:
         """Wait until they have loaded, and make the group. EngineDeadError where one has not."""
         for rank, channel in enumerate(self._channels, start=1):
-            line = _read_line(channel)
+            line = read_line(channel)
             if line is None:
                 raise EngineDeadError(f"rank {rank} did not start: {self.why() or 'it has ended'}")
             error = json.loads(line)["error"]
@@ -209,12 +274,15 @@ class RankProcesses:
                 raise EngineDeadError(f"rank {rank} did not start: {error}")
         for channel in self._channels:
             self._write(channel, b"\n")
-        group = open_group(self._folder, 0, self.size, device, TIMEOUT_S)
+        group = self._open_group(device)
         watch = threading.Thread(
             target=_watch, args=(tuple(self._channels), group), name="llmc-ranks", daemon=True
         )
         watch.start()
         return Ranks(group=group, tell=self.tell, why=self.why)
+
+    def _open_group(self, device: torch.device) -> Group:
+        return open_group(self._folder, 0, self.size, device, TIMEOUT_S)
 
     def tell(self, order: Order) -> None:
         packed = order.pack()
@@ -231,15 +299,16 @@ class RankProcesses:
     def why(self) -> str:
         """Which rank has ended, and how. One that is about to end is waited for, briefly."""
         until = time.monotonic() + 1.0
-        while True:
-            for rank, process in enumerate(self._processes, start=1):
-                code = process.poll()
-                if code is not None:
-                    how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-                    return f"rank {rank} (process {process.pid}) ended with {how}"
-            if time.monotonic() > until:
-                return ""
+        while not (why := self.first_ended()) and time.monotonic() < until:
             time.sleep(0.02)
+        return why
+
+    def first_ended(self) -> str:
+        """The lowest rank that has ended, and how; "" while all run."""
+        for rank, process in enumerate(self._processes, start=1):
+            if (how := process.ended()) is not None:
+                return f"rank {rank} (process {process.pid}) ended with {how}"
+        return ""
 
 
 def _watch(channels: Sequence[socket.socket], group: Group) -> None:
@@ -256,20 +325,14 @@ def _watch(channels: Sequence[socket.socket], group: Group) -> None:
             return
 
 
-def _end(
-    processes: Sequence[subprocess.Popen[bytes]], channels: Sequence[socket.socket], folder: str
-) -> None:
+def _end(processes: Sequence[RankProcess], channels: Sequence[socket.socket], folder: str) -> None:
     for channel in channels:
         with contextlib.suppress(OSError):
             channel.shutdown(socket.SHUT_RDWR)
         channel.close()
     until = time.monotonic() + END_S
     for process in processes:
-        try:
-            process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.end(max(0.0, until - time.monotonic()))
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -286,7 +349,7 @@ def _plain_config(source: ModelSource) -> dict[str, Any]:
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
 
 
-def _read_line(channel: socket.socket) -> bytes | None:
+def read_line(channel: socket.socket) -> bytes | None:
     """A short line, byte by byte: what follows is not for this reader."""
     line = b""
     while not line.endswith(b"\n"):

@@ -38,6 +38,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "kv_cache_memory": (["--kv-cache-memory", "512M"], 512 * 2**20),
     "swap_space": (["--swap-space", "2G"], 2 * 2**30),
     "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),
+    "distributed_executor_backend": (["--distributed-executor-backend", "ray"], "ray"),
     "data_parallel_size": (["--data-parallel-size", "2"], 2),
     "gpu_memory_utilization": (["--gpu-memory-utilization", "0.5"], 0.5),
     "enable_prefix_caching": (["--no-enable-prefix-caching"], False),

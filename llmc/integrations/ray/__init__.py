@@ -1,0 +1,10 @@
+"""llmc on Ray (https://docs.ray.io): the server as a Serve application, batches in Ray Data.
+
+docs/ray.md shows how each is used. Ray comes with the extra `ray`, and is imported only where a
+cluster is needed.
+"""
+
+from llmc.integrations.ray.data import LLMPredictor
+from llmc.integrations.ray.serve import app, build_app
+
+__all__ = ["LLMPredictor", "app", "build_app"]
