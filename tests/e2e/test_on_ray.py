@@ -39,8 +39,12 @@ def run(*command: str, seconds: float) -> str:
     return done.stdout
 
 
-def test_the_tests_on_a_cluster_pass_with_the_extra(tmp_path: Path) -> None:
+def test_the_tests_on_a_cluster_pass_with_the_extra(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
     """The new environment sees this one's packages, and adds those of the extra."""
+    if "slow" not in pytestconfig.option.markexpr:
+        pytest.skip("an installation and minutes of a local Ray: ask for it with -m slow")
     run(sys.executable, "-m", "venv", str(tmp_path / "venv"), seconds=120)
     python = str(tmp_path / "venv" / "bin" / "python")
     folder = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", seconds=60)
