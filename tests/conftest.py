@@ -22,6 +22,11 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
+def _is_worker(config: pytest.Config) -> bool:
+    """Rather than a run of its own that a worker's test has started."""
+    return hasattr(config, "workerinput")
+
+
 if IN_WORKER:  # before torch is imported: workers must not compete for the same cores
     num_workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_workers)))
@@ -41,7 +46,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not IN_WORKER:
+    if not _is_worker(config):
         return
     config.option.loadgroup = True  # what the hook above chose: workers read the command line only
     items.sort(key=lambda item: "slow" not in item.keywords)  # so that nothing long begins last
@@ -52,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Else every worker would make the fixtures of nearly every file, and nothing would say so."""
-    if IN_WORKER and any("@" not in item.nodeid for item in session.items):
+    if _is_worker(session.config) and any("@" not in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist takes no groups from this pytest; install pytest<9.2")
 
 
