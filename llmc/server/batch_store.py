@@ -54,6 +54,10 @@ class StoredFile:
     caller: str = ""  # the digest of the key it was made with
     expires_s: int | None = None  # a date, from which on it is not there any more
 
+    @property
+    def has_expired(self) -> bool:
+        return self.expires_s is not None and self.expires_s <= time.time()
+
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
@@ -199,8 +203,7 @@ class BatchStore:
 
     def _delete_expired(self, found: list[StoredFile]) -> list[StoredFile]:
         """Those that are left. What a batch still reads is not deleted before that is over."""
-        now = time.time()
-        expired = [one for one in found if one.expires_s is not None and one.expires_s <= now]
+        expired = [one for one in found if one.has_expired]
         if not expired:
             return found
         read = {batch.input_file_id for batch in self.batches() if not batch.is_over}
