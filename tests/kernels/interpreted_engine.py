@@ -16,7 +16,7 @@ import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels.triton import paged_attention
 from llmc.kernels.triton.launch import Launch
 
-NUM_TOKENS = 4
+NUM_TOKENS = 3
 SIZES = {"hidden_size": 64, "intermediate_size": 128}  # whole blocks of 32 inputs
 ALWAYS = {"attention_kernel", "stats_kernel", "draw_kernel", "apply_kernel"}
 LAUNCHED = {

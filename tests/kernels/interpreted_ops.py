@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 NAMES = sorted(name for name, op in OPS.items() if any(i.name == "triton" for i in op.impls))
 few = settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
