@@ -44,9 +44,9 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
     elif head.encoder and is_masked_lm(config):
         maker = AutoModel
     module: nn.Module = maker.from_config(config, **options)
-    if head.kind == "score" and head.encoder:
+    if head.kind == "score" and head.encoder and not _has_score(module):
         _classify_tokens(module)
-    elif head.kind == "score" and not isinstance(getattr(module, "score", None), nn.Linear):
+    elif head.kind == "score" and not _has_score(module):
         raise CheckpointError(
             f"{type(module).__name__} has no linear `score` over its decoder's hidden states, the "
             "one form of classifiers of decoders that llmc serves"
@@ -57,6 +57,11 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
     if head.image_levels:
         mark_embeddings(module, head.image_levels)
     return module
+
+
+def _has_score(module: Any) -> bool:
+    """Whether it is a decoder's classifier: a linear over each token's hidden state."""
+    return isinstance(getattr(module, "score", None), nn.Linear)
 
 
 def is_masked_lm(config: Any) -> bool:
@@ -182,15 +187,16 @@ class HeadOutput(nn.Module):
         self.model = model
         self.head = head
         inner: Any = model if head.kind == "lm" else model.base_model
-        self.classifies = head.encoder and head.kind == "score"
+        self.classifies = head.encoder and head.kind == "score" and not _has_score(model)
         self.inner = model if self.classifies else inner
         parameters = inspect.signature(self.inner.forward).parameters
         self.takes_positions = "position_ids" in parameters
+        self.takes_cache = not head.encoder or "use_cache" in parameters
         self.takes_types = head.token_types and "token_type_ids" in parameters
         self.first_position = first_position(model.config) if head.encoder else 0
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        given: dict[str, Any] = {} if self.head.encoder else {"use_cache": False}
+        given: dict[str, Any] = {"use_cache": False} if self.takes_cache else {}
         if self.takes_positions:
             given["position_ids"] = position_ids + self.first_position
         if self.head.token_types:

@@ -35,6 +35,7 @@ _CHOSEN_KEYS = "indices"
 _CHOSEN_BLOCKS = "block_indices"
 # Only functions that make masks of later tokens hand this on.
 _BOTH_WAYS = "allow_is_bidirectional_skip"
+_SHOWS_ALL = "bidirectional_mask_function"  # transformers' mask without a limit
 
 # Tensors among the keyword arguments that say what the packed step already carries. Any other
 # tensor (a position bias) would change the result, so it is refused.
@@ -90,12 +91,17 @@ def _all_of(place: int) -> Callable[..., Tensor]:
 def mask_function(*args: Any, **kwargs: Any) -> Tensor | None:
     """transformers' mask interface: called with `local_size` for windows and chunks, and for masks
     that show later tokens with a switch that leaves plain ones out."""
+    config = kwargs.get("config")
     if _BOTH_WAYS in kwargs:
-        return MaskMarker(causal=False).encode()
+        if kwargs.get("use_vmap"):
+            raise CompileError("the model adds to its mask of later tokens, which is not served")
+        is_whole = getattr(kwargs.get("mask_function"), "__name__", "") == _SHOWS_ALL
+        # up to so many places away, on both sides
+        window = 0 if is_whole else int(getattr(config, "sliding_window", 0)) + 1
+        return MaskMarker(window=window, causal=False).encode()
     size = kwargs.get("local_size")
     if not size:
         return MaskMarker().encode()
-    config = kwargs.get("config")
     if size == getattr(config, "attention_chunk_size", None):
         return MaskMarker(chunk=int(size)).encode()
     return MaskMarker(window=int(size)).encode()
@@ -126,9 +132,9 @@ def attention_function(
     causal = causal and mask.causal
     window = mask.window or (0 if mask.chunk else int(sliding_window or 0))
     if not causal:
-        # As it is handed to FlashAttention: tokens less than so many places away, on both sides.
-        # A mask's own limit may count otherwise.
-        window = int(sliding_window or 0)
+        # A causal mask's limit may count otherwise than what FlashAttention is handed: tokens less
+        # than so many places away, on both sides.
+        window = int(sliding_window or 0) if mask.causal else mask.window
         if mask.chunk or softcap or s_aux is not None:
             raise CompileError(
                 f"{type(module).__name__} attends to later tokens with chunks, a soft cap or "

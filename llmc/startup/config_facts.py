@@ -46,7 +46,7 @@ class ConfigFacts:
     unused_parts: tuple[str, ...]  # besides the text model, such as "vision"
     is_encoder: bool  # its tokens see those after them too
     num_token_types: int  # texts that its embeddings tell apart
-    classifier_pooling: str | None  # of an encoder, as its config calls it
+    classifier_pooling: str  # as configs call it; "last" for decoders
 
 
 def describe(hf_config: Any) -> ConfigFacts:
@@ -66,7 +66,7 @@ def describe(hf_config: Any) -> ConfigFacts:
         unused_parts=unused_parts(hf_config),
         is_encoder=is_encoder(hf_config),
         num_token_types=getattr(text, "type_vocab_size", None) or 0,
-        classifier_pooling=getattr(text, "classifier_pooling", None),
+        classifier_pooling=classifier_pooling(hf_config),
     )
 
 
@@ -156,6 +156,14 @@ def is_encoder(hf_config: Any) -> bool:
     text = _text_part(hf_config)
     both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
     return both_ways or getattr(text, "is_causal", True) is False or is_masked_lm(hf_config)
+
+
+def classifier_pooling(hf_config: Any) -> str:
+    from llmc.compiler.heads import is_masked_lm
+
+    if not is_masked_lm(hf_config):
+        return "last"
+    return str(getattr(hf_config, "classifier_pooling", None) or "cls")
 
 
 def dense_context(hf_config: Any) -> int | None:

@@ -28,8 +28,8 @@ _DENSE_ACTIVATIONS: dict[str, Literal["identity", "tanh"]] = {
     "torch.nn.modules.activation.Tanh": "tanh",
     "torch.nn.Tanh": "tanh",
 }
-# What encoders' configs call the pooling of their classifiers; without a word the first token.
-_CLASSIFIER_POOLING: dict[str, Method] = {"mean": "mean", "late": "mean"}
+# What configs call the pooling of their classifiers; other words are for the first token.
+_CLASSIFIER_POOLING: dict[str, Method] = {"mean": "mean", "late": "mean", "last": "last"}
 _MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "last",
@@ -129,9 +129,7 @@ def _check_options(config: EngineConfig) -> None:
 
 
 def _classifier(config: EngineConfig, stated: dict[str, Any], facts: ConfigFacts) -> Pooling:
-    method: Method = "last"
-    if facts.is_encoder:
-        method = _CLASSIFIER_POOLING.get(facts.classifier_pooling or "", "cls")
+    method = _CLASSIFIER_POOLING.get(facts.classifier_pooling, "cls")
     if config.pooling not in ("auto", method):
         raise ConfigError(
             f"this classifier has {method!r} pooling, as transformers has it; pooling "
