@@ -87,15 +87,20 @@ def run_reference(
     return Reference(exact=exact, rounded=rounded)
 
 
-def save_random(config: Any, path: Path, *, seed: int = 0) -> None:
+def save_random(config: Any, path: Path, maker: Any = None, *, seed: int = 0) -> None:
     """Write a checkpoint in float32, drawn such that every layer matters: attention is far from
     uniform, and no norm, bias or decay is at its neutral value.
 
+    `maker`: transformers' class that makes the module, if not that of causal language models.
     Raises what the model's class raises.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # for the class's own initial values
-        module: Any = _make(config, torch.float32, trust_remote_code=False)
+        module: Any = (
+            _make(config, torch.float32, trust_remote_code=False)
+            if maker is None
+            else maker.from_config(config, dtype=torch.float32)
+        )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -104,7 +109,7 @@ def save_random(config: Any, path: Path, *, seed: int = 0) -> None:
                 parameter.copy_(noise * (_SPREAD / parameter.shape[-1] ** 0.5))
             else:
                 parameter.add_(0.1 * noise)
-    with _no_progress_bar():
+    with no_progress_bar():
         module.save_pretrained(path)
 
 
@@ -112,7 +117,7 @@ def _load(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) 
     from transformers import AutoModelForCausalLM
 
     try:
-        with _no_progress_bar():
+        with no_progress_bar():
             module: nn.Module = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
@@ -127,7 +132,7 @@ def _load(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) 
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """Without transformers' own, which would run through our phases."""
     from transformers.utils import logging
 
