@@ -19,7 +19,7 @@ from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 _MOST_CHANNELS = 256  # of a head: a tile of each of its tensors is held at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def encoder_attention_kernel(
     query, key, value, query_start, out,
     query_token, query_head, key_token, key_head, value_token, value_head, out_token, out_head,
@@ -112,7 +112,7 @@ def plan(
             "DIM": dim, "DIM_PAD": power_of_2(dim, 16),
             "V_DIM": v_dim, "V_DIM_PAD": power_of_2(v_dim, 16),
             "WINDOW": window, "BLOCK_M": block_m, "BLOCK_N": block_n,
-            "ROWS": power_of_2(rows, 2),
+            "ROWS": power_of_2(rows, 64),
             "PRECISION": "ieee" if query.dtype.itemsize == 4 else "tf32", "UPCAST": upcast,
         },
         num_warps=4,

@@ -50,6 +50,7 @@ CPU = torch.device("cpu")
 # marker of attention never runs. What reads images runs in few steps, in torch.
 COLLECTIVES = {"all_reduce", "all_gather", "first_rank", "embed_shard"}
 WITHOUT_KERNELS = {"attention", "place_rows", "pool_tokens", "image_attention", *COLLECTIVES}
+WITHOUT_CPP = {*WITHOUT_KERNELS, "encoder_attention"}  # torch's attention serves each text
 WITHOUT_TRITON = {*WITHOUT_KERNELS, "bmm"}  # whose GPU version is torch's: cuBLAS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {  # of results that are rounded once from float32

@@ -438,7 +438,7 @@ SIZED: dict[str, Callable[[int], Plan[Any]]] = {
     "linear_recurrence": lambda n: recurrence(n, n),
     "decayed_softmax": mixing,
     "causal_conv": lambda n: conv(n, n),
-    "encoder_attention": lambda n: encoder(n, n),
+    "encoder_attention": lambda n: encoder(n, 4),
 }
 
 FLAGS: dict[str, dict[str, Any]] = {
