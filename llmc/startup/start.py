@@ -169,7 +169,8 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         program = compiled.program
         matched = sum(1 for r in program.reports if r.changed)
         notes = [program.capture_note] if program.capture_note else []
-        detail += [f"{program.num_layers} layers", *notes]
+        layers = [f"{program.num_layers} layers"] if program.num_layers else []  # with a cache
+        detail += [*layers, *notes]
         detail += [f"{matched} passes matched", f"-O{level}"]
         detail += ["from cache"] if program.from_cache else []
         if processes is not None:
