@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmc.check.reference import no_progress_bar, save_random
-from llmc.compiler.heads import is_masked_lm
+from llmc.check.reference import encoder_maker, load_encoder, save_random
 from llmc.config import EngineConfig
 from llmc.errors import LlmcError
 from llmc.llm import LLM
@@ -36,7 +35,7 @@ def check_encoder(config: EngineConfig, hf_config: Any, *, is_classifier: bool) 
     """
     with tempfile.TemporaryDirectory(prefix="llmc-check-") as folder:
         path = Path(folder)
-        save_random(hf_config, path, maker(hf_config, is_classifier=is_classifier))
+        save_random(hf_config, path, encoder_maker(hf_config, is_classifier=is_classifier))
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         fields |= {
             "model": folder,
@@ -73,15 +72,6 @@ def describe(error: float, notes: tuple[str, ...]) -> ArchitectureCertificate:
     )
 
 
-def maker(hf_config: Any, *, is_classifier: bool) -> Any:
-    """transformers' class of classes that makes what is served."""
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    if is_classifier:
-        return AutoModelForSequenceClassification
-    return AutoModel if is_masked_lm(hf_config) else AutoModelForCausalLM
-
-
 def _texts(lengths: list[int], vocab: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     first = min(_FIRST_ID, vocab - 1)
@@ -92,10 +82,7 @@ def _reference(
     path: Path, hf_config: Any, texts: list[list[int]], *, is_classifier: bool
 ) -> list[Tensor]:
     """As transformers reads each text alone, with what it makes of positions and masks itself."""
-    made = maker(hf_config, is_classifier=is_classifier)
-    with no_progress_bar():
-        module = made.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    module.eval()
+    module = load_encoder(path, hf_config, is_classifier=is_classifier)
     found = []
     for ids in texts:
         with torch.inference_mode():

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from llmc.check.tokens import TokenSequence
+from llmc.compiler.heads import is_masked_lm
 from llmc.errors import CheckpointError
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 from llmc.weights.quantized.quantization_config import StoredQuantization
@@ -109,7 +110,7 @@ def save_random(config: Any, path: Path, maker: Any = None, *, seed: int = 0) ->
                 parameter.copy_(noise * (_SPREAD / parameter.shape[-1] ** 0.5))
             else:
                 parameter.add_(0.1 * noise)
-    with no_progress_bar():
+    with _no_progress_bar():
         module.save_pretrained(path)
 
 
@@ -117,7 +118,7 @@ def _load(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) 
     from transformers import AutoModelForCausalLM
 
     try:
-        with no_progress_bar():
+        with _no_progress_bar():
             module: nn.Module = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
@@ -131,8 +132,25 @@ def _load(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) 
     return module
 
 
+def encoder_maker(hf_config: Any, *, is_classifier: bool) -> Any:
+    """transformers' class of classes that makes what is served of an encoder."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if is_classifier:
+        return AutoModelForSequenceClassification
+    return AutoModel if is_masked_lm(hf_config) else AutoModelForCausalLM
+
+
+def load_encoder(path: Path, hf_config: Any, *, is_classifier: bool) -> Any:
+    """An encoder's checkpoint in float32, with its plainest attention."""
+    maker = encoder_maker(hf_config, is_classifier=is_classifier)
+    with _no_progress_bar():
+        module = maker.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return module.eval()
+
+
 @contextlib.contextmanager
-def no_progress_bar() -> Iterator[None]:
+def _no_progress_bar() -> Iterator[None]:
     """Without transformers' own, which would run through our phases."""
     from transformers.utils import logging
 
