@@ -24,6 +24,7 @@ from llmc.check.architecture import make_config, shrunken_configs
 from llmc.check.encoder import check_encoder
 from llmc.compiler.heads import is_masked_lm
 from llmc.config import EngineConfig
+from llmc.errors import CompileError
 from llmc.pooling import Head
 
 _LIMIT = 1e-3  # relative
@@ -40,6 +41,8 @@ def measure(model_type: str, *, is_classifier: bool) -> str:
         try:
             small = make_config(config, shrunken.config)
             error = check_encoder(EngineConfig(model=""), small, is_classifier=is_classifier)
+        except CompileError as e:  # of its code, whatever its sizes
+            return f"no: {_in_words(e)}"
         except Exception as e:  # a row of the table, whatever it is
             reason = _in_words(e)
             continue

@@ -137,7 +137,9 @@ def _classifier(config: EngineConfig, stated: dict[str, Any], facts: ConfigFacts
         )
     activation: Activation | None = None
     transformed = stated.get("sentence_transformers")
-    chosen = transformed.get("activation_fn") if isinstance(transformed, dict) else None
+    chosen = stated.get("sbert_ce_default_activation_function")  # of older directories
+    if isinstance(transformed, dict):
+        chosen = transformed.get("activation_fn", chosen)
     if config.task == "reward" or chosen in _IDENTITY:
         activation = "none"
     elif stated.get("problem_type") == "multi_label_classification":

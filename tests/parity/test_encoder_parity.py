@@ -185,6 +185,14 @@ def test_a_cross_encoder_tells_the_texts_of_a_pair_apart(tmp_path: Path) -> None
         assert cut.outputs is not None and 0 < cut.outputs.score < 1
         with pytest.raises(InvalidRequestError, match="maximum context length is 64 tokens"):
             llm.score(question, "rain " * 100)
+    # as older directories of sentence-transformers state it
+    stated = json.loads((tmp_path / "config.json").read_text())
+    stated["sbert_ce_default_activation_function"] = "torch.nn.modules.linear.Identity"
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        found = [o.outputs.score for o in llm.score(question, documents) if o.outputs]
+        want = torch.logit(torch.tensor([score(d) for d in documents])).tolist()
+        assert found == pytest.approx(want, rel=1e-3, abs=1e-5)
 
 
 def test_a_directory_of_sentence_transformers(tmp_path: Path) -> None:
