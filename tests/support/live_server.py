@@ -127,7 +127,7 @@ def live_server(
     url = f"{settings.scheme}://127.0.0.1:{port}"
     # HTTPS: the certificate is the test's own, and trusted
     verify: Any = ssl.create_default_context(cafile=settings.ssl_certfile)
-    client = httpx.Client(base_url=url, headers=headers, timeout=20, verify=verify)
+    client = httpx.Client(base_url=url, headers=headers, timeout=60, verify=verify)
     live = Live(scripted=scripted, llm=llm, server=server, port=port, client=client, thread=thread)
     try:
         yield live
