@@ -56,10 +56,11 @@ class Running:
         row_states: RowStates | None = None,
         swap_room: SwapRoom | None = None,
         adapters: AdapterLoader | None = None,
+        num_snapshots: int | None = None,
     ) -> EngineCore:
         """A fresh EngineCore around the same runner; what is in its cache is poison.
 
-        `num_blocks` is for each group of layers; with `tight_for` there are two more than one
+        `num_snapshots`: at most those that it has. `num_blocks` is for each group of layers; with `tight_for` there are two more than one
         request of so many tokens needs.
         """
         scheduler = self.started.engine.scheduler
@@ -86,7 +87,8 @@ class Running:
             ),
             EngineFeatures(
                 eos_token_ids=eos_token_ids,
-                enable_prefix_caching=enable_prefix_caching and not info.state_bytes_per_request,
+                enable_prefix_caching=enable_prefix_caching,
+                num_snapshots=info.num_snapshots if num_snapshots is None else num_snapshots,
                 speculation=speculation,
                 row_states=row_states,
                 swap_room=swap_room,
