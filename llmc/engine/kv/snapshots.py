@@ -59,10 +59,9 @@ class StateSnapshots:
         least = max(table.kept_at + self._least_tokens, request.num_computed + 1)
         if least <= table.known_to <= end:
             return table.known_to
-        if end == request.num_tokens:
-            stop = (end - 1) // size * size  # its last token is computed by whoever finds it
-        else:
-            stop = end // size * size
+        last = (request.num_tokens - 1) // size * size  # who finds it has a token to compute
+        stop = min(end // size * size, last)
+        if stop < last:
             least = max(least, 2 * table.kept_at)
         return stop if stop >= least else None
 
@@ -71,8 +70,8 @@ class StateSnapshots:
         return 2 * num_running <= self.num_snapshots
 
     def take_for_answer(self, request: Request) -> int | None:
-        """For the state of a request whose newest token ends a block; that of its block before,
-        if it is one of the answer too, makes room.
+        """For the state of a request whose newest token ends a block. That after its block before,
+        if it is of the answer too and its step is done, makes room.
         """
         end = request.num_computed
         if end < self._least_tokens:
