@@ -301,7 +301,7 @@ ENGINE_OPTIONS = (
         field="enable_prefix_caching",
         panel=BATCH_PANEL,
         flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
-        help="Reuse the KV cache of common prompt prefixes.",
+        help="Reuse the KV cache of common prompt prefixes, and recurrent states where they end.",
     ),
     EngineOption(
         field="async_scheduling",

@@ -1,4 +1,4 @@
-"""Prefixes of models with recurrent states: answers that go on from a snapshot are transformers'."""
+"""Answers that go on from a snapshot of recurrent states are those of transformers."""
 
 from __future__ import annotations
 
