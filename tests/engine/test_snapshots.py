@@ -212,15 +212,21 @@ def test_states_of_a_request_without_a_token_are_not_found(
     caplog.set_level(logging.CRITICAL, "llmc.engine")
     core, runner = engine()
     runner.nan = True
-    bad = next(
-        prompt
-        for n in range(1000)
-        if draw(history(prompt := [*PROMPT, n % 7, n // 7 % 7, n // 49])[-1], 0, 0, 0, (), True)
-        is None
-    )
+    bad = without_token(PROMPT)
     assert run(core, ask("a", bad))["a"].finish_reason == "error"
     runner.nan = False
-    assert hits(core, ask("b", bad)) == 0 and hits(core, ask("c", bad)) == 42
+    assert hits(core, ask("b", bad)) == 0 and hits(core, ask("c", bad)) == 44
+    # blocks that another has computed too stay, but not the state that was kept at their end
+    runner.nan = True
+    assert run(core, ask("d", without_token(PROMPT[:30])))["d"].finish_reason == "error"
+    runner.nan = False
+    assert hits(core, ask("e", [*PROMPT[:30], 8, 8])) == 0
+
+
+def without_token(begin: Sequence[int]) -> list[int]:
+    """A prompt that begins so and draws none."""
+    prompts = ([*begin, n % 7, n // 7 % 7, n // 49 % 7, n // 343] for n in range(2000))
+    return next(p for p in prompts if draw(history(p)[-1], 0, 0, 0, (), True) is None)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -217,10 +217,10 @@ class RowTable:
         request.table.num_published = num_full
 
     def publish_state(self, request: Request, num_computed: int, snapshot: int) -> None:
-        """Let others go on from this snapshot of its state, if they find its block."""
-        digest = request.table.digests[num_computed // self.pool.block_size - 1]
-        if self.pool.snapshots is not None and self.pool.find(digest) != NO_BLOCK:
-            self.pool.snapshots.publish(snapshot, digest)
+        """Let others go on from this snapshot of its state. The block before it is published."""
+        if self.pool.snapshots is not None:
+            last = num_computed // self.pool.block_size - 1
+            self.pool.snapshots.publish(snapshot, request.table.digests[last])
 
     def give_back_snapshots(self, done: Iterable[RowWork]) -> None:
         """The steps of this work are over: what they did not publish is free."""

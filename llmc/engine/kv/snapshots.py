@@ -3,9 +3,9 @@
 A layer's recurrent state is that of a request's newest token, in the slot of its row. A prefix can
 be gone on from only where somebody kept a copy, and a copy can be made only where a step ends:
 
-    prompt     [b b b b b b b b b b . .]   one step ends at the last full block, the next at the end
-    answer               S        [. . b]  S: the row's state is copied to a snapshot after the step
-    next turn  [= = = = = = = = = b b b]   S is copied to the row before its first step
+    prompt     [b b b b b b b b|b .]      a step ends after the last full block, one at the end
+                               S          after the first the row's state is copied to a snapshot
+    next turn  [= = = = = = = =|b b b .]  S is copied to its row before its first step
 
 Kept are the states at the last full block of a prompt, at the block up to which others had computed
 the same tokens without a snapshot there (the end of a common system prompt), at ends of a long
