@@ -260,7 +260,8 @@ ENGINE_OPTIONS = (
         metavar="BYTES",
         read=parse_size,
         flags=("--kv-cache-memory", "--kv-cache-memory-bytes"),
-        help="Memory of the KV cache: 512M, 2G. Chosen from free memory when absent.",
+        help="Memory of the KV cache and of snapshots of recurrent states: 512M, 2G. Chosen from "
+        "free memory when absent.",
     ),
     EngineOption(
         field="swap_space",

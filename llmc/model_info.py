@@ -64,3 +64,7 @@ class ModelInfo:
     images: ImageInfo | None = None
     image_refusal: str = "it reads text alone"  # why, where it takes no images
     extra_args: tuple[str, ...] = ()  # names that its logits processors accept in a request
+
+    @property
+    def can_cache_prefixes(self) -> bool:
+        return bool(self.num_snapshots or not self.state_bytes_per_request)

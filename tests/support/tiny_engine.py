@@ -88,7 +88,7 @@ class Running:
             ),
             EngineFeatures(
                 eos_token_ids=eos_token_ids,
-                enable_prefix_caching=enable_prefix_caching,
+                enable_prefix_caching=enable_prefix_caching and info.can_cache_prefixes,
                 num_snapshots=info.num_snapshots if num_snapshots is None else num_snapshots,
                 share_prompts=not info.state_bytes_per_request,
                 speculation=speculation,
