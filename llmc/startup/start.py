@@ -330,7 +330,7 @@ def _make_engine(
     config, program = model.source.config, model.program
     pooling = model.source.pooling
     is_encoder = pooling is not None and pooling.head.encoder
-    has_states = bool(model.state_bytes) or is_encoder  # nothing of a prompt can be used again
+    has_states = bool(model.state_bytes) or is_encoder  # no block of a prompt is all of its past
     # A checkpoint may name an end token beyond its logits; it can't be drawn, and must not become
     # an index anywhere.
     eos = tuple(t for t in model.source.eos_token_ids if 0 <= t < program.vocab_size)
