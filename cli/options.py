@@ -261,7 +261,8 @@ ENGINE_OPTIONS = (
         metavar="BYTES",
         read=parse_size,
         flags=("--kv-cache-memory", "--kv-cache-memory-bytes"),
-        help="Memory of the KV cache: 512M, 2G. Chosen from free memory when absent.",
+        help="Memory of the KV cache and of snapshots of recurrent states: 512M, 2G. Chosen from "
+        "free memory when absent.",
     ),
     EngineOption(
         field="swap_space",
@@ -302,7 +303,7 @@ ENGINE_OPTIONS = (
         field="enable_prefix_caching",
         panel=BATCH_PANEL,
         flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
-        help="Reuse the KV cache of common prompt prefixes.",
+        help="Reuse the KV cache of common prompt prefixes, and recurrent states where they end.",
     ),
     EngineOption(
         field="async_scheduling",

@@ -53,6 +53,7 @@ class ModelInfo:
     weight_bytes: int
     kv_bytes_per_token: int
     state_bytes_per_request: int  # of recurrent layers; 0 for a model with attention only
+    num_snapshots: int = 0  # of such states, for the prefix cache; 0: it is off for them
     is_default: bool
     opt_level: int
     pass_reports: tuple[str, ...] = ()
@@ -63,3 +64,7 @@ class ModelInfo:
     images: ImageInfo | None = None
     image_refusal: str = "it reads text alone"  # why, where it takes no images
     extra_args: tuple[str, ...] = ()  # names that its logits processors accept in a request
+
+    @property
+    def can_cache_prefixes(self) -> bool:
+        return bool(self.num_snapshots or not self.state_bytes_per_request)

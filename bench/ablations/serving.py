@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from bench.ablations.row import Figures, Row, in_turn
 from bench.ablations.subject import Bench, Served, Subject, add, serve, step
@@ -102,6 +103,36 @@ def _prefix(shared_share: float) -> Callable[[Bench], Figures]:
         return in_turn(lambda: run(True), lambda: run(False), bench.rounds, note=note)
 
     return measure
+
+
+def _states(bench: Bench) -> Figures:
+    """The second turn of a chat: what was said, the answer, and a question."""
+    subject, num_tokens = bench.hybrid, 32
+    prompt, question = subject.prompt(bench.size(1024, 160)), subject.prompt(20)
+    found: set[int] = set()
+    first_ms: dict[bool, list[float]] = {True: [], False: []}
+
+    def run(cached: bool) -> float:
+        engine = subject.engine(
+            enable_prefix_caching=cached,
+            share_prompts=False,
+            num_snapshots=subject.started.info.num_snapshots if cached else 0,
+        )
+        chat, sent_s = list(prompt), time.perf_counter()
+        add(engine, prompt, num_tokens)
+        while engine.has_work:
+            chat += [token for update in engine.step() for token in update.new_token_ids]
+        first_ms[cached].append((time.perf_counter() - sent_s) * 1e3)
+        served = Served(sent_s=time.perf_counter())
+        serve(engine, {add(engine, chat + question, 1): served})
+        found.add(engine.stats().prefix_cache_hits)
+        return served.ttft_s * 1e3
+
+    figures = in_turn(lambda: run(True), lambda: run(False), bench.rounds)
+    length = len(prompt) + num_tokens + len(question)
+    on, off = (statistics.median(first_ms[cached]) for cached in (True, False))
+    note = f"a second turn of {length} tokens, {max(found)} of them found; the first with its "
+    return replace(figures, note=f"{note}{num_tokens} answered tokens took {on:.0f} and {off:.0f}")
 
 
 def _swap(bench: Bench) -> Figures:
@@ -240,6 +271,15 @@ ROWS = (
         unit="ms",
         model=LARGE,
         measure=_prefix(0.9),
+    ),
+    Row(
+        name="prefix-states",
+        what="prefix cache of a model with recurrent layers: time to first token",
+        on="with snapshots of states",
+        off="without",
+        unit="ms",
+        model="0.35B shape, random weights",
+        measure=_states,
     ),
     Row(
         name="speculation",

@@ -29,7 +29,13 @@ from llmc.startup.start import Started, start_engine
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONTEXT = 2048
 TINY_CONTEXT = 512
-CACHE_BYTES = {None: 64 << 20, "tiny.json": 8 << 20, "qwen3-0.6b.json": 1400 << 20}
+CACHE_BYTES = {
+    None: 64 << 20,
+    "tiny.json": 8 << 20,
+    "qwen3-0.6b.json": 1400 << 20,
+    "lfm2-tiny.json": 8 << 20,
+    "lfm2-350m.json": 128 << 20,
+}
 Prompt = Sequence[int]
 
 
@@ -205,6 +211,11 @@ class Bench:
     def large(self) -> Subject:
         """A 0.6B shape with random weights; in miniature two layers of nothing."""
         return self._subject("large", "tiny.json" if self.is_tiny else "qwen3-0.6b.json")
+
+    @property
+    def hybrid(self) -> Subject:
+        """A 0.35B shape with recurrent layers and random weights; in miniature two layers."""
+        return self._subject("hybrid", "lfm2-tiny.json" if self.is_tiny else "lfm2-350m.json")
 
     def _subject(self, name: str, config: str | None) -> Subject:
         if name not in self._subjects:

@@ -60,6 +60,7 @@ class EngineFeatures:
     share_prompts: bool = True
     long_text_from: int | None = None  # tokens; longer texts are computed with other positions
     windows: Sequence[AttentionWindow] = (WHOLE,)  # one a group of layers (kv/layout.py)
+    num_snapshots: int = 0  # of such state, for the prefix cache; without it must be off for them
     swap_room: SwapRoom | None = None  # None: preempted requests are recomputed
     speculation: Speculation | None = None
     grammars: Grammars | None = None  # None: structured outputs are refused

@@ -36,6 +36,7 @@ class NewRow:
     images: Sequence[ImageInput] = ()  # of the prompt
     position_offset: int = 0  # added to the positions that the model sees
     num_candidates: int = 0  # of a beam: likeliest tokens to report with each draw
+    snapshot: int | None = None  # its recurrent state is a copy of this one; None: it begins anew
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made per row per step, and frozen costs 3x
@@ -54,6 +55,8 @@ class RowWork:
 
     With `is_scored` (a prompt whose log-probabilities are wanted) each token whose next one is
     known is scored: all of them inside the prompt, all but the last at its end.
+
+    With a `snapshot` the recurrent state that the row then has is copied there.
     """
 
     row: int
@@ -64,6 +67,7 @@ class RowWork:
     draft_token_ids: Sequence[int] = ()
     entered_token_ids: Sequence[int] = ()  # never together with draft tokens
     is_scored: bool = False
+    snapshot: int | None = None
 
     @property
     def num_samples(self) -> int:
@@ -106,7 +110,7 @@ class AdapterCopy:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One step, in this order: fill adapter slots, release rows, fill new rows, swap out, swap in,
-    copy blocks, compute `work`.
+    copy blocks and the states of new rows, compute `work`, copy states to snapshots.
     """
 
     step: int

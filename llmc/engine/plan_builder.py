@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from llmc.engine.kv.snapshots import StateSnapshots
 from llmc.engine.plan import NewRow, RowMask, RowWork, StepPlan
 from llmc.engine.request import Request
-from llmc.image_input import uncut
+from llmc.image_input import before_cut, uncut
 
 MAX_SCORED = 256  # prompt tokens of a step that are scored: each takes a row of logits
 
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """`requests` is aligned with `work`; `budget` is how many tokens still fit."""
+    """`requests` is aligned with `work`; `budget` is how many tokens still fit.
+
+    `snapshots` are those of a model whose states are kept; of answers with `keeps_answers` alone.
+    """
 
     budget: int
+    snapshots: StateSnapshots | None = None
+    keeps_answers: bool = False
     work: list[RowWork] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
@@ -54,6 +60,9 @@ class PlanBuilder:
             num_tokens = min(num_tokens, MAX_SCORED - self.num_scored)
         if request.whole_images:
             num_tokens = uncut(request.images, start, start + num_tokens) - start
+        stop = self._stop_at(request, start + num_tokens)
+        if stop is not None:
+            num_tokens = stop - start
         end = request.num_computed = start + num_tokens
         work = RowWork(
             row=request.row,
@@ -63,6 +72,9 @@ class PlanBuilder:
             new_blocks=new_blocks,
             is_scored=is_scored,
         )
+        if stop is not None and self.snapshots is not None:
+            work.snapshot = self.snapshots.take()
+            request.table.kept_at = stop
         if work.sample:
             request.num_tokens = end + 1
             self.num_samples += 1
@@ -73,6 +85,13 @@ class PlanBuilder:
         self.num_scored += work.num_scored
         self.requests.append(request)
         self.work.append(work)
+
+    def _stop_at(self, request: Request, end: int) -> int | None:
+        """Where the request's state is to be kept, at or before `end`; None: nowhere."""
+        stop = None if self.snapshots is None else self.snapshots.stop_at(request, end)
+        if stop is not None and request.whole_images and before_cut(request.images, stop) != stop:
+            return None
+        return stop
 
     def add_decode(
         self,
@@ -95,6 +114,9 @@ class PlanBuilder:
         if draft_tokens:
             work.draft_token_ids = draft_tokens
             work.num_tokens += len(draft_tokens)
+        snapshots = self.snapshots
+        if self.keeps_answers and snapshots and request.num_computed % snapshots.block_size == 0:
+            work.snapshot = snapshots.take_for_answer(request)
         self.budget -= work.num_tokens
         self.num_samples += work.num_tokens
         if request.extension is not None:

@@ -45,6 +45,9 @@ class BlockTable:
     capacity: int = 0  # tokens that fit
     digests: list[bytes] = field(default_factory=list)  # of full blocks, computed when needed
     num_published: int = 0  # leading blocks that are in the prefix cache, or have a twin there
+    snapshot: int | None = None  # of the recurrent state that it begins with (kv/snapshots.py)
+    kept_at: int = 0  # tokens after which its state was last kept, that one included
+    known_to: int = 0  # tokens whose blocks were in the prefix cache, with a snapshot or without
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

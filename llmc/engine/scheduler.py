@@ -24,7 +24,6 @@ from llmc.engine.adapters import AdapterSlots, Readiness
 from llmc.engine.fault_bisection import FaultBisection
 from llmc.engine.kv.block_pool import BlockPool
 from llmc.engine.kv.layout import WHOLE, CacheLayout
-from llmc.engine.kv.prefix_cache import live
 from llmc.engine.kv.row_table import NO_SOURCE, RowTable, Source, new_row
 from llmc.engine.messages import STEP_SIZES, FinishedRequest, RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
@@ -50,7 +49,12 @@ class Scheduler:
     """
 
     def __init__(self, limits: EngineLimits, features: EngineFeatures) -> None:
-        self.pool = BlockPool(limits.num_blocks, limits.block_size, features.enable_prefix_caching)
+        self.pool = BlockPool(
+            limits.num_blocks,
+            limits.block_size,
+            features.enable_prefix_caching,
+            features.num_snapshots,
+        )
         self.layout = CacheLayout(
             block_size=limits.block_size,
             step_tokens=limits.max_num_batched_tokens,
@@ -151,7 +155,9 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run (before a result in flight has come)."""
-        builder = PlanBuilder(self._max_num_batched_tokens)
+        snapshots = self.pool.snapshots
+        keeps_answers = snapshots is not None and snapshots.can_keep_answers(len(self.running))
+        builder = PlanBuilder(self._max_num_batched_tokens, snapshots, keeps_answers)
         if self.bisection:
             self._schedule_suspects(builder)
         else:
@@ -381,6 +387,8 @@ class Scheduler:
                 num_computed = work.start + work.num_tokens
                 if num_computed // block_size > request.table.num_published:
                     self.rows.on_full_blocks(request, num_computed)
+                if work.snapshot is not None:
+                    self.rows.publish_state(request, num_computed, work.snapshot)
                 if token is not None:
                     num_tokens += 1
                     update = (
@@ -392,6 +400,8 @@ class Scheduler:
                         updates.append(update)
                         if update.finish_reason is not None:
                             self.finish(request)
+            if work.snapshot is not None:
+                self.rows.give_back_snapshots([work])
             if request.state is not RUNNING and not request.num_in_flight:
                 self._queues.release(request)
         if result.vectors:
@@ -444,6 +454,7 @@ class Scheduler:
             assert void.plan is not None
             for request in void.requests:
                 self._queues.reset(request)
+            self.rows.give_back_snapshots(void.work)
             for request in void.saved:  # the copies may not have been made
                 self.rows.swap.drop(request)
             # The runner may not have seen which rows were released, and slots filled.
@@ -461,7 +472,7 @@ class Scheduler:
         if error is None:
             extension = request.extension
             error = NOT_FINITE if extension is None else extension.no_token_error
-        self.pool.forget(live(request.table.blocks))  # no other request should read these blocks
+        self.rows.forget(request)
         self.finish(request, error)
         return request.ended("error", error)
 
@@ -475,6 +486,9 @@ class Scheduler:
             "every request is in one queue": len(queued) == len(self.requests)
             and all(self.requests.get(r.request_id) is r for r in queued),
             "an idle scheduler holds nothing": self.has_work or not any(self.rows.owners),
+            "snapshots wait for steps": bool(self._in_flight)
+            or self.pool.snapshots is None
+            or not self.pool.snapshots.num_in_flight,
             "suspects are alive": all(
                 self.requests.get(request.request_id) is request
                 for request in self.bisection.members

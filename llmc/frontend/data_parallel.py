@@ -210,8 +210,7 @@ class DataParallelLink:
             info=event.info,
             stats=stats,
             num_rows=self._config.max_num_seqs,
-            caches_prefixes=self._config.enable_prefix_caching
-            and not event.info.state_bytes_per_request,
+            caches_prefixes=self._config.enable_prefix_caching and event.info.can_cache_prefixes,
         )
         if was_up and (self._owners or self._orders):  # which another event would end
             self._publish(EngineOutputs(updates=(), stats=self._stats()))

@@ -1,7 +1,7 @@
 """A plan -> one array of words: all that the host sends for a step.
 
     segments (target, length, source) | work lines, one a request | samples that want
-    log-probabilities | block copies | blocks to swap | the segments' words
+    log-probabilities | block copies | blocks to swap | state copies | the segments' words
 
 Its size depends on how many rows take part and on what is new to them, never on how long their
 contexts are. Each part starts on 16 bytes, as the kernels were compiled for.
@@ -41,6 +41,9 @@ class Delta:
     copies: int  # sources, then targets
     num_copies: int
     swaps: int  # blocks that go out, then blocks that come in
+    states: int  # slots: snapshots, the rows they go to, then rows, the snapshots they go to
+    num_loads: int
+    num_saves: int
     prompts: Prompts
 
 
@@ -68,12 +71,19 @@ def encode(
     at_copies = _aligned(at_picks + len(picks))
     swaps = [copy.source for copy in plan.swap_out] + [copy.target for copy in plan.swap_in]
     at_swaps = _aligned(at_copies + len(copies))
-    at_payload = at_swaps + len(swaps)
+    at_states = _aligned(at_swaps + len(swaps))
+    first_snapshot = rows.padding_row + 1
+    loads = [(n.snapshot, n.row) for n in plan.new_rows if n.snapshot is not None]
+    saves = [(w.row, w.snapshot) for w in plan.work if w.snapshot is not None]
+    states = [first_snapshot + snapshot for snapshot, _ in loads] + [row for _, row in loads]
+    states += [row for row, _ in saves] + [first_snapshot + snapshot for _, snapshot in saves]
+    at_payload = at_states + len(states)
     words = np.empty(at_payload + segments.num_words, np.int32)
     words[at_work : at_work + len(lines)] = lines
     words[at_picks : at_picks + len(picks)] = picks
     words[at_copies : at_copies + len(copies)] = copies
     words[at_swaps : at_swaps + len(swaps)] = swaps
+    words[at_states : at_states + len(states)] = states
     _write_segments(words, segments, at_payload)
     return Delta(
         words=words,
@@ -90,6 +100,9 @@ def encode(
         copies=at_copies,
         num_copies=len(plan.block_copies),
         swaps=at_swaps,
+        states=at_states,
+        num_loads=len(loads),
+        num_saves=len(saves),
         prompts=fresh_prompts(plan, padding, num_dummy // padding if padding else 1),
     )
 

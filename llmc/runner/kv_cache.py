@@ -38,7 +38,16 @@ def allocate(
 
 
 def copy_blocks(caches: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
-    """Copy blocks `source` [N] int32 to blocks `target` [N], in every cache tensor."""
+    """Copy blocks `source` [N] int32 to blocks `target` [N], in every cache tensor; or slots.
+
+    No block is both.
+    """
+    if source.device.type == "cpu":  # where indexed copies go value by value
+        pairs = list(zip(source.tolist(), target.tolist(), strict=True))
+        for cache in caches:
+            for one, other in pairs:
+                cache[other].copy_(cache[one])
+        return
     for cache in caches:
         data = cache.view(torch.uint8)  # the bytes, whatever the dtype: float8 has no index ops
         data.index_copy_(0, target.long(), data.index_select(0, source))
@@ -50,9 +59,10 @@ def state_bytes(specs: Sequence[StateSpec]) -> int:
 
 
 def allocate_states(
-    specs: Sequence[StateSpec], *, num_rows: int, device: torch.device
+    specs: Sequence[StateSpec], *, num_rows: int, num_snapshots: int, device: torch.device
 ) -> list[Tensor]:
-    """A slot for each row and one for padding. A request's first step clears its own."""
-    return [
-        torch.zeros((num_rows + 1, *spec.shape), dtype=spec.dtype, device=device) for spec in specs
-    ]
+    """A slot for each row, one for padding, then the snapshots: on CPU these take memory as they
+    are first written. A request's first step clears its own slot, unless it begins with a snapshot.
+    """
+    slots = num_rows + 1 + num_snapshots
+    return [torch.zeros((slots, *spec.shape), dtype=spec.dtype, device=device) for spec in specs]

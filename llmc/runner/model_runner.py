@@ -73,6 +73,7 @@ class ModelRunner:
         *,
         max_tokens: int,
         caches: Sequence[Tensor] = (),
+        states: Sequence[Tensor] = (),
         swap_space: SwapSpace | None = None,
         adapters: AdapterStore | None = None,
         device: Device | None = None,
@@ -88,6 +89,7 @@ class ModelRunner:
         self.buckets = Buckets(buckets or default_buckets(rows.padding_row))
         self.max_in_flight = max_in_flight
         self.caches = tuple(caches)
+        self._states = tuple(states)  # slots of rows, of padding, then snapshots
         self.swap_space = swap_space
         self._adapters = adapters
         self.images = images
@@ -143,7 +145,7 @@ class ModelRunner:
                 "caches are given back in place by an engine of one rank on a CPU alone; "
                 "take level 2"
             )
-        return give_back(self.caches)
+        return give_back((*self.caches, *self._states))
 
     def _on_step_thread(self, do: Callable[[], T]) -> T:
         """torch profiles the thread that asks for it."""
@@ -182,6 +184,7 @@ class ModelRunner:
             if self.images is not None:
                 self.images.shift(plan, inputs["positions"])
             tokens, logits = self._compute(step, shape, inputs)
+            self._save_states(delta, sent)
             return self._launched(delta, sent, inputs, tokens, logits)
 
     def _launch_images(self, plan: StepPlan, images: RowImages) -> Launched:
@@ -194,6 +197,7 @@ class ModelRunner:
         given = {**inputs, **images.inputs(plan, shape.tokens, inputs["positions"])}
         given |= self.rows.tables
         tokens, logits = images.step.call(**{n: given[n] for n in images.step.inputs})
+        self._save_states(delta, sent)
         self._record(inputs, tokens)
         return self._launched(delta, sent, inputs, tokens, logits)
 
@@ -254,6 +258,7 @@ class ModelRunner:
             self._apply(delta, sent)
             if delta.num_requests:
                 self._compute(step, told.shape, self._prepare(delta, sent))
+                self._save_states(delta, sent)
 
     def warm_up(self) -> None:
         """Run the shapes by which kernels are chosen: rows and tokens by powers of two.
@@ -318,6 +323,16 @@ class ModelRunner:
         if delta.num_copies:
             pairs = sent[delta.copies : delta.copies + 2 * delta.num_copies].view(2, -1)
             copy_blocks(self.caches, pairs[0], pairs[1])
+        if delta.num_loads:
+            pairs = sent[delta.states : delta.states + 2 * delta.num_loads].view(2, -1)
+            copy_blocks(self._states, pairs[0], pairs[1])
+
+    def _save_states(self, delta: Delta, sent: Tensor) -> None:
+        """The states that rows have after the step, to snapshots."""
+        if delta.num_saves:
+            first = delta.states + 2 * delta.num_loads
+            pairs = sent[first : first + 2 * delta.num_saves].view(2, -1)
+            copy_blocks(self._states, pairs[0], pairs[1])
 
     def _prepare(self, delta: Delta, sent: Tensor) -> StepInputs:
         end = delta.work + delta.num_requests * WORK_WORDS

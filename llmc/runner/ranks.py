@@ -34,7 +34,7 @@ class Kind(IntEnum):
     STEP = 0  # see `step_order`
     DUMMY_RUN = 1  # rows, tokens of each
     CAPTURE = 2  # tokens, requests, samples
-    MAKE_RUNNER = 3  # blocks, context, steps in flight, whether it swaps, whether it will serve
+    MAKE_RUNNER = 3  # blocks, context, snapshots, steps in flight, level, whether it will serve
     LEAST_MEMORY = 4  # nothing: all ranks find the least of what they have free
 
 
@@ -75,6 +75,7 @@ def step_order(plan: StepPlan, shape: StepShape, delta: Delta) -> Order:
     numbers = (
         *shape, delta.num_segments, delta.work, delta.num_requests, delta.num_tokens,
         delta.num_samples, delta.copies, delta.num_copies, delta.swaps,
+        delta.states, delta.num_loads, delta.num_saves,
         prompts.first_request, prompts.first_token, len(out), len(back),
         *out, *back, *prompts.lengths,
     )  # fmt: skip
@@ -93,9 +94,9 @@ class ToldStep:
     @staticmethod
     def of(order: Order) -> ToldStep:
         n = [int(number) for number in order.numbers]
-        rest = n[15:]
+        rest = n[18:]
         out, back, lengths = (
-            rest[: n[13]], rest[n[13] : n[13] + n[14]], rest[n[13] + n[14] :]
+            rest[: n[16]], rest[n[16] : n[16] + n[17]], rest[n[16] + n[17] :]
         )  # fmt: skip
         delta = Delta(
             words=order.words,
@@ -112,7 +113,10 @@ class ToldStep:
             copies=n[8],
             num_copies=n[9],
             swaps=n[10],
-            prompts=Prompts(first_request=n[11], first_token=n[12], lengths=tuple(lengths)),
+            states=n[11],
+            num_loads=n[12],
+            num_saves=n[13],
+            prompts=Prompts(first_request=n[14], first_token=n[15], lengths=tuple(lengths)),
         )
         return ToldStep(
             shape=StepShape(n[0], n[1], n[2]), delta=delta, out_slots=out, back_slots=back

@@ -59,6 +59,7 @@ def bind_model(
     *,
     num_blocks: int,
     max_model_len: int,
+    num_snapshots: int = 0,
     images: ImageModel | None = None,
 ) -> BoundModel:
     """The runner that serves. On a GPU every kernel that a step may need is compiled here."""
@@ -68,6 +69,7 @@ def bind_model(
         mode,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
+        num_snapshots=num_snapshots,
         images=images,
     )
     runner = made.runner
@@ -88,6 +90,7 @@ def make_runner(
     *,
     num_blocks: int,
     max_model_len: int,
+    num_snapshots: int = 0,
     can_swap: bool = True,
     images: ImageModel | None = None,
 ) -> BoundModel:
@@ -97,13 +100,18 @@ def make_runner(
     """
     config, program = model.source.config, model.program
     if mode.ranks is not None:
-        sizes = (num_blocks, max_model_len, mode.max_in_flight, mode.level, can_swap)
+        sizes = (
+            *(num_blocks, max_model_len, num_snapshots),
+            *(mode.max_in_flight, mode.level, can_swap),
+        )
         mode.ranks.tell(Order(kind=Kind.MAKE_RUNNER, numbers=sizes))
     caches = kv_cache.allocate(
         program.caches, num_blocks=num_blocks, block_size=config.block_size, device=program.device
     )
     num_rows = max(config.max_num_seqs, len(LENGTHS))
-    states = kv_cache.allocate_states(program.states, num_rows=num_rows, device=program.device)
+    states = kv_cache.allocate_states(
+        program.states, num_rows=num_rows, num_snapshots=num_snapshots, device=program.device
+    )
     rows = RowTables(
         num_rows=num_rows,
         max_model_len=max_model_len,
@@ -123,6 +131,7 @@ def make_runner(
         rows,
         max_tokens=max(config.max_num_batched_tokens, sum(LENGTHS)),
         caches=halves,
+        states=states,
         swap_space=_swap_space(config, program, halves) if can_swap else None,
         adapters=adapters,
         device=open_device(program.device, max_in_flight=mode.max_in_flight),

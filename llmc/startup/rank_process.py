@@ -151,7 +151,13 @@ class RankWorker:
                 self._runner.follow(order)
 
     def _make(
-        self, num_blocks: int, max_model_len: int, max_in_flight: int, level: int, serves: int
+        self,
+        num_blocks: int,
+        max_model_len: int,
+        num_snapshots: int,
+        max_in_flight: int,
+        level: int,
+        serves: int,
     ) -> None:
         is_built = kernels_are_built(self._build)
         mode = StepMode(
@@ -163,6 +169,7 @@ class RankWorker:
             mode,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
+            num_snapshots=num_snapshots,
             can_swap=bool(serves),
         )
         self._runner = made.runner

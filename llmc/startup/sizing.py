@@ -19,6 +19,9 @@ from llmc.runner.ranks import Kind, Order, Ranks
 
 # Of what is free on a machine that also runs other programs.
 _CPU_SHARE = 0.4
+# Of recurrent states, for the prefix cache: a few for each row, and not much of a cache's memory.
+_SNAPSHOTS_PER_ROW = 8
+_SNAPSHOT_SHARE = 8  # one in so many bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,7 @@ class PoolSize:
     max_model_len: int
     pool_tokens: int  # the longest sequence that fits when it runs alone
     cache_bytes: int
+    num_snapshots: int = 0  # of recurrent states
 
 
 class PeakMemory:
@@ -103,6 +107,7 @@ def size_pools(
     models: Sequence[ModelProfile],
     model_len: int,
     ranks: Ranks | None = None,
+    state_bytes: int = 0,
 ) -> PoolSize:
     """The blocks that fit of each model's cache: all have as many, of their own size.
 
@@ -116,6 +121,7 @@ def size_pools(
         bytes_per_token=sum(model.bytes_per_token for model in models),
         model_len=model_len,
         available=least_free_bytes(device, config, ranks) - beside,
+        state_bytes=state_bytes,
     )
 
 
@@ -126,6 +132,7 @@ def size_pool(
     bytes_per_token: int,
     model_len: int,
     available: int,
+    state_bytes: int = 0,
 ) -> PoolSize:
     """`model_len` is the model's own limit. ConfigError when one request does not fit.
 
@@ -133,11 +140,17 @@ def size_pool(
 
     An explicit max_model_len must fit; one that was left open is cut to what fits. A model that
     keeps no keys and values (recurrent throughout) has blocks for every row: they cost nothing.
+    `state_bytes` are those of a snapshot, where states are kept; snapshots are taken off first.
     """
     block_bytes = bytes_per_token * config.block_size
     wanted_len = config.max_model_len or model_len
     per_request = layout.blocks_for(wanted_len)
     budget = config.kv_cache_memory if config.kv_cache_memory is not None else max(available, 0)
+    num_snapshots = 0
+    if state_bytes:
+        fit = budget // _SNAPSHOT_SHARE // state_bytes
+        num_snapshots = min(_SNAPSHOTS_PER_ROW * config.max_num_seqs, fit)
+        budget -= num_snapshots * state_bytes
     num_blocks = budget // block_bytes if block_bytes else per_request * config.max_num_seqs
     if config.kv_cache_memory is None:
         num_blocks = min(num_blocks, per_request * config.max_num_seqs)
@@ -160,4 +173,5 @@ def size_pool(
         max_model_len=min(wanted_len, pool_tokens),
         pool_tokens=pool_tokens,
         cache_bytes=num_blocks * block_bytes,
+        num_snapshots=num_snapshots,
     )

@@ -221,7 +221,9 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         if isinstance(images, ImageModel) and device.type == "cuda":
             beside = profiles[0].bytes_beside + images.bytes_beside
             profiles[0] = replace(profiles[0], bytes_beside=beside)
-        pool = size_pools(config, device, profiles, source.model_len, ranks)
+        caches = _caches_prefixes(model)
+        state_bytes = model.state_bytes if caches else 0
+        pool = size_pools(config, device, profiles, source.model_len, ranks, state_bytes)
         bound = [
             bind_model(
                 one,
@@ -229,11 +231,18 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
                 mode,
                 num_blocks=pool.num_blocks,
                 max_model_len=min(pool.max_model_len, one.source.model_len),
+                num_snapshots=pool.num_snapshots,
                 images=images if one is model and isinstance(images, ImageModel) else None,
             )
             for one, profile, mode in zip(models, profiles, modes, strict=True)
         ]
-        detail += _cache_details(config, pool, bound[0])
+        detail += _cache_details(model, pool, bound[0])
+        if state_bytes and not pool.num_snapshots:
+            log.info(
+                "prefix caching is off: a state of this model's recurrent layers takes %.0f MiB, "
+                "more than an eighth of the memory for the cache; raise kv_cache_memory",
+                state_bytes / 2**20,
+            )
         if build is not None and not built:
             detail.append(f"{build.progress}: slow until then")
 
@@ -274,11 +283,6 @@ def _speculation_config(config: EngineConfig, model: LoadedModel) -> Speculative
             why = why or f"{pooling.method} pooling reads every token"
             log.info("prefix caching is off: %s", why)
         return None
-    if model.state_bytes and config.enable_prefix_caching:
-        log.info(
-            "prefix caching is off: this model's recurrent layers keep one state per request, "
-            "which is that of its newest token"
-        )
     if model.state_bytes and config.speculative_config is not None:
         log.info(
             "speculative decoding is off: this model's recurrent layers keep one state per "
@@ -288,12 +292,21 @@ def _speculation_config(config: EngineConfig, model: LoadedModel) -> Speculative
     return config.speculative_config
 
 
-def _cache_details(config: EngineConfig, pool: PoolSize, bound: BoundModel) -> list[str]:
+def _caches_prefixes(model: LoadedModel) -> bool:
+    pooling = model.source.pooling
+    is_causal = pooling is None or (pooling.method == "last" and not pooling.head.encoder)
+    return model.source.config.enable_prefix_caching and is_causal
+
+
+def _cache_details(model: LoadedModel, pool: PoolSize, bound: BoundModel) -> list[str]:
     details = [
-        f"{pool.num_blocks} blocks of {config.block_size} tokens",
+        f"{pool.num_blocks} blocks of {model.source.config.block_size} tokens",
         f"{pool.cache_bytes / 2**20:.0f} MiB",
         f"context {pool.max_model_len}",
     ]
+    if pool.num_snapshots:
+        taken = pool.num_snapshots * model.state_bytes
+        details.append(f"{pool.num_snapshots} state snapshots, {taken / 2**20:.0f} MiB")
     if bound.swap_room is not None:
         cost = bound.swap_room.cost
         details.append(
@@ -317,7 +330,7 @@ def _make_engine(
     config, program = model.source.config, model.program
     pooling = model.source.pooling
     is_encoder = pooling is not None and pooling.head.encoder
-    has_states = bool(model.state_bytes) or is_encoder  # nothing of a prompt can be used again
+    has_states = bool(model.state_bytes) or is_encoder  # no block of a prompt is all of its past
     # A checkpoint may name an end token beyond its logits; it can't be drawn, and must not become
     # an index anywhere.
     eos = tuple(t for t in model.source.eos_token_ids if 0 <= t < program.vocab_size)
@@ -335,8 +348,10 @@ def _make_engine(
         EngineFeatures(
             eos_token_ids=eos,
             seed=config.seed,
-            enable_prefix_caching=config.enable_prefix_caching and not has_states,
+            enable_prefix_caching=_caches_prefixes(model)
+            and bool(pool.num_snapshots or not has_states),
             share_prompts=not has_states,
+            num_snapshots=pool.num_snapshots,
             swap_room=bound.swap_room,
             scheduling_policy=config.scheduling_policy,
             speculation=speculation,
@@ -372,6 +387,7 @@ def _describe(model: LoadedModel, profile: ModelProfile, pool: PoolSize, level: 
         weight_bytes=model.weight_bytes,
         kv_bytes_per_token=program.kv_bytes_per_token,
         state_bytes_per_request=model.state_bytes,
+        num_snapshots=pool.num_snapshots,
         is_default=source.files.is_default,
         opt_level=level,
         pass_reports=tuple(str(r) for r in program.reports),

@@ -12,6 +12,7 @@ from fake_runner import EOS, VOCAB, FakeRunner, InjectedFault, history, likelies
 
 from llmc.engine.beam_search import BeamSearch
 from llmc.engine.core import EngineCore
+from llmc.engine.kv import snapshots
 from llmc.engine.messages import AddRequest
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.errors import InvalidRequestError
@@ -29,6 +30,7 @@ def engine(
     share: bool = True,
     rows: int = 8,
     depth: int = 2,
+    num_snapshots: int = 0,
 ) -> tuple[EngineCore, FakeRunner]:
     runner = FakeRunner(
         num_blocks=num_blocks,
@@ -36,6 +38,7 @@ def engine(
         max_tokens=budget,
         max_rows=rows,
         max_in_flight=depth,
+        has_states=num_snapshots > 0,
     )
     core = EngineCore(
         runner,
@@ -47,7 +50,12 @@ def engine(
             max_model_len=ROOM,
             vocab_size=VOCAB,
         ),
-        EngineFeatures(eos_token_ids=[EOS], enable_prefix_caching=caching, share_prompts=share),
+        EngineFeatures(
+            eos_token_ids=[EOS],
+            enable_prefix_caching=caching,
+            share_prompts=share,
+            num_snapshots=num_snapshots,
+        ),
     )
     return core, runner
 
@@ -132,6 +140,22 @@ def test_it_finds_what_a_plain_search_finds(share: bool, budget: int, depth: int
             assert found(search) == expected(prompt, params), (params, length)
             ends |= {one.finish_reason for one in search.finished}
     assert ends == {"stop", "length"}
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize("num_snapshots", [1, 3, 50])
+def test_beams_of_a_model_with_states(
+    num_snapshots: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A beam that forks computes the other's tokens again, from the newest snapshot among them."""
+    monkeypatch.setattr(snapshots, "LEAST_BLOCKS", 1)
+    core, runner = engine(caching=True, depth=depth, share=False, num_snapshots=num_snapshots)
+    for params in PARAMS:
+        for length in (1, 13):
+            search = begin(core, prompt_of(length), params)
+            run(core)
+            assert found(search) == expected(prompt_of(length), params), (params, length)
+    assert runner.num_loaded > 0
 
 
 @pytest.mark.parametrize("caching", [False, True], ids=["uncached", "cached"])

@@ -15,6 +15,7 @@ from oracle import Oracle
 
 from llmc.engine.admission import Limits, check_request
 from llmc.engine.core import EngineCore
+from llmc.engine.kv import snapshots
 from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
 from llmc.engine.kv.swap import SwapCost, SwapRoom
 from llmc.engine.messages import AddRequest
@@ -76,6 +77,7 @@ class Trace:
     depth: int
     faults: str
     aborts: bool = True
+    has_states: bool = False
     draft: UnsureRunner | None = None  # of a draft model
     speculation: Speculation | None = None
     messages: dict[str, AddRequest] = field(default_factory=dict)
@@ -112,11 +114,14 @@ class Trace:
             max_in_flight=self.depth,
             rng=rng,
             layout=layout,
+            has_states=self.has_states,
         )
         self.runner.nan = rng.random() < 0.3
         if self.seed % 4 == 3:
             self.runner.long_text_from = 1 + self.seed // 4 % (self.context - 1)
-        if self.seed % 5 < 2:
+        if self.has_states:
+            self.caching = True
+        elif self.seed % 5 < 2:
             self.speculation = Oracle(random.Random(self.seed), nan=self.runner.nan)
         elif self.seed % 5 == 2:
             self.speculation = self.draft_model(rng, budget, rows)
@@ -134,7 +139,11 @@ class Trace:
                 eos_token_ids=[EOS],
                 enable_prefix_caching=self.caching,
                 scheduling_policy="priority" if self.priorities else "fcfs",
-                swap_room=self.swap_room(rng) if rng.random() < 0.7 else None,
+                swap_room=(
+                    self.swap_room(rng) if rng.random() < 0.7 and not self.has_states else None
+                ),
+                share_prompts=not self.has_states,
+                num_snapshots=rng.choice([1, 2, 4, 30]) if self.has_states else 0,
                 grammars=DigitGrammars(),
                 windows=windows,
                 long_text_from=self.runner.long_text_from,
@@ -336,3 +345,31 @@ def test_every_request_ends_as_it_does_alone(
         assert totals[event] > NUM_TRACES // 50, f"{event}: {totals}"
     assert (totals["faults"] > 0) == (faults != "none")
     assert (totals["wasted"] > 0) == (depth > 1)
+
+
+@pytest.mark.parametrize("faults", ["none", "random", "poison"])
+@pytest.mark.parametrize("depth", [1, 2, 3], ids=["sync", "async2", "async3"])
+def test_requests_with_recurrent_states_end_as_they_do_alone(
+    depth: int, faults: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefixes are found where snapshots of the state are, which are few and change hands."""
+    caplog.set_level(logging.CRITICAL, "llmc.engine")
+    totals: Counter[str] = Counter()
+    for index in range(NUM_TRACES // 2):
+        monkeypatch.setattr(snapshots, "LEAST_BLOCKS", index % 3)
+        seed = (depth * 10 + len(faults)) * NUM_TRACES + index
+        trace = Trace(seed=seed, depth=depth, faults=faults, has_states=True)
+        try:
+            stats = trace.run().stats()
+            trace.verify()
+        except Exception as error:
+            error.add_note(f"trace: {trace.seed=} {depth=} {faults=}")
+            raise
+        totals["preempted"] += stats.num_preemptions
+        totals["cache hits"] += stats.prefix_cache_hits
+        totals["loaded"] += trace.runner.num_loaded
+        totals["as long texts"] += trace.runner.num_long
+        totals["left behind"] += trace.runner.num_left
+        assert stats.num_failed_steps == trace.runner.faults
+    for event, count in totals.items():
+        assert count > NUM_TRACES // 50, f"{event}: {totals}"

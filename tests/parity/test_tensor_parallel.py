@@ -110,6 +110,14 @@ def test_chunks_preemption_and_the_prefix_cache(pair: Pair) -> None:
     same(pair.one.engine(**limits), pair.many.engine(**limits))
 
 
+def test_prefixes_are_found_on_every_rank(pair: Pair) -> None:
+    """With recurrent layers each rank goes on from its own snapshot."""
+    engines = pair.one.engine(), pair.many.engine()
+    for _ in range(2):
+        same(*engines)
+    assert engines[0].stats().prefix_cache_hits >= 32
+
+
 def test_draws_penalties_and_restrictions(pair: Pair) -> None:
     sampling = {
         "temperature": 0.9, "top_p": 0.95, "seed": 5, "presence_penalty": 0.5,

@@ -174,6 +174,28 @@ def test_blocks_are_copied_before_the_step_runs() -> None:
         assert torch.equal(cache, old[[0, 1, 0, 1]])
 
 
+def test_states_are_copied_to_rows_before_a_step_and_to_snapshots_after_it() -> None:
+    """Six rows and padding, then two snapshots; the step adds 100 to what its rows have."""
+    states = [torch.arange(9.0).view(9, 1).repeat(1, 3), torch.arange(9.0).view(9, 1).bfloat16()]
+    runner, fake = make(states=states)
+    step = fake.__call__
+
+    def add(**inputs: Tensor) -> tuple[Tensor, Tensor]:
+        for state in states:
+            state[inputs["row"]] += 100
+        return step(**inputs)
+
+    runner.step = dataclasses.replace(runner.step, call=add)
+    new = dataclasses.replace(enter(2, [1, 2, 3, 4, 5]), snapshot=1)
+    work = [
+        RowWork(row=2, start=4, num_tokens=1, sample=True, new_blocks=(0, 1), snapshot=0),
+        RowWork(row=0, start=0, num_tokens=1, sample=True, new_blocks=(2,), snapshot=1),
+    ]
+    runner.execute(StepPlan(step=0, new_rows=[new, enter(0, [1])], work=work))
+    for state in states:
+        assert state[:, 0].tolist() == [100, 1, 108, 3, 4, 5, 6, 108, 100]
+
+
 def test_blocks_go_to_host_memory_and_come_back_elsewhere() -> None:
     caches = [torch.randn(4, 1, 3, 2), torch.randn(4, 2, 3, 4).to(torch.float8_e4m3fn)]
     before = [cache.view(torch.uint8).clone() for cache in caches]

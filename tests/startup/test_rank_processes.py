@@ -140,12 +140,12 @@ def test_orders_hold_what_a_step_needs() -> None:
     )
     new = NewRow(
         row=1, request_id="a", token_ids=[3, 4, 5], num_prompt_tokens=3,
-        sampling=SamplingParams(logprobs=2), seed=1, stop_token_ids=(),
+        sampling=SamplingParams(logprobs=2), seed=1, stop_token_ids=(), snapshot=3,
     )  # fmt: skip
     plan = StepPlan(
         step=3,
         new_rows=[new],
-        work=[RowWork(row=1, start=0, num_tokens=3, sample=True, new_blocks=[7])],
+        work=[RowWork(row=1, start=0, num_tokens=3, sample=True, new_blocks=[7], snapshot=2)],
         block_copies=[BlockCopy(source=1, target=2)],
         swap_out=[BlockCopy(source=5, target=11), BlockCopy(source=6, target=12)],
         swap_in=[BlockCopy(source=13, target=8)],

@@ -27,12 +27,18 @@ def size(
     per_token: int = 100,
     model_len: int = 64,
     windows: tuple[AttentionWindow, ...] = (WHOLE,),
+    state_bytes: int = 0,
     **options: Any,
 ) -> Any:
     config = EngineConfig(block_size=16, max_num_seqs=4, **options)
     layout = CacheLayout(block_size=16, step_tokens=16, windows=windows)
     return size_pool(
-        config, layout, bytes_per_token=per_token, model_len=model_len, available=available
+        config,
+        layout,
+        bytes_per_token=per_token,
+        model_len=model_len,
+        available=available,
+        state_bytes=state_bytes,
     )
 
 
@@ -74,6 +80,19 @@ def test_windows_make_room_for_longer_contexts() -> None:
 
 def test_explicit_memory_is_taken_as_it_is() -> None:
     assert size(available=0, kv_cache_memory=1600 * 100).num_blocks == 100
+
+
+def test_snapshots_of_states_take_an_eighth_at_most_and_are_eight_a_row() -> None:
+    memory = 1600 * 100
+    few = size(available=memory, state_bytes=7000)
+    assert (few.num_snapshots, few.num_blocks) == (2, 4 * 4)
+    tight = size(kv_cache_memory=memory, state_bytes=7000)
+    assert (tight.num_snapshots, tight.num_blocks) == (2, (memory - 14000) // 1600)
+    assert size(available=10**9, state_bytes=7000).num_snapshots == 8 * 4
+    none = size(kv_cache_memory=memory, state_bytes=20001)
+    assert (none.num_snapshots, none.num_blocks) == (0, 100)
+    alone = size(available=memory, per_token=0, state_bytes=7000)  # no keys and values
+    assert (alone.num_snapshots, alone.num_blocks) == (2, 4 * 4)
 
 
 def test_an_open_context_is_cut_to_what_fits() -> None:

@@ -5,7 +5,9 @@ memory holds a fingerprint of all tokens up to it, so a block that is stale, sha
 taken from the wrong prefix shows when it is read. A block that no later token sees (`layout`) may
 go to others as soon as the step that left it behind is done. The token it draws is a pure function
 of the history and the seed: whatever was batched, preempted, cached or aborted around a request,
-it must end exactly as it does alone.
+it must end exactly as it does alone. With `has_states` each row carries the fingerprint of what it
+has computed, as a recurrent state: it must be right before every step, and comes from a snapshot or
+from nothing.
 
 Steps are computed when they are submitted, and their outcome is returned when it is asked for.
 After a step failed, those behind it run on rows that are broken, until all have been read.
@@ -139,6 +141,7 @@ class Row:
     broken: bool = False  # was in a step that failed, or in one behind it
     num_candidates: int = 0
     offset: int = 0  # of its positions
+    state: int = -1  # after its newest token; -1: it begins
 
     def key(self, position: int) -> int:
         """What the memory holds for a token: texts of other positions can't read it."""
@@ -175,6 +178,7 @@ class FakeRunner:
         max_in_flight: int = 1,
         rng: random.Random | None = None,
         layout: CacheLayout | None = None,
+        has_states: bool = False,
     ) -> None:
         self.layout = layout or CacheLayout(block_size=block_size, step_tokens=max_tokens)
         self.rng = rng or random.Random(0)
@@ -185,6 +189,9 @@ class FakeRunner:
         self.num_runtime_compiles = 0
         self.long_text_from: int | None = None
         self.num_long = 0  # works of rows with an offset
+        self.has_states = has_states
+        self.snapshots: dict[int, int] = {}
+        self.num_loaded = 0
         self.memory = [-1] * (num_blocks * block_size)
         self.host: dict[int, list[int]] = {}
         self.rows: dict[int, Row] = {}
@@ -284,6 +291,7 @@ class FakeRunner:
         masked = {mask.row for mask in plan.row_masks}
         tokens: list[int | None] = []
         scores: list[TokenLogprobs] = []
+        saved: dict[int, int] = {}
         logprobs: list[TokenLogprobs | None] = []
         for index, work in enumerate(plan.work):
             row = self.rows[work.row]
@@ -297,9 +305,12 @@ class FakeRunner:
             else:
                 self._compute(row, work, tokens)
             scores += self._scores(row, work)
+            if work.snapshot is not None:
+                saved[work.snapshot] = row.state
             logprobs += [None] * (len(tokens) - len(logprobs))
             if work.sample and row.num_candidates:
                 logprobs[-1] = likeliest(row.prints[-2], row.num_candidates)
+        self.snapshots |= saved  # after the whole step
         self.most_blocks = max(self.most_blocks, sum(n > 0 for n in self.holders.values()))
         assert len(scores) <= MAX_SCORED
         return StepResult(token_ids=tokens, scores=scores, logprobs=logprobs)
@@ -343,6 +354,9 @@ class FakeRunner:
             num_candidates=new.num_candidates,
             offset=new.position_offset,
         )
+        if new.snapshot is not None:
+            self.rows[new.row].state = self.snapshots[new.snapshot]
+            self.num_loaded += 1
 
     def _block(self, block: int) -> list[int]:
         return self.memory[block * self.block_size : (block + 1) * self.block_size]
@@ -424,6 +438,9 @@ class FakeRunner:
                 block = row.held[place]
                 known = [row.key(i) for i in range(index * size, min((index + 1) * size, end))]
                 assert self.memory[block * size : block * size + len(known)] == known
+        if self.has_states:
+            assert row.state == (row.key(work.start - 1) if work.start else -1), "not its state"
+            row.state = row.key(end - 1)
         row.num_computed = end
         if not is_drafted:
             self._leave_unseen(row)

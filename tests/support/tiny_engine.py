@@ -37,10 +37,11 @@ LOGPROB_TOLERANCE = 2e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A started engine and its cache tensors."""
+    """A started engine, its cache tensors, and the slots of its recurrent states."""
 
     started: Started
     caches: list[Tensor]
+    states: list[Tensor]
 
     def engine(
         self,
@@ -56,11 +57,12 @@ class Running:
         row_states: RowStates | None = None,
         swap_room: SwapRoom | None = None,
         adapters: AdapterLoader | None = None,
+        num_snapshots: int | None = None,
     ) -> EngineCore:
         """A fresh EngineCore around the same runner; what is in its cache is poison.
 
         `num_blocks` is for each group of layers; with `tight_for` there are two more than one
-        request of so many tokens needs.
+        request of so many tokens needs. `num_snapshots`: at most as many as it was started with.
         """
         scheduler = self.started.engine.scheduler
         windows = scheduler.layout.windows
@@ -71,8 +73,8 @@ class Running:
                 block_size=BLOCK_SIZE, step_tokens=max_num_batched_tokens, windows=windows
             )
             num_blocks = layout.blocks_for(tight_for) + 2
-        for cache in self.caches:
-            cache.fill_(float("nan"))
+        for tensor in (*self.caches, *self.states):
+            tensor.fill_(float("nan"))
         info = self.started.info
         return EngineCore(
             runner or self.started.runner,
@@ -86,7 +88,9 @@ class Running:
             ),
             EngineFeatures(
                 eos_token_ids=eos_token_ids,
-                enable_prefix_caching=enable_prefix_caching and not info.state_bytes_per_request,
+                enable_prefix_caching=enable_prefix_caching and info.can_cache_prefixes,
+                num_snapshots=info.num_snapshots if num_snapshots is None else num_snapshots,
+                share_prompts=not info.state_bytes_per_request,
                 speculation=speculation,
                 row_states=row_states,
                 swap_room=swap_room,
@@ -101,12 +105,17 @@ class Running:
 def start(path: Path, **options: Any) -> Running:
     """start_engine at -O0, with every cache tensor that it allocates kept and poisoned."""
     made: list[list[Tensor]] = []
-    allocate = kv_cache.allocate
+    states: list[list[Tensor]] = []
+    allocate, allocate_states = kv_cache.allocate, kv_cache.allocate_states
 
     def poisoned(*args: Any, **kwargs: Any) -> Any:
         layers = allocate(*args, **kwargs)
         made.append([cache.fill_(float("nan")) for layer in layers for cache in layer])
         return layers
+
+    def poisoned_states(*args: Any, **kwargs: Any) -> Any:
+        states.append([state.fill_(float("nan")) for state in allocate_states(*args, **kwargs)])
+        return states[-1]
 
     defaults = {
         "dtype": "float32",
@@ -119,6 +128,7 @@ def start(path: Path, **options: Any) -> Running:
     }
     with (
         mock.patch.object(kv_cache, "allocate", poisoned),
+        mock.patch.object(kv_cache, "allocate_states", poisoned_states),
         mock.patch.object(
             ProgramCache, "load", return_value=None
         ),  # what is on disk proves nothing
@@ -130,7 +140,8 @@ def start(path: Path, **options: Any) -> Running:
         # waited for, else the step function would be swapped in the middle of a test
         assert started.upgrade.wait(300), started.upgrade.error
     stay = made[len(made) // 2 :]  # before them the caches of the profile steps were made
-    return Running(started=started, caches=[cache for caches in stay for cache in caches])
+    caches = [cache for caches in stay for cache in caches]
+    return Running(started=started, caches=caches, states=states[-1])
 
 
 def _check_that_it_can_be_saved(_: ProgramCache, __: str, program: Program) -> None:

@@ -15,16 +15,24 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from llmc.engine.kv.snapshots import StateSnapshots
 from llmc.engine.messages import BlockMap
 
 _KEY = secrets.token_bytes(32)  # digests of another process can't be guessed or forged
 
 
 class BlockPool:
-    """Blocks 0 .. num_blocks - 1 with reference counts and an index of full blocks by content."""
+    """Blocks 0 .. num_blocks - 1 with reference counts and an index of full blocks by content.
+
+    With `num_snapshots` prefixes are shared only where one of them was taken.
+    """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        num_snapshots: int = 0,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
@@ -33,6 +41,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.snapshots = StateSnapshots(num_snapshots, block_size) if num_snapshots else None
         self.num_queries = 0  # tokens looked up in the prefix cache
         self.num_hits = 0  # tokens found there
         self._blank = list(range(num_blocks - 1, -1, -1))  # a stack; block 0 leaves first
@@ -139,6 +148,8 @@ class BlockPool:
         if digest is not None:
             del self._block_of[digest]
             self._digest_of[block] = None
+            if self.snapshots is not None:
+                self.snapshots.drop(digest)
 
     # For people who watch
 
@@ -189,6 +200,8 @@ class BlockPool:
             )
         named = sum(digest is not None for digest in self._digest_of)
         _require(named == len(self._block_of), "the index names blocks that carry no digest")
+        if self.snapshots is not None:
+            self.snapshots.check(self._block_of)
 
 
 def _require(condition: bool, message: str) -> None:

@@ -15,7 +15,7 @@ from llmc.engine.kv.block_pool import BlockPool
 from llmc.engine.kv.layout import CacheLayout
 from llmc.engine.kv.prefix_cache import NO_BLOCK, find_prefix, group_digest, live
 from llmc.engine.kv.swap import Swapper, SwapRoom
-from llmc.engine.plan import BlockCopy, NewRow
+from llmc.engine.plan import BlockCopy, NewRow, RowWork
 from llmc.engine.request import BlockTable, Request
 from llmc.image_input import before_cut, digests_within
 
@@ -87,7 +87,7 @@ class RowTable:
             request.position_offset = offset
             request.table.digests = []
             self.swap.drop(request)
-        shared = self._find_prefix(request)
+        shared, num_known = self._find_prefix(request)
         num_published = len(shared) // groups
         num_computed = num_published * size
         parent = source.request if num_computed < source.num_tokens else None
@@ -109,6 +109,9 @@ class RowTable:
             self._refused = attempt
             return False
         pool.share(found)
+        snapshot = None
+        if pool.snapshots is not None and num_computed:  # before its block may be evicted
+            snapshot = pool.snapshots.use(request.table.digests[num_published - 1])
         blocks = shared + [pool.take() for _ in range(num_new)]
         if parent is not None and forked is not None and num_computed % size:
             first = len(shared)  # the block in which the shared tokens end, in each group
@@ -120,6 +123,9 @@ class RowTable:
             capacity=len(blocks) // groups * size,
             digests=request.table.digests,
             num_published=num_published,
+            snapshot=snapshot,
+            kept_at=num_computed,
+            known_to=num_known * size,
         )
         request.num_computed = self.swap.restore(request, len(shared), num_computed)
         request.row = heapq.heappop(self._free)
@@ -210,21 +216,48 @@ class RowTable:
                         self.pool.publish(block, group_digest(digest, group))
         request.table.num_published = num_full
 
-    def _find_prefix(self, request: Request) -> list[int]:
+    def publish_state(self, request: Request, num_computed: int, snapshot: int) -> None:
+        """Let others go on from this snapshot of its state. The block before it is published."""
+        if self.pool.snapshots is not None:
+            last = num_computed // self.pool.block_size - 1
+            self.pool.snapshots.publish(snapshot, request.table.digests[last])
+
+    def give_back_snapshots(self, done: Iterable[RowWork]) -> None:
+        """The steps of this work are over: what they did not publish is free."""
+        for work in done:
+            if self.pool.snapshots is not None and work.snapshot is not None:
+                self.pool.snapshots.give_back(work.snapshot)
+
+    def forget(self, request: Request) -> None:
+        """No other request should read what this one has computed."""
+        self.pool.forget(live(request.table.blocks))
+        if self.pool.snapshots is not None:
+            for digest in request.table.digests:  # some of its blocks may have a twin
+                self.pool.snapshots.drop(digest)
+
+    def _find_prefix(self, request: Request) -> tuple[list[int], int]:
+        """The cached blocks that it can share, flat, and how many there were in each group before
+        what it can't go on from was left out."""
         if not self.pool.enable_prefix_caching or request.needs_scores:
-            return []
+            return [], 0
+        groups = self.num_groups
         num_full = (request.num_tokens - 1) // self.pool.block_size
         self._extend_digests(request, num_full)
-        found = find_prefix(self.pool, self.layout, request.table.digests[:num_full])
+        digests = request.table.digests[:num_full]
+        found = find_prefix(self.pool, self.layout, digests)
+        num_known = len(found) // groups
+        while (num := self._can_go_on_from(request, len(found) // groups)) * groups < len(found):
+            found = find_prefix(self.pool, self.layout, digests[:num])
+        return found, num_known
+
+    def _can_go_on_from(self, request: Request, num_found: int) -> int:
+        """The most of these blocks after which there is its state, and which cut no image."""
+        if self.pool.snapshots is not None:
+            num_found = self.pool.snapshots.longest(request.table.digests[:num_found])
         if not request.whole_images:
-            return found
-        size, groups = self.pool.block_size, self.num_groups
-        num_found = len(found) // groups
-        while (cut := before_cut(request.images, num_found * size)) < num_found * size:
-            num_found = cut // size
-        if num_found * groups == len(found):
-            return found
-        return find_prefix(self.pool, self.layout, request.table.digests[:num_found])
+            return num_found
+        size = self.pool.block_size
+        return before_cut(request.images, num_found * size) // size
 
     def _extend_digests(self, request: Request, num_full: int) -> None:
         size, digests = self.pool.block_size, request.table.digests
@@ -275,4 +308,5 @@ def new_row(request: Request) -> NewRow:
         images=request.images,
         position_offset=request.position_offset,
         num_candidates=request.extension.num_candidates if request.extension is not None else 0,
+        snapshot=request.table.snapshot,
     )
