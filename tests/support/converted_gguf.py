@@ -63,7 +63,10 @@ KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`name` is transformers'. `change` takes a parameter and its name, and gives tensors."""
+    """`name` is transformers'. `change` takes a parameter and its name, and gives tensors.
+
+    Of `metadata` None is left out.
+    """
 
     architecture: str
     name: str
@@ -114,11 +117,104 @@ def scan(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
         value = -value.exp()
     if "conv1d.weight" in name:
         value = value.squeeze(1)
-    if value.dim() == 1 and name.endswith(("A_log", ".D")) and config.model_type == "mamba2":
+    if value.dim() == 1 and name.endswith(("A_log", ".D")):
         value = value[:, None]
-    if name.endswith("mixer.norm.weight"):
-        value = value.view(config.n_groups, -1)
+    if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+        groups = getattr(config, "n_groups", None) or config.mamba_n_groups
+        value = value.view(groups, -1)
     return {name.replace("dt_bias", "dt_proj.bias"): value}
+
+
+def scan_or_attention(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Dense models have no name of their own for what experts of all tokens are elsewhere."""
+    if "_proj." in name or "shared_mlp" in name:
+        found = pairs_and_shared(name, value, config)
+        if config.num_local_experts:
+            return found
+        return {
+            k.replace("shared_mlp.output_linear", "mlp.down_proj")
+            .replace("shared_mlp.gate", "mlp.gate_proj")
+            .replace("shared_mlp.up", "mlp.up_proj"): v
+            for k, v in found.items()
+        }
+    return scan(name, value, config)
+
+
+def multiplied(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Weights take in the multipliers of what goes into them or comes out."""
+    before = config.attention_in_multiplier
+    factors = {
+        "down_proj": config.mlp_multipliers[1],
+        "gate_proj": config.mlp_multipliers[0],
+        "q_proj": before,
+        "k_proj": before * config.key_multiplier,
+        "v_proj": before,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    short = name.split(".")[-2]
+    if short == "in_proj":
+        inner, states = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+        sizes = (inner, inner, states, states, config.mamba_n_heads)
+        rows = zip(value.split(sizes), config.ssm_multipliers, strict=True)
+        value = torch.cat([part * factor for part, factor in rows]) * config.ssm_in_multiplier
+    if short == "pre_ff_layernorm":  # the converter leaves out its end
+        return {name.removesuffix(".weight"): value}
+    return scan(name, value * factors.get(short, 1), config)
+
+
+def latent(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Keys and values of a latent are two tensors, of which that of keys is turned."""
+    if "kv_b_proj" not in name:
+        return {name: value}
+    heads = value.unflatten(0, (config.num_attention_heads, -1))
+    k, v = heads.split((config.qk_nope_head_dim, config.v_head_dim), dim=1)
+    return {name.replace("kv_b", "k_b"): k.mT, name.replace("kv_b", "v_b"): v}
+
+
+def without_numbers(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Those of an activation lie in the metadata."""
+    return {} if ".act_fn." in name else {name: value}
+
+
+def states(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Linear attention: queries of all heads, then keys, values and gates."""
+    if name.endswith("in_proj_qkvz.weight"):
+        groups, size = config.linear_num_key_heads, config.linear_key_head_dim
+        values = config.linear_num_value_heads // groups * config.linear_value_head_dim
+        parts = value.unflatten(0, (groups, -1)).split((size, size, values, values), dim=1)
+        q, k, v, z = (part.flatten(0, 1) for part in parts)
+        start = name.removesuffix("qkvz.weight")
+        return {f"{start}qkv.weight": torch.cat((q, k, v)), f"{start}z.weight": z}
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        value = value + 1
+    if name.endswith("A_log"):
+        value = -value.exp()
+    if "conv1d.weight" in name:
+        value = value.squeeze(1)
+    return {name.replace("dt_bias", "dt_proj.bias"): value}
+
+
+def states_by_number(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Heads of values that share a key lie apart."""
+    groups, size = config.linear_num_key_heads, config.linear_value_head_dim
+    count = config.linear_num_value_heads // groups
+    keys = 2 * groups * config.linear_key_head_dim
+
+    def spread(rows: Tensor, size: int) -> Tensor:
+        return rows.unflatten(0, (groups, count, size)).swapaxes(0, 1).flatten(0, 2)
+
+    if "in_proj_qkv" in name or "conv1d" in name:
+        value = torch.cat((value[:keys], spread(value[keys:], size)))
+    elif "in_proj_z" in name:
+        value = spread(value, size)
+    elif "in_proj_a" in name or "in_proj_b" in name or name.endswith(("A_log", "dt_bias")):
+        value = spread(value, 1)
+    elif "linear_attn.out_proj" in name:
+        value = spread(value.mT, size).mT
+    return states(name, value, config)
 
 
 def interleaved(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
@@ -144,7 +240,183 @@ YARN = {
 STATES: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "state_size": 16,
 }  # fmt: skip
+LATENT: dict[str, Any] = {
+    **SIZES, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "moe_intermediate_size": 32, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+OF_LATENT: dict[str, Any] = {
+    "attention.head_count_kv": 1, "attention.kv_lora_rank": 32, "attention.key_length": 40,
+    "attention.value_length": 32, "attention.key_length_mla": 24, "attention.value_length_mla": 12,
+    "rope.dimension_count": 8, "expert_count": 8, "expert_shared_count": 2,
+    "leading_dense_block_count": 1,
+}  # fmt: skip
+LATENT_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32.0,
+    "beta_slow": 1.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+OF_YARN: dict[str, Any] = {
+    "rope.scaling.type": "yarn", "rope.scaling.factor": 40.0, "rope.freq_base": 10000.0,
+    "rope.scaling.original_context_length": 16, "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 16,
+}  # fmt: skip
+OF_MAMBA: dict[str, Any] = {
+    "ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16, "ssm.time_step_rank": 4,
+    "ssm.group_count": 1,
+}  # fmt: skip
+LINEAR: dict[str, Any] = {
+    **SIZES, "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+    },
+}  # fmt: skip
+OF_LINEAR: dict[str, Any] = {
+    "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64, "rope.dimension_count": 16,
+}  # fmt: skip
 CASES = {
+    "latent": Case(
+        architecture="deepseek2", name="deepseek_v2",
+        fields={
+            **LATENT, "q_lora_rank": None, "n_group": 4, "topk_group": 2,
+            "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0,
+            "rope_parameters": {**LATENT_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+        metadata={
+            **OF_LATENT, **OF_YARN, "rope.scaling.yarn_log_multiplier": 0.0707,
+            "expert_weights_scale": 16.0, "expert_group_count": 4, "expert_group_used_count": 2,
+            "expert_gating_func": 1,
+        },
+        change=latent,
+    ),
+    "latent in one matrix": Case(
+        architecture="deepseek2", name="deepseek_v2",
+        fields={**LATENT, "q_lora_rank": 24},
+        metadata={
+            **{k: v for k, v in OF_LATENT.items() if "_mla" not in k},
+            "attention.head_count_kv": 4, "attention.key_length": 24,
+            "attention.value_length": 12, "attention.q_lora_rank": 24,
+        },
+    ),
+    "latent, sigmoid of experts": Case(
+        architecture="deepseek2", name="deepseek_v3",
+        fields={
+            **LATENT, "q_lora_rank": 24, "n_group": 2, "topk_group": 1,
+            "rope_parameters": {**LATENT_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        metadata={
+            **OF_LATENT, **OF_YARN, "rope.scaling.yarn_log_multiplier": 0.1,
+            "attention.q_lora_rank": 24, "expert_weights_scale": 2.5, "expert_group_count": 2,
+            "expert_group_used_count": 1, "expert_gating_func": 2, "expert_weights_norm": True,
+        },
+        change=latent,
+    ),
+    "activation by layer": Case(
+        architecture="apertus", name="apertus",
+        fields={**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        change=without_numbers,
+    ),
+    "experts from a layer on": Case(
+        architecture="ernie4_5-moe", name="ernie4_5_moe",
+        fields={
+            **SIZES, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+        },
+        metadata={
+            "expert_count": 4, "expert_used_count": 2, "interleave_moe_layer_step": 1,
+            "leading_dense_block_count": 1, "expert_shared_count": 2,
+            "expert_shared_feed_forward_length": 48,
+        },
+    ),
+    "multiplied": Case(
+        architecture="falcon-h1", name="falcon_h1",
+        fields={
+            **SIZES, "head_dim": 32, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16,
+            "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16,
+            "mamba_rms_norm": True, "mamba_norm_before_gate": False, "lm_head_multiplier": 0.5,
+            "embedding_multiplier": 2.0, "mlp_multipliers": [0.8, 1.2], "key_multiplier": 0.7,
+            "attention_out_multiplier": 0.9, "attention_in_multiplier": 1.1,
+            "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9], "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.75,
+        },
+        metadata={
+            **OF_MAMBA, "ssm.inner_size": 64, "ssm.group_count": 2, "embedding_scale": None,
+        },
+        change=multiplied,
+    ),
+    "states or attention, experts": Case(
+        architecture="granitehybrid", name="granitemoehybrid",
+        fields={
+            **SIZES, **SCALES, **LOCAL, **MAMBA, "shared_intermediate_size": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        metadata={
+            **OF_MAMBA, "attention.head_count_kv": [0, 2], "rope.scaling.finetuned": False,
+        },
+        change=scan_or_attention,
+    ),
+    "states or attention": Case(
+        architecture="granitehybrid", name="granitemoehybrid",
+        fields={
+            **SIZES, **SCALES, **MAMBA, "shared_intermediate_size": 96, "num_local_experts": 0,
+            "num_experts_per_tok": 0, "layer_types": ["linear_attention", "full_attention"],
+        },
+        metadata={
+            **OF_MAMBA, "attention.head_count_kv": [0, 2], "rope.scaling.finetuned": False,
+        },
+        change=scan_or_attention,
+    ),
+    "states, attention and experts by period": Case(
+        architecture="jamba", name="jamba",
+        fields={
+            **SIZES, "num_hidden_layers": 5, "attn_layer_period": 3, "attn_layer_offset": 1,
+            "expert_layer_period": 2, "expert_layer_offset": 0, "num_experts": 4,
+            "mamba_dt_rank": 4,
+        },
+        metadata={
+            "ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16,
+            "ssm.time_step_rank": 4, "attention.head_count_kv": [0, 2, 0, 0, 2],
+        },
+        change=lambda name, value, _: {
+            name: -value.exp() if name.endswith("A_log")
+            else value.squeeze(1) if "conv1d.weight" in name else value
+        },
+    ),
+    "queries by position": Case(
+        architecture="mistral3", name="ministral3",
+        fields={
+            **SIZES, "head_dim": 16,
+            "rope_parameters": {
+                **LATENT_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            },
+        },
+        metadata={
+            **OF_YARN, "rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1,
+        },
+        change=pairs,
+    ),
+    "no window by default": Case(
+        architecture="mistral3", name="mistral",
+        fields={**SIZES, "head_dim": 32, "sliding_window": None}, change=pairs,
+    ),
+    "linear attention, joined": Case(
+        architecture="qwen3next", name="qwen3_next",
+        fields={**LINEAR, **MOE, "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
+        metadata=OF_LINEAR, change=states,
+    ),
+    "linear attention": Case(
+        architecture="qwen35", name="qwen3_5_text", fields=LINEAR, metadata=OF_LINEAR,
+        change=states_by_number,
+    ),
+    "linear attention, experts": Case(
+        architecture="qwen35moe", name="qwen3_5_moe_text",
+        fields={**LINEAR, **MOE, "shared_expert_intermediate_size": 48},
+        metadata=OF_LINEAR, change=states_by_number,
+    ),
     "mixture": Case(
         architecture="llama", name="mixtral",
         fields={**SIZES, **LOCAL, "sliding_window": None}, change=pairs,
@@ -301,6 +573,8 @@ def write_converted(
         metadata.setdefault("rope.freq_base", rope["rope_theta"])
     for key, value in metadata.items():
         name = f"{case.architecture}.{key}"
+        if value is None:
+            continue
         if isinstance(value, bool):
             writer.add_bool(name, value)
         elif isinstance(value, str):
@@ -310,6 +584,10 @@ def write_converted(
         else:
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
             add(name, value)
+    for number in ("alpha_p", "alpha_n", "beta", "eps"):
+        found = [v.item() for n, v in module.state_dict().items() if n.endswith(f"act_fn.{number}")]
+        if found:
+            writer.add_array(f"xielu.{number}", found)
     add_words(writer)
     for name, value in _stored(case, module):
         numbers = np.ascontiguousarray(value.numpy())
@@ -344,7 +622,7 @@ def _named(names: Any, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]
         for kind, half in zip(("gate", "up"), value.chunk(2, dim=1), strict=True):
             yield f"blk.{layer}.ffn_{kind}_exps.weight", half
         return
-    if "experts." in name:
+    if ".experts." in name:
         word = next(w for w in ("gate", "up", "down") if f"{w}_proj" in name)
         yield f"blk.{layer}.ffn_{word}_exps.{'bias' if 'bias' in name else 'weight'}", value
         return
@@ -353,7 +631,11 @@ def _named(names: Any, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]
         "shared_mlp.gate.weight": "ffn_gate_shexp.weight",
         "shared_mlp.up.weight": "ffn_up_shexp.weight",
         "expert_bias": "exp_probs_b.bias",
-        "mixer.dt_proj.bias": "ssm_dt.bias",
+        "dt_proj.bias": "ssm_dt.bias",
+        "e_score_correction_bias": "exp_probs_b.bias",
+        "pre_ff_layernorm": "ffn_norm",
+        "in_proj_qkv.weight": "attn_qkv.weight",
+        "in_proj_z.weight": "attn_gate.weight",
     }
     for end, short in known.items():
         if name.endswith(end):
