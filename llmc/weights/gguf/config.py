@@ -161,11 +161,8 @@ def _add_layers(
     """
     layers = values["block_count"]
     rule = rule_of(header)
-    if "layers" in rule:
-        tensor, kind, other = rule["layers"]
-        config["layer_types"] = [
-            kind if f"blk.{i}.{tensor}" in header.tensors else other for i in range(layers)
-        ]
+    if kinds := rule.get("layers"):
+        config["layer_types"] = [_kind(header, i, kinds) for i in range(layers)]
     for field, tensor in rule.get("periods", {}).items():
         found = [i for i in range(layers) if f"blk.{i}.{tensor}" in header.tensors]
         first, second = (*found, layers, layers)[:2]
@@ -175,10 +172,17 @@ def _add_layers(
     if isinstance(pattern, int) and pattern:
         pattern = [bool((i + 1) % pattern) for i in range(layers)]
     if isinstance(pattern, list) and "layer_types" in known:
-        kinds = ("full_attention", "sliding_attention")
-        config["layer_types"] = [kinds[bool(windowed)] for windowed in pattern]
+        config["layer_types"] = [
+            "sliding_attention" if windowed else "full_attention" for windowed in pattern
+        ]
     if config.get("sliding_window") == 0:
         config["sliding_window"] = None
+
+
+def _kind(header: GgufHeader, layer: int, kinds: Mapping[str, str]) -> str:
+    """By a tensor that layers of this kind alone have; of the rest by no name."""
+    found = (k for tensor, k in kinds.items() if f"blk.{layer}.{tensor}" in header.tensors)
+    return next(found, kinds[""])
 
 
 def _dtype(header: GgufHeader) -> str | None:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gguf import MODEL_ARCH_NAMES
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from llmc.errors import CheckpointError, reason_of
 from llmc.weights.gguf.processors import processor_of
 from llmc.weights.gguf.reader import GgufHeader, shown
-from llmc.weights.gguf.rules import rules, squashed
+from llmc.weights.gguf.rules import rule_of, rules, squashed
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
@@ -58,6 +58,8 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
     shapes = {name: tuple(p.shape) for name, p in module.state_dict().items()}
     if "lm_head.weight" in shapes:  # a module that ties it has no name for a separate head
         names.setdefault("output.weight", "lm_head.weight")
+    if prefix := rule_of(header).get("prefix"):
+        _add_prefixed(names, shapes, prefix, header, hf_config.num_hidden_layers)
     _add_names(names, shapes)
     parts: dict[str, list[str]] = {}
     unknown = []
@@ -128,6 +130,19 @@ def _spelled(architecture: str) -> str:
     """As the gguf package has it."""
     known = {squashed(name): name for name in MODEL_ARCH_NAMES.values()}
     return known.get(squashed(architecture), architecture)
+
+
+def _add_prefixed(
+    names: dict[str, str], shapes: Iterable[str], prefix: str, header: GgufHeader, layers: int
+) -> None:
+    """By the gguf package's map, which knows the model by the prefix of its checkpoints."""
+    [arch] = [a for a, name in MODEL_ARCH_NAMES.items() if name == _spelled(header.architecture)]
+    known = get_tensor_name_map(arch, layers)
+    for parameter in shapes:
+        in_files = prefix + parameter.split(".", 1)[-1]
+        found = known.get_name(in_files, try_suffixes=(".weight", ".bias"))
+        if found is not None:
+            names.setdefault(found, parameter)
 
 
 def _add_names(names: dict[str, str], shapes: Iterable[str]) -> None:
