@@ -263,8 +263,7 @@ def _scaling(
         tenths = rule_of(header).get("log_multiplier_tenths", False)
         scaling["mscale_all_dim"] = round(multiplier * 10, 6) if tenths else multiplier
         scaling["mscale"] = scaling["mscale_all_dim"] if tenths else 1.0
-    if "attention.temperature_scale" in values:
-        scaling["llama_4_scaling_beta"] = values["attention.temperature_scale"]
+    scaling |= {f: values[key] for key, f in rules()["with_scaling"].items() if key in values}
     return {**scaling, "rope_type": kind}
 
 
