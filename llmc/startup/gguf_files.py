@@ -36,10 +36,10 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
     from llmc.text.gguf_tokenizer import write_tokenizer
     from llmc.weights.gguf.config import generation_config, parsed, read_config
     from llmc.weights.gguf.model import write_index
-    from llmc.weights.gguf.names import map_parameters
+    from llmc.weights.gguf.names import map_parameters, unstacked
     from llmc.weights.gguf.reader import read_header
 
-    header = read_header(path)
+    header = unstacked(read_header(path))
     try:
         config = read_config(header)
     except (ArithmeticError, TypeError, ValueError, LookupError) as e:

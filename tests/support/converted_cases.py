@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from converted_gguf import (
@@ -16,6 +17,7 @@ from converted_gguf import (
     pairs_and_shared,
     scan,
     scan_or_attention,
+    stacked,
     states,
     states_by_number,
     without_numbers,
@@ -253,6 +255,23 @@ CASES = {
             "rope.freq_base_swa": 20000.0,
         },
         change=norms,
+    ),
+    "projections of several inputs": Case(
+        architecture="gemma3n", name="gemma3n_text",
+        fields={
+            **SIZES, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 8,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
+            "num_kv_shared_layers": 1, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0],
+            "layer_types": [*["sliding_attention", "full_attention"] * 2],
+        },
+        metadata={
+            "attention.sliding_window_pattern": [True, False, True, False],
+            "attention.shared_kv_layers": 1, "embedding_length_per_layer_input": 8,
+            "altup.active_idx": 0, "altup.num_inputs": 4, "rope.freq_base": 1e6,
+            "rope.freq_base_swa": 10000.0, "feed_forward_length": [96] * 4,
+            "activation_sparsity_scale": [1.2815516, *[-math.inf] * 3],
+        },
+        change=stacked,
     ),
     "no window": Case(
         architecture="phi3", name="phi3",

@@ -5,6 +5,7 @@ Checked against files that its convert_hf_to_gguf.py made of the same kinds of m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from tiny_gguf import add_words
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+STACKED = "+"  # ends names of values that make up one tensor
 # metadata -> the config's fields
 KEYS = {
     "context_length": ("max_position_embeddings", "n_positions"),
@@ -228,6 +230,20 @@ def of_backbone(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
     return {k.replace("model.", "backbone.", 1): v for k, v in scan(name, value, config).items()}
 
 
+def stacked(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Projections of all inputs are one tensor. Layers that share keys have unused ones."""
+    start, _, rest = name.partition("projections.")
+    if rest and "altup" in start:
+        return {f"{start}projections.weight{STACKED}": value}
+    layer = re.search(r"layers\.(\d+)\.", name)
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    if layer is None or int(layer[1]) < own or ".q_" not in name:
+        return {f"{name}.weight" if name.endswith("_scale") else name: value}
+    unused = ("k_proj", "v_proj") if "q_proj" in name else ("k_norm",)
+    others = (re.sub("q_proj|q_norm", kind, name) for kind in unused)
+    return {name: value, **dict.fromkeys(others, value + 1)}
+
+
 def make_module(case: Case) -> Any:
     """Random weights, the same each time."""
     torch.manual_seed(0)
@@ -296,11 +312,17 @@ def _stored(case: Case, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     config: Any = module.config
     names = get_tensor_name_map(arch, config.num_hidden_layers)
     tied = config.tie_word_embeddings
+    together: dict[str, list[Tensor]] = {}
     for parameter, value in module.state_dict().items():
         if tied and parameter == "lm_head.weight":
             continue
         for name, part in case.change(parameter, value, config).items():
-            yield from _named(names, name, part)
+            if name.endswith(STACKED):
+                together.setdefault(name.removesuffix(STACKED), []).append(part)
+            else:
+                yield from _named(names, name, part)
+    for name, values in together.items():
+        yield from _named(names, name, torch.stack(values))
 
 
 def _named(names: Any, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,12 @@ def _add_rules(
         config.update({f: is_there for f in fields if f in known})
     for tensor, fields in rules()["absent_flags"].items():
         config.update({f: tensor not in header.tensors for f in fields if f in known})
+    for tensor, field in rules()["rows"].items():
+        if tensor in header.tensors and field in known:
+            config[field] = header.tensors[tensor].shape[0]
+    for key, field in rules()["quantiles"].items():
+        if key in values and field in known:
+            config[field] = [NormalDist().cdf(value) for value in values[key]]
     for key, fields in rules()["fields"].items():
         for field in fields:
             if key in values and (field in known or field in _ROTARY):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,8 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
     if prefix := rule_of(header).get("prefix"):
         _add_prefixed(names, shapes, prefix, header, hf_config.num_hidden_layers)
     _add_names(names, shapes)
+    for stem in rule_of(header).get("stacked", {}).values():
+        names.update({p[p.index(stem) :]: p for p in shapes if f".{stem}." in p})
     parts: dict[str, list[str]] = {}
     unknown = []
     ranks = {tensor: i for i, tensor in enumerate(names)}
@@ -68,7 +70,7 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
         tensor = _known(names, name)
         if tensor is not None and names[tensor] in shapes:
             parts.setdefault(names[tensor], []).append(name)
-        elif not _is_unused(name, hf_config.num_hidden_layers):
+        elif not _is_unused(name, hf_config):
             unknown.append(name)
     for tensors in parts.values():
         tensors.sort(key=lambda name: ranks[_known(names, name) or name])
@@ -118,11 +120,15 @@ def _known(names: Mapping[str, str], tensor: str) -> str | None:
     return next((name for name in ends if name in names), None)
 
 
-def _is_unused(tensor: str, layers: int) -> bool:
-    """Factors of rotary embeddings, which the config has, and layers for speculation alone."""
-    block = _BLOCK.match(tensor)
-    if block is not None and int(block[1]) >= layers:
-        return True
+def _is_unused(tensor: str, hf_config: Any) -> bool:
+    """Factors of rotary embeddings, which the config has, layers for speculation alone, and keys
+    and values of layers that take those of another."""
+    block, layers = _BLOCK.match(tensor), hf_config.num_hidden_layers
+    own = layers - (getattr(hf_config, "num_kv_shared_layers", None) or 0)
+    if block is not None and int(block[1]) >= own:
+        is_shared = re.search(rules()["unused_where_shared"], tensor) is not None
+        if is_shared or int(block[1]) >= layers:
+            return True
     return any(re.search(pattern, tensor) for pattern in rules()["unused"])
 
 
@@ -143,6 +149,24 @@ def _add_prefixed(
         found = known.get_name(in_files, try_suffixes=(".weight", ".bias"))
         if found is not None:
             names.setdefault(found, parameter)
+
+
+def unstacked(header: GgufHeader) -> GgufHeader:
+    """Tensors that are several parameters -> one of each, named by their number and parameter."""
+    tensors = dict(header.tensors)
+    for name, parameter in rule_of(header).get("stacked", {}).items():
+        whole = tensors.pop(name, None)
+        for i in range(whole.shape[0] if whole is not None and len(whole.shape) == 3 else 0):
+            num_bytes = whole.num_bytes // whole.shape[0]
+            part = f"{parameter}.{i}.weight"
+            tensors[part] = replace(
+                whole,
+                name=part,
+                shape=whole.shape[1:],
+                offset=whole.offset + i * num_bytes,
+                num_bytes=num_bytes,
+            )
+    return replace(header, tensors=tensors)
 
 
 def _add_names(names: dict[str, str], shapes: Iterable[str]) -> None:
