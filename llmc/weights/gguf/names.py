@@ -17,6 +17,7 @@ from llmc.weights.gguf.reader import GgufHeader, shown
 from llmc.weights.gguf.rules import rule_of, rules, squashed
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
+_MOST_STACKED = 64
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
@@ -155,14 +156,17 @@ def unstacked(header: GgufHeader) -> GgufHeader:
     """Tensors that are several parameters -> one of each, named by their number and parameter."""
     tensors = dict(header.tensors)
     for name, parameter in rule_of(header).get("stacked", {}).items():
-        whole = tensors.pop(name, None)
-        for i in range(whole.shape[0] if whole is not None and len(whole.shape) == 3 else 0):
-            num_bytes = whole.num_bytes // whole.shape[0]
-            part = f"{parameter}.{i}.weight"
+        whole = tensors.get(name)
+        if whole is None or len(whole.shape) != 3 or whole.shape[0] > _MOST_STACKED:
+            continue  # which then has no place
+        del tensors[name]
+        count, *shape = whole.shape
+        for i in range(count):
+            part, num_bytes = f"{parameter}.{i}.weight", whole.num_bytes // count
             tensors[part] = replace(
                 whole,
                 name=part,
-                shape=whole.shape[1:],
+                shape=tuple(shape),
                 offset=whole.offset + i * num_bytes,
                 num_bytes=num_bytes,
             )
