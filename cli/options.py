@@ -208,7 +208,8 @@ ENGINE_OPTIONS = (
         field="pooling",
         panel=MODEL_PANEL,
         metavar=_choices(POOLINGS),
-        help="Tokens that an embedding is made of. auto: as the model's files say, else the last.",
+        help="Tokens that an embedding is made of. auto: as the model's files say, else the last "
+        "of a decoder, and the mean of an encoder.",
     ),
     EngineOption(
         field="normalize",

@@ -1,8 +1,9 @@
 """`attention`: the marker that stands for a layer's attention in a captured graph, before paging.
 
-The model's own code calls it through transformers' attention interface. It means causal attention
-over one sequence and takes its layer's cache as tensors (of no size yet) so that equal layers give
-equal graphs; `passes/page_attention.py` replaces it by a cache write and `paged_attention`.
+The model's own code calls it through transformers' attention interface. It means attention over
+one sequence and takes its layer's cache as tensors (of no size yet) so that equal layers give
+equal graphs; `passes/page_attention.py` replaces it by a cache write and `paged_attention`, or that
+of an encoder by `encoder_attention`.
 """
 
 from __future__ import annotations
@@ -104,14 +105,17 @@ def attention(
     slopes: Tensor | None,
     chosen: Tensor | None = None,
     sparse_block_size: int = 1,
+    causal: bool = True,
 ) -> Tensor:
     """query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] -> [1, T, H, Dv].
 
-    Causal attention over one sequence of T tokens; the caches are not read. chosen [T, G, N], with
-    `sparse_block_size`: the keys that each token attends to, where the model chooses them, as in
-    `paged_attention`; until `find_indexers` has seen it, as the model has it.
+    Causal attention over one sequence of T tokens; the caches are not read. Not `causal`: tokens
+    see those after them too, within the window on both sides (`encoder_attention`). chosen
+    [T, G, N], with `sparse_block_size`: the keys that each token attends to, where the model
+    chooses them, as in `paged_attention`; until `find_indexers` has seen it, as the model has it.
     """
     pos = torch.arange(query.shape[2], device=query.device)
+    later = None if causal else (pos[:, None] - pos).abs() < (window or len(pos))
     out = attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -125,5 +129,6 @@ def attention(
         sinks,
         slopes,
         None if chosen is None else among(chosen, sparse_block_size, len(pos)),
+        also=later,
     )
     return out[None]

@@ -52,7 +52,7 @@ class EngineConfig:
     revision: str | None = None
     trust_remote_code: bool = False
     task: str = "auto"  # what the model is served for; auto: what its files say
-    pooling: str = "auto"  # of embeddings; auto: as the model's files say, else the last token
+    pooling: str = "auto"  # of embeddings; auto: the files say, else the last; of encoders the mean
     normalize: bool | None = None  # embeddings to length 1; None: as the model's files say
     dtype: str = "auto"
     device: str = "auto"

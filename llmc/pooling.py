@@ -24,6 +24,9 @@ METHODS: tuple[Method, ...] = ("last", "cls", "mean", "weightedmean", "mean_sqrt
 POOLINGS = ("auto", *METHODS)
 Activation = Literal["softmax", "sigmoid", "none"]
 DENSE = "llmc_dense_{}"  # the name of a Dense layer in a module
+# The ids of tokens of the second text of a pair have this bit, for models that tell the two apart:
+# it goes where the ids go, and no vocabulary reaches it.
+SECOND_TEXT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,8 @@ class Dense:
 class Head:
     """What is captured of a model (compiler/heads.py).
 
+    `encoder`: its tokens see those after them too. `token_types`: its token ids say which text of
+    a pair each is of (`of_second_text`).
     `image_levels`: rows of images may stand for embeddings of its tokens (1), and are added to the
     hidden states behind so many first layers (each further one). `position_axes`: how many
     positions each token then has; 0: one, its place in the text.
@@ -47,6 +52,8 @@ class Head:
 
     kind: Literal["lm", "hidden", "score"] = "lm"
     dense: tuple[Dense, ...] = ()
+    encoder: bool = False
+    token_types: bool = False
     image_levels: int = 0
     position_axes: int = 0
 
@@ -68,6 +75,7 @@ class PoolingInfo:
     normalize: bool = False  # embeddings: to length 1
     activation: Activation = "none"  # classifiers: of scores
     labels: tuple[str, ...] = ()
+    token_types: bool = False  # it is told which text of a pair a token is of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 Only the two products and the softmax are matched by shape. What lies between them (scale, mask,
 position bias) is not matched but measured: it is run on chosen scores, and has to come out as a
-scale, a causal window and a slope per head, or the model is refused.
+scale, a causal window and a slope per head, or the model is refused. Encoders may see all tokens of
+a text; one whose attention is none of these keeps it, and computes one text at a time.
 """
 
 from __future__ import annotations
@@ -49,11 +50,14 @@ class Scoring:
     window: int
     chunk: int
     slopes: Tensor | None  # [H]
+    causal: bool = True
 
 
 @graph_pass(required=True)
-def find_attention(gm: fx.GraphModule, *, max_positions: int) -> Notes:
+def find_attention(gm: fx.GraphModule, *, max_positions: int, encoder: bool = False) -> Notes:
     """Turn attention over one sequence that is spelled out in products into the marker.
+
+    `encoder`: tokens may see later ones, and attention that is not understood stays as it is.
 
     Before:
         p = aten.softmax(aten.matmul(q, k^T) * scale + mask + slopes * distance, -1)
@@ -66,14 +70,30 @@ def find_attention(gm: fx.GraphModule, *, max_positions: int) -> Notes:
     for softmax in calls(graph, *SOFTMAX):
         if not is_scores(softmax):
             continue
-        product = _product(softmax)
-        if any(writes(user) for user in product.users):
-            raise CompileError(f"{product.name} is written to in place, which is not supported")
-        mixed = _mixed(softmax)
-        scoring = _measure(graph, softmax, product, max_positions)
-        _replace(graph, product, mixed, scoring)
-        notes.append(f"{softmax.name}: {_describe(scoring)}")
+        try:
+            scoring = _find(graph, softmax, max_positions, encoder)
+        except CompileError as e:
+            if not encoder:
+                raise
+            notes.append(f"{softmax.name} stays, so texts are computed one at a time: {e}")
+        else:
+            notes.append(f"{softmax.name}: {_describe(scoring)}")
     return notes
+
+
+def _find(graph: fx.Graph, softmax: fx.Node, max_positions: int, encoder: bool) -> Scoring:
+    product = _product(softmax)
+    if any(writes(user) for user in product.users):
+        raise CompileError(f"{product.name} is written to in place, which is not supported")
+    mixed = _mixed(softmax)
+    scoring = _measure(graph, softmax, product, max_positions, encoder)
+    _replace(graph, product, mixed, scoring)
+    return scoring
+
+
+def spells_attention(gm: fx.GraphModule) -> bool:
+    """Whether a graph that was just captured has attention that is spelled out."""
+    return any(is_scores(n) for n in calls(gm.graph, *SOFTMAX))
 
 
 def is_scores(node: fx.Node) -> bool:
@@ -89,6 +109,7 @@ def _describe(s: Scoring) -> str:
     parts += [f"window {s.window}"] if s.window else []
     parts += [f"chunk {s.chunk}"] if s.chunk else []
     parts += ["a slope per head"] if s.slopes is not None else []
+    parts += [] if s.causal else ["all tokens"]
     return ", ".join(parts)
 
 
@@ -139,7 +160,9 @@ def _right(product: fx.Node) -> Any:
     return given.mat2 if hasattr(given, "mat2") else given.other
 
 
-def _measure(graph: fx.Graph, softmax: fx.Node, product: fx.Node, max_positions: int) -> Scoring:
+def _measure(
+    graph: fx.Graph, softmax: fx.Node, product: fx.Node, max_positions: int, encoder: bool
+) -> Scoring:
     """Run what lies between on chosen scores, and read scale, window and slopes off the result."""
     shape = [int(s) if isinstance(s, int) else -1 for s in val(product).shape]
     heads = shape[-3]
@@ -168,15 +191,18 @@ def _measure(graph: fx.Graph, softmax: fx.Node, product: fx.Node, max_positions:
         slopes = _slopes(zero.expand(heads, n, n), shown.expand(heads, n, n))
         tokens = max(n, min(max_positions, _MAX_PROBE))
         seen = _seen(run, full(tokens), tokens, slopes)
-        window, chunk = _limits(seen[0])
+        causal = not (encoder and bool(seen.all()))
+        window, chunk = _limits(seen[0]) if causal else (0, 0)
         if not bool((seen == seen[:1]).all()):
             raise Unknown("heads see different keys")
+        if not causal and not torch.equal(zero, zero[:, :, :1].expand_as(zero)):
+            raise Unknown("it has a bias, and shows later tokens")
     except (Unknown, RuntimeError, IndexError) as e:
         raise CompileError(
             f"{softmax.name} looks like attention, but what it adds to the scores is no scale, "
             f"causal window and slope per head ({' '.join(str(e).split())[:200]})"
         ) from e
-    return Scoring(scale=scale, window=window, chunk=chunk, slopes=slopes)
+    return Scoring(scale=scale, window=window, chunk=chunk, slopes=slopes, causal=causal)
 
 
 def _seen(run: Run, shape: list[int], tokens: int, slopes: Tensor | None) -> Tensor:
@@ -259,6 +285,7 @@ def _replace(graph: fx.Graph, product: fx.Node, mixed: fx.Node, s: Scoring) -> N
             softcap=0.0,
             sinks=None,
             slopes=slopes,
+            causal=s.causal,
         )
         heads_first = emit(graph, aten.transpose.int, out, 1, 2)
         if val(mixed).dim() == 3:

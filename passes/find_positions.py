@@ -17,6 +17,7 @@ from llmc.errors import CompileError
 from llmc.passes.base import Notes, graph_pass, writes
 from llmc.passes.edit import aten, calls, emit, is_call, replace, through, update_val, val
 from llmc.passes.evaluate import Unknown, evaluate
+from llmc.passes.find_attention import spells_attention
 from llmc.passes.inputs import ConstantInput, StepInput, input_of, step_input
 
 _LENGTHS = (19, 37)  # of the sequences that values are worked out for
@@ -75,6 +76,8 @@ def find_positions(gm: fx.GraphModule, *, max_positions: int) -> Notes:
         rows [T, D] = aten.index_select(table [P, D], 0, positions)
     """
     graph = gm.graph
+    if spells_attention(gm):
+        return ["a step has the tokens of one text (find_attention)"]
     notes = []
     for node in calls(graph, aten.slice.Tensor):
         if _is_first_rows(node):

@@ -10,6 +10,7 @@ from torch import fx
 
 from llmc.errors import CompileError
 from llmc.kernels.attention import attention
+from llmc.kernels.encoder_attention import encoder_attention
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.write_kv import write_kv
 from llmc.passes.base import Notes, graph_pass
@@ -44,12 +45,19 @@ class CacheSpec:
 
 @graph_pass(required=True)
 def page_attention(
-    gm: fx.GraphModule, *, block_size: int, cache_dtype: torch.dtype | None = None
+    gm: fx.GraphModule,
+    *,
+    block_size: int,
+    cache_dtype: torch.dtype | None = None,
+    encoder: bool = False,
 ) -> Notes:
     """Write each layer's keys and values to its cache and attend over block tables.
 
     `cache_dtype` None: caches are of the model's own dtype. Layers that attend to the keys and
     values of an earlier one read its cache; a module that is called twice has a cache for each.
+
+    Attention that shows later tokens too needs no cache: all tokens of a text are in one step, as
+    they are of an `encoder` alone. Raises CompileError where a model that is none has it.
 
     Attention to chosen positions (find_indexers) is paged alike. Values that are the first channels
     of the keys (absorb_mla) are cached with these: their own cache has no width, and v_dim is their
@@ -61,6 +69,8 @@ def page_attention(
         llmc.write_kv(k [T, Hkv, D], v, key_cache, value_cache, slot_mapping)
         o = llmc.paged_attention(q [T, H, D], key_cache, value_cache, query_start, context_len,
                                  block_table, scale, window, ...)
+        or, not causal:
+        o = llmc.encoder_attention(q [T, H, D], k [T, Hkv, D], v, query_start, scale, window)
     """
     graph = gm.graph
     notes = []
@@ -68,6 +78,14 @@ def page_attention(
     written: dict[tuple[Any, Any], tuple[Any, Any]] = {}  # (key, value) -> their caches
     for marker in calls(graph, attention.overload):
         given = arguments(marker)
+        if not given.causal:
+            if not encoder:
+                raise CompileError(
+                    "the model's attention shows later tokens, as an encoder's does, but its "
+                    "config does not say so"
+                )
+            _attend_both_ways(graph, marker)
+            continue
         role = input_of(given.key_cache)
         if not isinstance(role, CacheInput):
             raise CompileError(f"{marker.name} has no cache")
@@ -88,6 +106,16 @@ def page_attention(
         _size_caches(marker, block_size, cache_dtype)
         _page(graph, marker, write=True)
     return notes
+
+
+def _attend_both_ways(graph: fx.Graph, marker: fx.Node) -> None:
+    given = arguments(marker)
+    bounds = step_input(graph, "query_start")
+    with graph.inserting_before(marker):
+        tensors = [_flat(graph, x) for x in (given.query, given.key, given.value)]
+        out = emit(graph, encoder_attention.overload, *tensors, bounds, given.scale, given.window)
+        batched = emit(graph, aten.unsqueeze.default, out, 0)
+    replace(marker, batched)
 
 
 def _give_caches(graph: fx.Graph, marker: fx.Node) -> None:

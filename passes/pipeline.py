@@ -51,6 +51,7 @@ class PipelineOptions:
     max_loras: int = 0  # LoRA adapters that steps can use at a time
     max_lora_rank: int = 0
     pooling: Method | None = None  # None: tokens are sampled
+    encoder: bool = False  # tokens see those after them too
     whole_images: Where = "none"  # layers in which a token of an image sees all of it
     tensor_parallel_size: int = 1  # ranks that compute a part of each layer
 
@@ -69,14 +70,18 @@ def pipeline(
         canonicalize(),  # first: the others match on one spelling
         *(p for p in extra if p.place == "early"),  # see the model's own ops; ours fuse theirs too
         take_image_rows(),
-        find_attention(max_positions=options.max_positions),  # what page_attention then pages
+        find_attention(  # what page_attention then pages
+            max_positions=options.max_positions, encoder=options.encoder
+        ),
         find_indexers(  # before page_attention: what it reads of a sequence, its caches are for
             max_positions=options.max_positions, block_size=options.block_size
         ),
         # after find_indexers: layers whose keys it chooses stay
         absorb_mla(unwanted=_keeps_heads(options)),
         page_attention(
-            block_size=options.block_size, cache_dtype=CACHE_DTYPES[options.kv_cache_dtype]
+            block_size=options.block_size,
+            cache_dtype=CACHE_DTYPES[options.kv_cache_dtype],
+            encoder=options.encoder,
         ),
         find_convolutions(),
         find_shifts(),
@@ -126,4 +131,4 @@ def _keeps_heads(options: PipelineOptions) -> str | None:
 
 def _sums(pooling: Method | None) -> tuple[Pass, ...]:
     """Before slot_state, which gives them their slots."""
-    return () if pooling in (None, "last") else (running_pool(method=pooling),)
+    return () if pooling is None else (running_pool(method=pooling),)

@@ -6,8 +6,9 @@ import torch
 from torch import fx
 
 from llmc.kernels.linear_recurrence import linear_recurrence
+from llmc.kernels.pool_tokens import pool_tokens
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import aten, emit, val
+from llmc.passes.edit import aten, calls, emit, replace, val
 from llmc.passes.inputs import step_input
 from llmc.pooling import Method
 
@@ -20,17 +21,22 @@ def running_pool(gm: fx.GraphModule, *, method: Method) -> Notes:
     decaying; `slot_state` then gives it a slot for each request. Drawn for `mean`.
 
     Before:
-        hidden [1, T, N]
+        pooled [1, T, N] = llmc.pool_tokens(hidden [1, T, N])
     After:
         total [T, N] = llmc.linear_recurrence(hidden[0].float() * weight [T, 1], ones, None ...)
-        hidden [1, T, N] = (total / divisor [T, 1])[None]
+        pooled [1, T, N] = (total / divisor [T, 1])[None]
     """
     graph = gm.graph
-    output = graph.output_node()
-    hidden = output.args[0]
-    assert isinstance(hidden, fx.Node)
+    for marker in calls(graph, pool_tokens.overload):
+        (hidden,) = marker.args
+        assert isinstance(hidden, fx.Node)
+        replace(marker, hidden if method == "last" else _pooled(graph, marker, hidden, method))
+    return []
+
+
+def _pooled(graph: fx.Graph, marker: fx.Node, hidden: fx.Node, method: Method) -> fx.Node:
     positions = step_input(graph, "positions")
-    with graph.inserting_before(output):
+    with graph.inserting_before(marker):
         flat = emit(graph, aten.squeeze.dim, hidden, 0)
         values = emit(graph, aten.to.dtype, flat, torch.float32)
         place = emit(graph, aten.unsqueeze.default, positions, 1)
@@ -47,8 +53,9 @@ def running_pool(gm: fx.GraphModule, *, method: Method) -> Notes:
         divisor = _divisor(graph, method, count)
         if divisor is not None:
             total = emit(graph, aten.div.Tensor, total, divisor)
-        output.args = (emit(graph, aten.unsqueeze.default, total, 0),)
-    return []
+        if any(user.op != "output" for user in marker.users):  # the model's own layers go on
+            total = emit(graph, aten.to.dtype, total, val(hidden).dtype)
+        return emit(graph, aten.unsqueeze.default, total, 0)
 
 
 def _divisor(graph: fx.Graph, method: Method, count: fx.Node) -> fx.Node | None:

@@ -21,6 +21,7 @@ from torch import nn
 
 from llmc.check.certificate import Certificate
 from llmc.check.check import check_model, find_certificate
+from llmc.check.encoder import check_encoder, describe
 from llmc.check.reference import save_random
 from llmc.check.shrink import Shrunken, keep_layers, num_layers, shared_layers, shrink
 from llmc.compiler.attention_fallback import build_model
@@ -29,6 +30,7 @@ from llmc.errors import CheckpointError, LlmcError, reason_of
 from llmc.inspect.shorten import layer_kinds, one_of_each
 from llmc.model_info import OnPhase
 from llmc.passes.layers import layer_list
+from llmc.pooling import LM, Head
 from llmc.startup.architecture_certificate import ArchitectureCertificate
 from llmc.startup.resolve import pick_device, resolve
 
@@ -59,15 +61,20 @@ def check_architecture(
     Raises CheckpointError or ConfigError where the model itself can't be found or read.
     """
     start = time.perf_counter()
-    # the logits of the architecture are compared, whatever this model is served for
-    config = dataclasses.replace(config, task="generate", pooling="auto", normalize=None)
     source = resolve(config, pick_device(config.device))
     if config.trust_remote_code:
         return ArchitectureCertificate.not_checked("its code comes with the model")
+    # the logits of a decoder are compared, whatever this model is served for
+    config = dataclasses.replace(config, task="generate", pooling="auto", normalize=None)
     reason = ""
     hf_config = source.load_hf_config()
-    for shrunken in shrunken_configs(hf_config):
+    head = LM if source.pooling is None or not source.facts.is_encoder else source.pooling.head
+    for shrunken in shrunken_configs(hf_config, dataclasses.replace(head, dense=())):
         try:
+            if head.encoder:
+                small = make_config(hf_config, shrunken.config)
+                error = check_encoder(config, small, is_classifier=head.kind == "score")
+                return describe(error, shrunken.notes)
             found = _check(config, hf_config, shrunken, on_phase)
         except (LlmcError, *_BUILD_ERRORS) as e:  # the next one is closer to the model
             reason = reason or reason_of(e)
@@ -81,12 +88,12 @@ def check_architecture(
     return ArchitectureCertificate.not_checked(reason or "its config can't be made small")
 
 
-def shrunken_configs(hf_config: Any) -> Iterator[Shrunken]:
+def shrunken_configs(hf_config: Any, head: Head = LM) -> Iterator[Shrunken]:
     """From the smallest to the ones that are closer to the model; those that can be built."""
     for narrow in (True, False):
         for depth in _DEPTHS:
             try:
-                shrunken = _shrunken(hf_config, narrow=narrow, depth=depth)
+                shrunken = _shrunken(hf_config, head, narrow=narrow, depth=depth)
             except (LlmcError, *_BUILD_ERRORS) as e:
                 log.debug("shrunken config (narrow %s, depth %s): %s", narrow, depth, e)
                 continue
@@ -98,24 +105,24 @@ def make_config(hf_config: Any, fields: Mapping[str, Any]) -> Any:
     return type(hf_config).from_dict(dict(fields))
 
 
-def _shrunken(hf_config: Any, *, narrow: bool, depth: Depth) -> Shrunken:
+def _shrunken(hf_config: Any, head: Head, *, narrow: bool, depth: Depth) -> Shrunken:
     fields = hf_config.to_dict()
     text_config = hf_config.get_text_config()
     names = (name for name in fields if getattr(hf_config, name, None) is text_config)
     text = "" if text_config is hf_config else next(names, "")
     shrunken = shrink(fields, text=text, narrow=narrow)
-    module = _on_meta(make_config(hf_config, shrunken.config))
+    module = _on_meta(make_config(hf_config, shrunken.config), head)
     if depth != "whole":
         shrunken = _cut(hf_config, shrunken, text, module, to_last_kind=depth == "to last kind")
-        module = _on_meta(make_config(hf_config, shrunken.config))
+        module = _on_meta(make_config(hf_config, shrunken.config), head)
     size = sum(p.numel() for p in module.parameters())
     if size > _MOST_PARAMETERS:
         raise CheckpointError(f"it has {size / 1e6:.0f}M parameters even when it is made small")
     return shrunken
 
 
-def _on_meta(hf_config: Any) -> nn.Module:
-    return build_model(hf_config, torch.float32).module
+def _on_meta(hf_config: Any, head: Head) -> nn.Module:
+    return build_model(hf_config, torch.float32, head).module
 
 
 def _cut(

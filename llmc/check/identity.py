@@ -31,6 +31,12 @@ def identify(config: EngineConfig) -> Identity:
     """What one rank would run: how ranks share it out is proven op by op (passes/sharding.py)."""
     config = replace(config, tensor_parallel_size=1, data_parallel_size=1)
     source = resolve(config, pick_device(config.device))
+    if source.facts.is_encoder:
+        raise ConfigError(
+            f"{source.files.name} is an encoder, and a check compares the logits of text "
+            "generation; `llmc serve` compares a small model of its architecture, and says so in "
+            "its log and in /v1/models"
+        )
     if source.pooling is not None:
         raise ConfigError(
             f"{source.files.name} is served for its vectors (task {config.task!r}), and a check "

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from llmc.check.tokens import TokenSequence
+from llmc.compiler.heads import is_masked_lm
 from llmc.errors import CheckpointError
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 from llmc.weights.quantized.quantization_config import StoredQuantization
@@ -87,15 +88,20 @@ def run_reference(
     return Reference(exact=exact, rounded=rounded)
 
 
-def save_random(config: Any, path: Path, *, seed: int = 0) -> None:
+def save_random(config: Any, path: Path, maker: Any = None, *, seed: int = 0) -> None:
     """Write a checkpoint in float32, drawn such that every layer matters: attention is far from
     uniform, and no norm, bias or decay is at its neutral value.
 
+    `maker`: transformers' class that makes the module, if not that of causal language models.
     Raises what the model's class raises.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # for the class's own initial values
-        module: Any = _make(config, torch.float32, trust_remote_code=False)
+        module: Any = (
+            _make(config, torch.float32, trust_remote_code=False)
+            if maker is None
+            else maker.from_config(config, dtype=torch.float32)
+        )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -124,6 +130,23 @@ def _load(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) 
         reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
         raise CheckpointError(f"transformers can't load the model to compare with: {reason}") from e
     return module
+
+
+def encoder_maker(hf_config: Any, *, is_classifier: bool) -> Any:
+    """transformers' class of classes that makes what is served of an encoder."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if is_classifier:
+        return AutoModelForSequenceClassification
+    return AutoModel if is_masked_lm(hf_config) else AutoModelForCausalLM
+
+
+def load_encoder(path: Path, hf_config: Any, *, is_classifier: bool) -> Any:
+    """An encoder's checkpoint in float32, with its plainest attention."""
+    maker = encoder_maker(hf_config, is_classifier=is_classifier)
+    with _no_progress_bar():
+        module = maker.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return module.eval()
 
 
 @contextlib.contextmanager

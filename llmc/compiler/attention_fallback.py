@@ -14,12 +14,10 @@ from torch import nn
 
 from llmc.compiler.build import BuiltModel, build
 from llmc.compiler.capture import capture
-from llmc.compiler.interface import NOT_CAUSAL
 from llmc.compiler.layer_dedup.outline import capture_outlined
 from llmc.compiler.program import CapturedModel
 from llmc.errors import CheckpointError, CompileError
-from llmc.passes.edit import calls
-from llmc.passes.find_attention import SOFTMAX, is_scores
+from llmc.passes.find_attention import spells_attention
 from llmc.passes.layers import layer_list
 from llmc.pooling import LM, Head
 
@@ -50,12 +48,11 @@ def capture_model(
     capture_one = capture_outlined if outline else capture
     try:
         captured = capture_one(built, device)
-        if not _computes_attention_itself(captured):
+        # masks of ours are only markers, which a model's own attention would not understand
+        if not spells_attention(captured.graph):
             return captured
         reason = CompileError("the model computes attention that can't be paged")
     except CompileError as error:
-        if str(error).endswith(NOT_CAUSAL):
-            raise
         reason = error
     try:
         return capture_one(_build_eager(built), device)
@@ -71,8 +68,3 @@ def _build_eager(built: BuiltModel) -> BuiltModel:
     if isinstance(kept, nn.ModuleList) and isinstance(layers, nn.ModuleList):
         del layers[len(kept) :]
     return eager
-
-
-def _computes_attention_itself(captured: CapturedModel) -> bool:
-    """Masks of ours are only markers, which a model's own attention would not understand."""
-    return any(is_scores(n) for n in calls(captured.graph.graph, *SOFTMAX))

@@ -68,7 +68,8 @@ def build(
     own code spells their attention out. Texts have up to `context` tokens; None: the config's own.
     """
     source, config = config, copy.deepcopy(config)  # the copy's fields are set below
-    _check_causal(config)
+    if not head.encoder:
+        _check_causal(config)
     interface.register()
     config._attn_implementation = attention
     for field, off in _SWITCHED_OFF.items():
@@ -113,7 +114,7 @@ def _check_causal(config: Any) -> None:
     if getattr(text, "is_causal", True) is False:
         raise CheckpointError(
             f"this model ({type(text).__name__}) attends to later tokens (is_causal is false in "
-            "config.json), as encoders do; llmc serves causal decoders"
+            "config.json), as encoders do; it is served for its vectors alone (--task embed)"
         )
 
 

@@ -69,7 +69,7 @@ class ProgramCache:
                 device=device,
                 reports=[PassReport(**r) for r in data["reports"]],
             )
-            return replace(program, from_cache=True)
+            return replace(program, one_text=bool(data["one_text"]), from_cache=True)
         except (
             OSError,
             SafetensorError,
@@ -102,6 +102,7 @@ class ProgramCache:
                 "reports": [asdict(r) for r in program.reports],
                 "vocab_size": program.vocab_size,
                 "dtype": str(program.dtype).removeprefix("torch."),
+                "one_text": program.one_text,
                 "parameters": asdict(program.parameters),
             }
             save_file(constants, aside / _CONSTANTS)

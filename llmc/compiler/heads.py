@@ -2,12 +2,16 @@
 
 lm:     the model as it is                            -> logits of the next token [1, T, V]
 hidden: the model without its head, then Dense layers -> [1, T, N]
-score:  a classifier's model and its `score` linear   -> [1, T, labels]
+score:  a classifier's model and its head             -> [1, T, labels]
+
+Where these pool their tokens, `pool_tokens` marks it. All that follows is computed of every token,
+as if each were the only one of a text, so that the one that is wanted has its text's.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -15,12 +19,16 @@ from torch import Tensor, nn
 
 from llmc.errors import CheckpointError
 from llmc.kernels.place_rows import place_rows
-from llmc.pooling import DENSE, Head
+from llmc.kernels.pool_tokens import pool_tokens
+from llmc.pooling import DENSE, SECOND_TEXT, Head
 
 # How transformers' text models are handed rows for their first layers: the tokens that they are
 # for, the rows of each layer, and the method that adds some.
 LAYER_MASK, LAYER_ROWS = "visual_pos_masks", "deepstack_visual_embeds"
 ADD_ROWS = "_deepstack_process"
+# What models whose positions begin behind that of padding number their tokens with: a function, or
+# a method of their embeddings.
+_COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"
 
 
 def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
@@ -28,16 +36,20 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
 
     Raises CheckpointError for a classifier of another form; else what transformers raises.
     """
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModel, AutoModelForSequenceClassification
 
     maker: Any = _generator(config)
     if head.kind == "score":
         maker = AutoModelForSequenceClassification
+    elif head.encoder and is_masked_lm(config):
+        maker = AutoModel
     module: nn.Module = maker.from_config(config, **options)
-    if head.kind == "score" and not isinstance(getattr(module, "score", None), nn.Linear):
+    if head.kind == "score" and head.encoder and not _has_score(module):
+        _classify_tokens(module)
+    elif head.kind == "score" and not _has_score(module):
         raise CheckpointError(
             f"{type(module).__name__} has no linear `score` over its decoder's hidden states, the "
-            "one form of classifiers that llmc serves"
+            "one form of classifiers of decoders that llmc serves"
         )
     for i, dense in enumerate(head.dense):
         layer = nn.Linear(dense.inputs, dense.outputs, dense.bias, dtype=options.get("dtype"))
@@ -45,6 +57,71 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
     if head.image_levels:
         mark_embeddings(module, head.image_levels)
     return module
+
+
+def _has_score(module: Any) -> bool:
+    """Whether it is a decoder's classifier: a linear over each token's hidden state."""
+    return isinstance(getattr(module, "score", None), nn.Linear)
+
+
+def is_masked_lm(config: Any) -> bool:
+    """Whether transformers knows the model as one that sees later tokens, and not as a decoder."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
+
+    kind = type(config)
+    if kind in MODEL_FOR_MASKED_LM_MAPPING:
+        return not getattr(config, "is_decoder", False)
+    return kind in MODEL_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def first_position(config: Any) -> int:
+    """The position of a text's first token: models that give padding tokens a position of their own
+    count from the one behind it."""
+    from transformers import MODEL_MAPPING
+
+    if type(config) not in MODEL_MAPPING:
+        return 0
+    module = sys.modules[MODEL_MAPPING[type(config)].__module__]
+    made = [module, *(one for one in vars(module).values() if isinstance(one, type))]
+    counts = any(_COUNTS_FROM_PADDING in vars(one) for one in made)
+    padding = getattr(config, "pad_token_id", None)
+    return padding + 1 if counts and isinstance(padding, int) else 0
+
+
+def _classify_tokens(module: Any) -> None:
+    """Let an encoder's classifier read every token as a text of its own: [T, 1, N], behind the
+    encoder. Whether it reads the first token or the mean of all, that is the token.
+
+    What a model's own pooler makes of the first token is a part of its classifier.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+
+    base = module.base_model
+    pooler = getattr(base, "pooler", None)
+    # A linear is handed the first token; what hands it that gets every token's.
+    behind = base.encoder if isinstance(pooler, nn.Linear) else base
+    run = behind.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = run(*args, **kwargs)
+        return BaseModelOutputWithPoolingAndCrossAttentions(
+            last_hidden_state=apart(out.last_hidden_state),
+            pooler_output=getattr(out, "pooler_output", None),
+        )
+
+    def apart(hidden: Tensor) -> Tensor:
+        tokens: Tensor = hidden if pools_last(module) else pool_tokens.overload(hidden)
+        return tokens[0][:, None]
+
+    behind.forward = forward
+    if pooler is not None and not isinstance(pooler, nn.Linear):
+        pool = pooler.forward
+        pooler.forward = lambda hidden: pool(apart(hidden))
+
+
+def pools_last(module: Any) -> bool:
+    """Whether an encoder's classifier pools its scores, instead of what they are made of."""
+    return getattr(module.config, "classifier_pooling", None) == "late"
 
 
 def _generator(config: Any) -> Any:
@@ -110,16 +187,31 @@ class HeadOutput(nn.Module):
         self.model = model
         self.head = head
         inner: Any = model if head.kind == "lm" else model.base_model
-        self.inner = inner
-        self.takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
+        self.classifies = head.encoder and head.kind == "score" and not _has_score(model)
+        self.inner = model if self.classifies else inner
+        parameters = inspect.signature(self.inner.forward).parameters
+        self.takes_positions = "position_ids" in parameters
+        self.takes_cache = not head.encoder or "use_cache" in parameters
+        self.takes_types = head.token_types and "token_type_ids" in parameters
+        self.first_position = first_position(model.config) if head.encoder else 0
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        given = {"position_ids": position_ids} if self.takes_positions else {}
-        out = self.inner(input_ids=input_ids, use_cache=False, **given)
+        given: dict[str, Any] = {"use_cache": False} if self.takes_cache else {}
+        if self.takes_positions:
+            given["position_ids"] = position_ids + self.first_position
+        if self.head.token_types:
+            types = (input_ids >= SECOND_TEXT).long()
+            input_ids = input_ids - types * SECOND_TEXT
+            if self.takes_types:
+                given["token_type_ids"] = types
+        out = self.inner(input_ids=input_ids, **given)
+        if self.classifies:
+            scores: Tensor = out.logits[None]
+            return pool_tokens.overload(scores) if pools_last(self.model) else scores
         if self.head.kind == "lm":
             logits: Tensor = out.logits
             return logits
-        hidden: Tensor = out.last_hidden_state
+        hidden: Tensor = pool_tokens.overload(out.last_hidden_state)
         if self.head.kind == "score":
             return self.model.score(hidden)  # type: ignore[operator, no-any-return]
         for i, dense in enumerate(self.head.dense):

@@ -25,8 +25,6 @@ NAME = "llmc"
 KEY_CACHE = "llmc_key_cache"
 VALUE_CACHE = "llmc_value_cache"
 
-NOT_CAUSAL = "not a causal decoder"  # how errors about encoders end
-
 # The field of a config that says up to how many tokens an indexer that answers with a mask shows
 # all, and what its module calls that.
 INDEXER_BUDGET = "indexer_budget"
@@ -35,6 +33,9 @@ _INDEXER_LIMIT = "token_budget"
 # each KV head blocks [1, Hkv, T, N], whose size its module says.
 _CHOSEN_KEYS = "indices"
 _CHOSEN_BLOCKS = "block_indices"
+# Only functions that make masks of later tokens hand this on.
+_BOTH_WAYS = "allow_is_bidirectional_skip"
+_SHOWS_ALL = "bidirectional_mask_function"  # transformers' mask without a limit
 
 # Tensors among the keyword arguments that say what the packed step already carries. Any other
 # tensor (a position bias) would change the result, so it is refused.
@@ -43,25 +44,28 @@ _IGNORED = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskMarker:
-    """What a mask shows: causal, within a window or a chunk (0: no limit)."""
+    """What a mask shows: causal, within a window or a chunk (0: no limit); or later tokens too."""
 
     window: int = 0
     chunk: int = 0
+    causal: bool = True
 
     def encode(self) -> Tensor:
-        shape = (0, self.window + 1, self.chunk + 1, 1)  # four dimensions, as masks have
+        # four dimensions, as masks have
+        shape = (0, self.window + 1, self.chunk + 1, 1 if self.causal else 2)
         return torch.empty(shape, device="meta", dtype=torch.bool)
 
     @staticmethod
     def decode(mask: Tensor | None) -> MaskMarker:
         if mask is None:
             return MaskMarker()
-        if mask.dim() != 4 or mask.shape[0] != 0 or mask.shape[3] != 1:
+        if mask.dim() != 4 or mask.shape[0] != 0 or mask.shape[3] not in (1, 2):
             raise CompileError(
                 f"the model's code changed the attention mask before its attention "
                 f"(shape {tuple(mask.shape)}), which llmc can't page yet"
             )
-        return MaskMarker(window=int(mask.shape[1]) - 1, chunk=int(mask.shape[2]) - 1)
+        window, chunk = int(mask.shape[1]) - 1, int(mask.shape[2]) - 1
+        return MaskMarker(window=window, chunk=chunk, causal=int(mask.shape[3]) == 1)
 
 
 def choose_all_keys(model: nn.Module) -> None:
@@ -85,11 +89,19 @@ def _all_of(place: int) -> Callable[..., Tensor]:
 
 
 def mask_function(*args: Any, **kwargs: Any) -> Tensor | None:
-    """transformers' mask interface: called with `local_size` for windows and chunks."""
+    """transformers' mask interface: called with `local_size` for windows and chunks, and for masks
+    that show later tokens with a switch that leaves plain ones out."""
+    config = kwargs.get("config")
+    if _BOTH_WAYS in kwargs:
+        if kwargs.get("use_vmap"):
+            raise CompileError("the model adds to its mask of later tokens, which is not served")
+        is_whole = getattr(kwargs.get("mask_function"), "__name__", "") == _SHOWS_ALL
+        # up to so many places away, on both sides
+        window = 0 if is_whole else int(getattr(config, "sliding_window", 0)) + 1
+        return MaskMarker(window=window, causal=False).encode()
     size = kwargs.get("local_size")
     if not size:
         return MaskMarker().encode()
-    config = kwargs.get("config")
     if size == getattr(config, "attention_chunk_size", None):
         return MaskMarker(chunk=int(size)).encode()
     return MaskMarker(window=int(size)).encode()
@@ -115,11 +127,19 @@ def attention_function(
         raise CompileError(
             f"{type(module).__name__} passes {unknown} to its attention, which llmc does not know"
         )
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if not causal:
-        raise CompileError(f"{type(module).__name__} attends to later tokens: {NOT_CAUSAL}")
     mask = MaskMarker.decode(attention_mask)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal = causal and mask.causal
     window = mask.window or (0 if mask.chunk else int(sliding_window or 0))
+    if not causal:
+        # A causal mask's limit may count otherwise than what FlashAttention is handed: tokens less
+        # than so many places away, on both sides.
+        window = int(sliding_window or 0) if mask.causal else mask.window
+        if mask.chunk or softcap or s_aux is not None:
+            raise CompileError(
+                f"{type(module).__name__} attends to later tokens with chunks, a soft cap or "
+                "sinks, which is not served"
+            )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = attention_marker.overload(
         query,
@@ -134,6 +154,7 @@ def attention_function(
         s_aux,
         None,
         *_chosen(module, kwargs),
+        causal,
     )
     return out, None
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from llmc.passes.base import OUTLINE, Pass, PassReport, check_names, run_passes
+from llmc.passes.find_attention import spells_attention
 from llmc.passes.group_caches import CacheGroup, cache_groups
 from llmc.passes.inputs import (
     AdapterInput,
@@ -93,6 +94,7 @@ class Program:
     states: tuple[StateSpec, ...]
     reports: tuple[PassReport, ...]
     processors: tuple[LogitsProcessor, ...] = ()  # of users; what they do is in the graph
+    one_text: bool = False  # attention that was not found looks at all tokens of a step
     capture_note: str = ""  # how its layers were captured, if this start captured them
     from_cache: bool = False
 
@@ -185,7 +187,12 @@ def rewrite(
         device=captured.device,
         reports=reports,
     )
-    return replace(program, processors=options.processors, capture_note=captured.note)
+    return replace(
+        program,
+        processors=options.processors,
+        one_text=spells_attention(graph),
+        capture_note=captured.note,
+    )
 
 
 def lowered(program: Program) -> fx.GraphModule:

@@ -36,6 +36,7 @@ from llmc.engine.request import Request
 from llmc.engine.scheduler import Scheduler
 from llmc.engine.state import collect_state
 from llmc.errors import EngineDeadError, InvalidRequestError, LlmcError, QueueFullError
+from llmc.image_input import longest
 from llmc.sampling_params import BeamSearchParams
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class EngineCore:
             )
         request = admit(message, self._admission, derive_seed(self._features.seed, self._num_added))
         self._check_adapter(request)
-        request.whole_images = self._features.whole_images and bool(request.images)
+        self._keep_whole(request)
         args = request.sampling.extra_args
         if args is not None and self._features.row_states is not None:
             request.row_state = self._features.row_states.begin(args, message.prompt_token_ids)
@@ -98,13 +99,23 @@ class EngineCore:
         for index in range(params.beam_width):
             one = dataclasses.replace(message, request_id=f"{message.request_id}/beam-{index}")
             members.append(admit(one, self._admission, default_seed=0))
-            members[-1].whole_images = self._features.whole_images and bool(message.images)
+            self._keep_whole(members[-1])
         self._check_adapter(members[0])
         search = BeamSearch(params, members, self.scheduler)
         for member in members:
             can_share = self._features.share_prompts and member is not members[0]
             self.scheduler.add(member, members[0] if can_share else None)
         return search
+
+    def _keep_whole(self, request: Request) -> None:
+        """Say what of the prompt must be computed in one step."""
+        request.whole_images = self._features.whole_images and bool(request.images)
+        if request.whole_images:
+            request.least_tokens = max(1, longest(request.images))
+        if self._features.whole_prompts:
+            request.least_tokens = request.num_prompt_tokens
+        if self._features.one_prompt:
+            request.least_tokens = self._limits.max_num_batched_tokens
 
     def _check_adapter(self, request: Request) -> None:
         if request.adapter is None:

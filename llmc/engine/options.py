@@ -65,4 +65,6 @@ class EngineFeatures:
     grammars: Grammars | None = None  # None: structured outputs are refused
     adapters: AdapterLoader | None = None  # None: requests with LoRA adapters are refused
     whole_images: bool = False  # the tokens of an image attend to all of it
+    whole_prompts: bool = False  # all tokens of a prompt are computed in one step
+    one_prompt: bool = False  # and no other's
     row_states: RowStates | None = None  # what `extra_args` mean to users' logits processors

@@ -30,7 +30,7 @@ class PlanBuilder:
         """Whether the request can compute a token in this step."""
         if request.needs_scores and self.num_scored >= MAX_SCORED:
             return False
-        return self.budget >= (1 if not request.whole_images else request.least_tokens())
+        return self.budget >= request.least_tokens
 
     def num_computed_before(self, request: Request) -> int | None:
         """Tokens of a running request that earlier steps compute; None if this step admits it."""

@@ -14,7 +14,7 @@ from enum import Enum
 
 from llmc.engine.messages import FinishedRequest, RequestUpdate
 from llmc.engine.plan import RowMask, RowWork, TokenLogprobs
-from llmc.image_input import ImageInput, longest
+from llmc.image_input import ImageInput
 from llmc.lora_request import LoRARequest
 from llmc.outputs import FinishReason
 from llmc.sampling_params import SamplingParams
@@ -67,6 +67,7 @@ class Request:
     adapter: LoRARequest | None = None
     images: Sequence[ImageInput] = ()
     whole_images: bool = False  # the tokens of each are computed in one step
+    least_tokens: int = 1  # for which a step must have room, to compute some of this request
     priority: int = 0
     row_state: Mapping[str, bytes] = field(default_factory=dict)  # see plan.NewRow
     extension: Extension | None = None  # None: plain sampling
@@ -105,10 +106,6 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.state is RequestState.FINISHED
-
-    def least_tokens(self) -> int:
-        """How many tokens a step must have room for, to compute some of this request."""
-        return max(1, longest(self.images)) if self.whole_images else 1
 
     def append(self, token: int, logprob: TokenLogprobs | None) -> RequestUpdate:
         """Take a drawn token. The update's `finish_reason` is set when it was the last one."""

@@ -21,7 +21,7 @@ from llmc.frontend.images import PromptImages, images_of, take_images
 from llmc.image_input import ImageInput
 from llmc.lora_request import LoRARequest
 from llmc.model_info import ImageInfo
-from llmc.pooling import PoolingInfo
+from llmc.pooling import SECOND_TEXT, PoolingInfo
 from llmc.sampling_params import BAD_WORD_TOKENS, SamplingParams
 from llmc.structured_outputs import StructuredOutputs
 from llmc.text.chat import Message, render_chat, render_text
@@ -249,8 +249,9 @@ class InputProcessor:
 
         `truncate`: the most tokens, beyond which the end is cut off; -1: the context.
         """
-        self.need_pooling()
+        pooling = self.need_pooling()
         text, token_ids = self._split(prompt)
+        types: Sequence[int] = ()
         options = prompt if isinstance(prompt, Mapping) else {}
         images_of(options.get("multi_modal_data"), self._images.check)  # there are none
         salt = options.get("cache_salt")
@@ -264,15 +265,20 @@ class InputProcessor:
             )
         if token_ids is None:
             assert text is not None, "a prompt without ids is text"
-            token_ids = self.need_tokenizer("prompt").encode(
-                text,
-                pair,
-                add_special_tokens=options.get("add_special_tokens") is not False,
-                max_length=most,
-            )
+            tokenizer = self.need_tokenizer("prompt")
+            how: dict[str, Any] = {
+                "add_special_tokens": options.get("add_special_tokens") is not False,
+                "max_length": most,
+            }
+            if pair is not None and pooling.token_types:
+                token_ids, types = tokenizer.encode_pair(text, pair, **how)
+            else:
+                token_ids = tokenizer.encode(text, pair, **how)
         elif most is not None:
             token_ids = token_ids[:most]
         admission.check_pooled(token_ids, self._limits)
+        if any(types):
+            token_ids = [i + SECOND_TEXT * t for i, t in zip(token_ids, types, strict=True)]
         return Input(prompt=text, prompt_token_ids=token_ids, sampling=_POOLED, cache_salt=salt)
 
     def _check_extra_args(self, sampling: SamplingParams) -> None:

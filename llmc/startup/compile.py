@@ -76,6 +76,7 @@ def rewrite_options(source: ModelSource, kept: KeptWeights | None = None) -> Rew
             max_loras=config.max_loras if config.enable_lora else 0,
             max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
             pooling=_method(source),
+            encoder=head_of(source.pooling).encoder,
             tensor_parallel_size=config.tensor_parallel_size,
         ),
         switches=config.passes,
@@ -136,7 +137,7 @@ def compile_model(
 
     captured = capture_model(built, source.device, outline=options.outline)
     program = rewrite(captured, for_parameters(options, source, built))
-    if not program.caches and not program.states:
+    if not (program.caches or program.states or options.head.encoder):
         raise CompileError(
             "no attention and no recurrence was found in the model's graph, so nothing in it would "
             "see more than the newest token"

@@ -44,6 +44,9 @@ class ConfigFacts:
     vocab_size: int  # 0 where the config does not say
     eos_token_ids: tuple[int, ...]
     unused_parts: tuple[str, ...]  # besides the text model, such as "vision"
+    is_encoder: bool  # its tokens see those after them too
+    num_token_types: int  # texts that its embeddings tell apart
+    classifier_pooling: str  # as configs call it; "last" for decoders
 
 
 def describe(hf_config: Any) -> ConfigFacts:
@@ -61,6 +64,9 @@ def describe(hf_config: Any) -> ConfigFacts:
         vocab_size=getattr(text, "vocab_size", None) or 0,
         eos_token_ids=eos_token_ids(hf_config),
         unused_parts=unused_parts(hf_config),
+        is_encoder=is_encoder(hf_config),
+        num_token_types=getattr(text, "type_vocab_size", None) or 0,
+        classifier_pooling=classifier_pooling(hf_config),
     )
 
 
@@ -134,8 +140,30 @@ def _text_part(hf_config: Any) -> Any:
 
 def model_context(hf_config: Any) -> int:
     """Longest context that config.json states, 2048 where it states none."""
+    from llmc.compiler.heads import first_position
+
     stated = _first_positive(hf_config, _CONTEXT) or _DEFAULT_CONTEXT
+    if is_encoder(hf_config):
+        stated = max(1, stated - first_position(hf_config))
     return min(stated, dense_context(hf_config) or stated)
+
+
+def is_encoder(hf_config: Any) -> bool:
+    """Whether tokens see those after them: a model that fills in words, or a decoder that was made
+    one for its vectors, as its config says."""
+    from llmc.compiler.heads import is_masked_lm
+
+    text = _text_part(hf_config)
+    both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    return both_ways or getattr(text, "is_causal", True) is False or is_masked_lm(hf_config)
+
+
+def classifier_pooling(hf_config: Any) -> str:
+    from llmc.compiler.heads import is_masked_lm
+
+    if not is_masked_lm(hf_config):
+        return "last"
+    return str(getattr(hf_config, "classifier_pooling", None) or "cls")
 
 
 def dense_context(hf_config: Any) -> int | None:

@@ -1,7 +1,7 @@
 """Whether a checkpoint is served for its vectors, and how: the task, the pooling, what follows it.
 
-The task that was asked for, else what the files say: a classifier's architecture in config.json, or
-a sentence-transformers directory (modules.json), whose modules are read here.
+The task that was asked for, else what the files say: a classifier's architecture in config.json, a
+sentence-transformers directory (modules.json), whose modules are read here, or an encoder.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, ConfigError
 from llmc.pooling import DENSE, LM, METHODS, Activation, Dense, Head, Method, PoolingInfo
+from llmc.startup.config_facts import ConfigFacts
 from llmc.startup.model_files import (
     ModelFiles,
     json_or_nothing,
@@ -27,6 +28,8 @@ _DENSE_ACTIVATIONS: dict[str, Literal["identity", "tanh"]] = {
     "torch.nn.modules.activation.Tanh": "tanh",
     "torch.nn.Tanh": "tanh",
 }
+# What configs call the pooling of their classifiers; other words are for the first token.
+_CLASSIFIER_POOLING: dict[str, Method] = {"mean": "mean", "late": "mean", "last": "last"}
 _MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "last",
@@ -56,7 +59,11 @@ class Pooling:
         """`size`: values of its vectors."""
         if self.task == "embed":
             return PoolingInfo(
-                task="embed", method=self.method, size=size, normalize=self.normalize
+                task="embed",
+                method=self.method,
+                size=size,
+                normalize=self.normalize,
+                token_types=self.head.token_types,
             )
         named = self.labels if len(self.labels) == size else ()
         return PoolingInfo(
@@ -65,10 +72,11 @@ class Pooling:
             size=size,
             activation=self.activation or ("sigmoid" if size == 1 else "softmax"),
             labels=named or tuple(f"LABEL_{i}" for i in range(size)),
+            token_types=self.head.token_types,
         )
 
 
-def find_pooling(config: EngineConfig, files: ModelFiles) -> Pooling | None:
+def find_pooling(config: EngineConfig, files: ModelFiles, facts: ConfigFacts) -> Pooling | None:
     """None: the model generates. Reads JSON files alone.
 
     Raises ConfigError for a task that the checkpoint can't be served for, CheckpointError where its
@@ -80,10 +88,16 @@ def find_pooling(config: EngineConfig, files: ModelFiles) -> Pooling | None:
     modules = files.path / "modules.json"
     task = config.task
     if task == "auto":
-        task = "classify" if is_classifier else "embed" if modules.is_file() else "generate"
+        embeds = modules.is_file() or facts.is_encoder
+        task = "classify" if is_classifier else "embed" if embeds else "generate"
     elif task in ("score", "pooling"):
         task = "classify" if is_classifier else "embed"
     if task == "generate":
+        if facts.is_encoder:
+            raise ConfigError(
+                f"{files.name} is an encoder, whose tokens see those after them: it generates no "
+                "text; leave task out, or ask for task='embed' (--task embed)"
+            )
         if config.pooling != "auto" or config.normalize is not None:
             raise ConfigError(
                 "pooling and normalize are for models that return vectors; ask for one with "
@@ -98,8 +112,8 @@ def find_pooling(config: EngineConfig, files: ModelFiles) -> Pooling | None:
                 f"...{_CLASSIFIER} in config.json), which {files.name} is not; its hidden states "
                 "are served with task='embed' (--task embed)"
             )
-        return _classifier(config, stated)
-    return _embedder(config, files.path)
+        return _classifier(config, stated, facts)
+    return _embedder(config, files.path, facts)
 
 
 def _check_options(config: EngineConfig) -> None:
@@ -114,15 +128,18 @@ def _check_options(config: EngineConfig) -> None:
             raise ConfigError(f"{name} is for models that generate text; leave it out")
 
 
-def _classifier(config: EngineConfig, stated: dict[str, Any]) -> Pooling:
-    if config.pooling not in ("auto", "last"):
+def _classifier(config: EngineConfig, stated: dict[str, Any], facts: ConfigFacts) -> Pooling:
+    method = _CLASSIFIER_POOLING.get(facts.classifier_pooling, "cls")
+    if config.pooling not in ("auto", method):
         raise ConfigError(
-            f"a classifier reads the last token, as transformers has it; pooling "
+            f"this classifier has {method!r} pooling, as transformers has it; pooling "
             f"{config.pooling!r} is for embeddings"
         )
     activation: Activation | None = None
     transformed = stated.get("sentence_transformers")
-    chosen = transformed.get("activation_fn") if isinstance(transformed, dict) else None
+    chosen = stated.get("sbert_ce_default_activation_function")  # of older directories
+    if isinstance(transformed, dict):
+        chosen = transformed.get("activation_fn", chosen)
     if config.task == "reward" or chosen in _IDENTITY:
         activation = "none"
     elif stated.get("problem_type") == "multi_label_classification":
@@ -132,17 +149,23 @@ def _classifier(config: EngineConfig, stated: dict[str, Any]) -> Pooling:
     labels = stated.get("id2label")
     return Pooling(
         task="classify",
-        method="last",
-        head=Head(kind="score"),
+        method=method,
+        head=_head(facts, kind="score"),
         activation=activation,
         labels=tuple(str(v) for v in labels.values()) if isinstance(labels, dict) else (),
     )
 
 
-def _embedder(config: EngineConfig, path: Path) -> Pooling:
-    """By the modules of a sentence-transformers directory; else the last token, normalized."""
+def _head(facts: ConfigFacts, **fields: Any) -> Head:
+    types = facts.is_encoder and facts.num_token_types > 1
+    return Head(encoder=facts.is_encoder, token_types=types, **fields)
+
+
+def _embedder(config: EngineConfig, path: Path, facts: ConfigFacts) -> Pooling:
+    """By the modules of a sentence-transformers directory; else normalized, of a decoder the last
+    token, of an encoder the mean of its tokens."""
     chosen, normalize = _method_named(config.pooling), True
-    method = chosen or "last"
+    method = chosen or ("mean" if facts.is_encoder else "last")
     dense: list[Dense] = []
     folders: list[Path] = []
     max_tokens = None
@@ -166,12 +189,10 @@ def _embedder(config: EngineConfig, path: Path) -> Pooling:
                 normalize = True
             else:
                 raise CheckpointError(f"modules.json has a module {kind}, which is not served")
-    if method != "last" and any(one.activation != "identity" for one in dense):
-        raise CheckpointError(f"a Dense module with tanh behind {method} pooling is not served")
     return Pooling(
         task="embed",
         method=method,
-        head=Head(kind="hidden", dense=tuple(dense)),
+        head=_head(facts, kind="hidden", dense=tuple(dense)),
         normalize=normalize if config.normalize is None else config.normalize,
         dense_folders=tuple(folders),
         max_tokens=max_tokens,

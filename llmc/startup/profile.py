@@ -100,7 +100,10 @@ def _measured(
         probe.execute(plan)
         prefill_seconds = time.perf_counter() - start
     if not program.from_cache:
-        verify_packing(probe, program.dtype)
+        pooling = model.source.pooling
+        in_pieces = pooling is None or not pooling.head.encoder
+        if not program.one_text:
+            verify_packing(probe, program.dtype, in_pieces=in_pieces)
     return _profile(model, graph, activations + graph_bytes, prefill_seconds / probed)
 
 

@@ -169,7 +169,8 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         program = compiled.program
         matched = sum(1 for r in program.reports if r.changed)
         notes = [program.capture_note] if program.capture_note else []
-        detail += [f"{program.num_layers} layers", *notes]
+        layers = [f"{program.num_layers} layers"] if program.num_layers else []  # with a cache
+        detail += [*layers, *notes]
         detail += [f"{matched} passes matched", f"-O{level}"]
         detail += ["from cache"] if program.from_cache else []
         if processes is not None:
@@ -267,9 +268,11 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
 def _speculation_config(config: EngineConfig, model: LoadedModel) -> SpeculativeConfig | None:
     """None, and a line in the log, for a model whose state can't go back."""
     pooling = model.source.pooling
-    if pooling is not None and pooling.method != "last":
+    if pooling is not None and (pooling.head.encoder or pooling.method != "last"):
         if config.enable_prefix_caching:
-            log.info("prefix caching is off: %s pooling reads every token", pooling.method)
+            why = "an encoder's tokens see later ones" if pooling.head.encoder else ""
+            why = why or f"{pooling.method} pooling reads every token"
+            log.info("prefix caching is off: %s", why)
         return None
     if model.state_bytes and config.enable_prefix_caching:
         log.info(
@@ -312,7 +315,9 @@ def _make_engine(
     from llmc.runner.row_states import RowStates
 
     config, program = model.source.config, model.program
-    has_states = bool(model.state_bytes)
+    pooling = model.source.pooling
+    is_encoder = pooling is not None and pooling.head.encoder
+    has_states = bool(model.state_bytes) or is_encoder  # nothing of a prompt can be used again
     # A checkpoint may name an end token beyond its logits; it can't be drawn, and must not become
     # an index anywhere.
     eos = tuple(t for t in model.source.eos_token_ids if 0 <= t < program.vocab_size)
@@ -342,6 +347,8 @@ def _make_engine(
             ),
             adapters=bound.adapters,
             whole_images=whole_images,
+            whole_prompts=is_encoder,
+            one_prompt=program.one_text,
             row_states=RowStates(program.processors, program.vocab_size),
         ),
     )

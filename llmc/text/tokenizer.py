@@ -113,6 +113,25 @@ class Tokenizer:
         with self._lock:
             return list(self.hf.encode(text, pair, add_special_tokens=add_special_tokens))
 
+    def encode_pair(
+        self,
+        text: str,
+        pair: str,
+        *,
+        add_special_tokens: bool = True,
+        max_length: int | None = None,
+    ) -> tuple[list[int], list[int]]:
+        """Ids as of `encode`, and for each of them 1 if it is of the second text, else 0."""
+        check_text(text, "prompt")
+        check_text(pair, "prompt")
+        cut: dict[str, Any] = {} if max_length is None else {"truncation": True}
+        with self.isolated() as hf:
+            found = hf(
+                text, pair, add_special_tokens=add_special_tokens, max_length=max_length, **cut
+            )
+        ids = list(found.input_ids)
+        return ids, list(found.get("token_type_ids") or [0] * len(ids))
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids that the tokenizer does not know decode to nothing."""
         if self._backend is not None:

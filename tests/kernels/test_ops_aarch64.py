@@ -19,7 +19,7 @@ from llmc.kernels.cpu.levels import AARCH64, Level
 from llmc.kernels.registry import OPS
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-NAMES = sorted(set(OPS) - op_cases.WITHOUT_KERNELS)
+NAMES = sorted(set(OPS) - op_cases.WITHOUT_CPP)
 pytestmark = pytest.mark.slow
 
 

@@ -23,7 +23,7 @@ from llmc.kernels.state_cases import make_step
 from llmc.kernels.token_logprobs import token_logprobs
 
 CPU = torch.device("cpu")
-NAMES = sorted(set(OPS) - op_cases.WITHOUT_KERNELS)
+NAMES = sorted(set(OPS) - op_cases.WITHOUT_CPP)
 
 
 def cpu_impl(name: str) -> Impl:

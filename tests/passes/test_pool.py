@@ -9,6 +9,8 @@ import torch
 from tiny_graphs import Values, apply, roles, run, step, trace
 from torch import fx
 
+from llmc.kernels.pool_tokens import pool_tokens
+from llmc.passes.edit import calls, val
 from llmc.passes.inputs import StateInput, StepInput
 from llmc.passes.pool import pool, running_pool
 from llmc.passes.slot_state import slot_state
@@ -20,7 +22,7 @@ COUNT = torch.arange(1, 4)[:, None].float()  # of a request's 3 tokens
 
 
 def _reading_both(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return x + 0 * positions[None, :, None]
+    return pool_tokens(x + 0 * positions[None, :, None])
 
 
 def test_the_rows_become_float32_and_say_whether_they_are_finite() -> None:
@@ -68,3 +70,22 @@ def test_each_token_gets_what_is_pooled_up_to_it(method: Method) -> None:
     }[method]
     torch.testing.assert_close(pooled[2], want[0])
     torch.testing.assert_close(pooled[4], want[1])
+
+
+def test_what_follows_the_pooling_has_the_dtype_of_the_model() -> None:
+    x, positions = step(HIDDEN.bfloat16(), dynamic=1), step(torch.tensor([0, 1, 2, 2, 3]))
+
+    def with_layers(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(_reading_both(x, positions))
+
+    graph = trace(with_layers, x=x, positions=positions)
+    made, _ = apply(graph, running_pool(method="mean"))
+    assert not calls(made.graph, pool_tokens.overload)
+    assert val(made.graph.output_node().args[0]).dtype == torch.bfloat16
+
+
+def test_the_last_token_needs_no_pooling() -> None:
+    x, positions = step(HIDDEN, dynamic=1), step(torch.tensor([0, 1, 2, 2, 3]))
+    made, _ = apply(trace(_reading_both, x=x, positions=positions), running_pool(method="last"))
+    assert not calls(made.graph, pool_tokens.overload)
+    assert not roles(made, StateInput)

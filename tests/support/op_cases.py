@@ -21,11 +21,13 @@ from llmc.kernels import (  # noqa: F401
     collectives,
     decayed_softmax,
     delta_rule,
+    encoder_attention,
     fused_linear,
     image_attention,
     linear_recurrence,
     paged_attention,
     place_rows,
+    pool_tokens,
     prepare_step,
     process_logits,
     quantized_embedding,
@@ -47,7 +49,8 @@ CPU = torch.device("cpu")
 # What talks to other ranks is torch.distributed's (tests/kernels/test_collectives.py), and the
 # marker of attention never runs. What reads images runs in few steps, in torch.
 COLLECTIVES = {"all_reduce", "all_gather", "first_rank", "embed_shard"}
-WITHOUT_KERNELS = {"attention", "place_rows", "image_attention", *COLLECTIVES}
+WITHOUT_KERNELS = {"attention", "place_rows", "pool_tokens", "image_attention", *COLLECTIVES}
+WITHOUT_CPP = {*WITHOUT_KERNELS, "encoder_attention"}  # torch's attention serves each text
 WITHOUT_TRITON = {*WITHOUT_KERNELS, "bmm"}  # whose GPU version is torch's: cuBLAS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {  # of results that are rounded once from float32

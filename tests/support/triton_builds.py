@@ -22,6 +22,7 @@ from llmc.kernels.triton import (
     chosen_attention,
     decayed_softmax,
     delta_rule,
+    encoder_attention,
     expert_linear,
     fused_linear,
     gather_pages,
@@ -287,6 +288,11 @@ def mixing(requests: int) -> Plan[Tensor]:
     return decayed_softmax.plan(x, x, fade, fade, *slots(requests, 3, 4096))
 
 
+def encoder(tokens: int, texts: int, window: int = 0) -> Plan[Tensor]:
+    queries, keys, values = (meta(tokens, 12, 64) for _ in range(3))
+    return encoder_attention.plan(queries, keys, values, ints(texts + 1), 0.125, window)
+
+
 # in the ordinary test run, for every target
 BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "write_kv": lambda: write_kv.plan(meta(64, 8, 128), meta(64, 8, 128), *caches(64)),
@@ -377,6 +383,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "quantized_expert_linear mxfp4 few": lambda: low_bit_experts(64, "mxfp4"),
     "quantized_expert_linear mxfp4 many": lambda: low_bit_experts(32768, "mxfp4"),
     "quantized_expert_linear int4 few": lambda: low_bit_experts(64, "int4", minimum=True),
+    "encoder_attention": lambda: encoder(4096, 64),
+    "encoder_attention window": lambda: encoder(8192, 4, window=65),
     "quantized_expert_linear int8 many": lambda: low_bit_experts(32768, "int8"),
     "quantized_expert_linear fp8 few": lambda: low_bit_experts(64, "fp8"),
     "quantized_embedding int4": lambda: embedding(64, "int4", minimum=True),
@@ -430,6 +438,7 @@ SIZED: dict[str, Callable[[int], Plan[Any]]] = {
     "linear_recurrence": lambda n: recurrence(n, n),
     "decayed_softmax": mixing,
     "causal_conv": lambda n: conv(n, n),
+    "encoder_attention": lambda n: encoder(n, 4),
 }
 
 FLAGS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,76 @@
+"""Which of transformers' encoders are served: `python -m bench.encoders [TYPE ...]`.
+
+For every model type that transformers can make fill in words, a shrunken copy of its default config
+is made at random and its vectors and scores are compared with transformers' own
+(`llmc.check.encoder`). Prints docs/encoders.md's table; takes about 10 min on two slow cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from llmc.check.architecture import make_config, shrunken_configs
+from llmc.check.encoder import check_encoder
+from llmc.compiler.heads import is_masked_lm
+from llmc.config import EngineConfig
+from llmc.errors import CompileError
+from llmc.pooling import Head
+
+_LIMIT = 1e-3  # relative
+
+
+def measure(model_type: str, *, is_classifier: bool) -> str:
+    """One cell: "yes", by how much it differs, or why it is refused."""
+    config: Any = AutoConfig.for_model(model_type)
+    if not is_masked_lm(config) or getattr(config, "is_encoder_decoder", False):
+        return "no encoder"
+    reason = "its config can't be made small"
+    head = Head(kind="score" if is_classifier else "hidden", encoder=True)
+    for shrunken in shrunken_configs(config, head):
+        try:
+            small = make_config(config, shrunken.config)
+            error = check_encoder(EngineConfig(model=""), small, is_classifier=is_classifier)
+        except CompileError as e:  # of its code, whatever its sizes
+            return f"no: {_in_words(e)}"
+        except Exception as e:  # a row of the table, whatever it is
+            reason = _in_words(e)
+            continue
+        return "yes" if error <= _LIMIT else f"**differs** by {error:.0e}"
+    return f"no: {reason}"
+
+
+def _in_words(error: Exception) -> str:
+    """Its sentence, short, with the names of files inside of packages alone."""
+    return re.sub(r"/\S*site-packages/", "", " ".join(str(error).split()))[:160]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("types", nargs="*")
+    chosen = parser.parse_args().types or sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    print("| model type | vectors | scores |\n| --- | --- | --- |")
+    for model_type in chosen:
+        with contextlib.redirect_stderr(io.StringIO()):
+            try:
+                vectors = measure(model_type, is_classifier=False)
+                has_classifier = model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+                scores = measure(model_type, is_classifier=True) if has_classifier else ""
+            except Exception as e:  # transformers' own default config can't be made
+                vectors, scores = f"no: {_in_words(e)}", ""
+        if vectors != "no encoder":
+            print(f"| {model_type} | {vectors} | {scores} |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""`check_encoder`: vectors of a small random copy of an encoder, beside those of transformers.
+
+    small config -> random checkpoint -> LLM.encode, and the model as transformers runs it
+
+Texts are served together, so that one that sees into another shows; lengths are on both sides of
+the model's windows, which shrinking has made small.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmc.check.reference import encoder_maker, load_encoder, save_random
+from llmc.config import EngineConfig
+from llmc.errors import LlmcError
+from llmc.llm import LLM
+from llmc.startup.architecture_certificate import ArchitectureCertificate
+
+_LENGTHS = (5, 1, 37, 20, 90)
+_LIMIT = 1e-3  # relative, in float32
+_FIRST_ID = 5  # ids below are often those of padding, which some models number otherwise
+
+
+def check_encoder(config: EngineConfig, hf_config: Any, *, is_classifier: bool) -> float:
+    """The relative error of the worst text's vector: the mean of its hidden states, or its scores.
+
+    `hf_config` is small enough to be made at random. Raises what its class, or a start, raises.
+    """
+    with tempfile.TemporaryDirectory(prefix="llmc-check-") as folder:
+        path = Path(folder)
+        save_random(hf_config, path, encoder_maker(hf_config, is_classifier=is_classifier))
+        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        fields |= {
+            "model": folder,
+            "tokenizer": None,
+            "chat_template": None,
+            "revision": None,
+            "task": "classify" if is_classifier else "embed",
+            "pooling": "auto" if is_classifier else "mean",
+            "normalize": None,
+            "dtype": "float32",
+            "load_format": "auto",
+            "quantization": None,
+            "max_model_len": None,
+            "opt_level": 0,
+        }
+        with LLM(**fields) as llm:
+            most, vocab = llm.info.max_model_len, llm.info.vocab_size
+            texts = _texts([min(n, most) for n in _LENGTHS], vocab)
+            outputs = llm.encode(texts, use_tqdm=False)
+        found = [torch.tensor(o.outputs.data) for o in outputs if o.outputs is not None]
+        if len(found) != len(texts):
+            raise LlmcError(next(o.error for o in outputs if o.error) or "a text has no vector")
+        want = _reference(path, hf_config, texts, is_classifier=is_classifier)
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, want, strict=True))
+
+
+def describe(error: float, notes: tuple[str, ...]) -> ArchitectureCertificate:
+    is_right = error <= _LIMIT
+    return ArchitectureCertificate(
+        status="certified" if is_right else "different",
+        reason="" if is_right else f"its vectors differ by {error:.1e}",
+        notes=notes,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _texts(lengths: list[int], vocab: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    first = min(_FIRST_ID, vocab - 1)
+    return [torch.randint(first, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+def _reference(
+    path: Path, hf_config: Any, texts: list[list[int]], *, is_classifier: bool
+) -> list[Tensor]:
+    """As transformers reads each text alone, with what it makes of positions and masks itself."""
+    module = load_encoder(path, hf_config, is_classifier=is_classifier)
+    found = []
+    for ids in texts:
+        with torch.inference_mode():
+            given = torch.tensor([ids])
+            if is_classifier:
+                found.append(module(input_ids=given).logits[0])
+            else:
+                found.append(module.base_model(input_ids=given).last_hidden_state[0].mean(0))
+    return found
