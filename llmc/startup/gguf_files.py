@@ -21,7 +21,7 @@ from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError, reason_of
 from llmc.weights.gguf.files import INDEX
 
-_LAYOUT = 5  # of the directory: one made by another version is not used
+_LAYOUT = 6  # of the directory: one made by another version is not used
 
 
 def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> Path:
@@ -36,12 +36,12 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
     from llmc.text.gguf_tokenizer import write_tokenizer
     from llmc.weights.gguf.config import generation_config, parsed, read_config
     from llmc.weights.gguf.model import write_index
-    from llmc.weights.gguf.names import map_parameters
+    from llmc.weights.gguf.names import map_parameters, unstacked
     from llmc.weights.gguf.reader import read_header
 
-    header = read_header(path)
+    header = unstacked(read_header(path))
     try:
-        config, fields = read_config(header)
+        config = read_config(header)
     except (ArithmeticError, TypeError, ValueError, LookupError) as e:
         if isinstance(e, CheckpointError):
             raise
@@ -49,7 +49,7 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
             f"the metadata of {path.name} describes no usable model: {reason_of(e)}"
         ) from e
     hf_config = parsed(config)
-    parameters = map_parameters(header, hf_config, fields)
+    parameters = map_parameters(header, hf_config, config)
     made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=made.parent))
     try:
@@ -60,7 +60,7 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
             write_tokenizer(header.metadata, folder)
         except CheckpointError as e:
             raise CheckpointError(f"{path.name}: {e}") from e
-        write_index(folder, header, parameters, fields)
+        write_index(folder, header, parameters, config)
         try:
             os.rename(folder, made)
         except OSError:  # another process was as fast

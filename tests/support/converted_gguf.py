@@ -5,6 +5,7 @@ Checked against files that its convert_hf_to_gguf.py made of the same kinds of m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,16 +19,7 @@ from tiny_gguf import add_words
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 96, "max_position_embeddings": 64, "vocab_size": 128,
-}  # fmt: skip
-MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-SCALES: dict[str, Any] = {
-    "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.3,
-    "logits_scaling": 8.0,
-}  # fmt: skip
+STACKED = "+"  # ends names of values that make up one tensor
 # metadata -> the config's fields
 KEYS = {
     "context_length": ("max_position_embeddings", "n_positions"),
@@ -63,7 +55,10 @@ KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`name` is transformers'. `change` takes a parameter and its name, and gives tensors."""
+    """`name` is transformers'. `change` takes a parameter and its name, and gives tensors.
+
+    Of `metadata` None is left out.
+    """
 
     architecture: str
     name: str
@@ -114,11 +109,104 @@ def scan(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
         value = -value.exp()
     if "conv1d.weight" in name:
         value = value.squeeze(1)
-    if value.dim() == 1 and name.endswith(("A_log", ".D")) and config.model_type == "mamba2":
+    if value.dim() == 1 and name.endswith(("A_log", ".D")):
         value = value[:, None]
-    if name.endswith("mixer.norm.weight"):
-        value = value.view(config.n_groups, -1)
+    if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+        groups = getattr(config, "n_groups", None) or config.mamba_n_groups
+        value = value.view(groups, -1)
     return {name.replace("dt_bias", "dt_proj.bias"): value}
+
+
+def scan_or_attention(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Dense models have no name of their own for what experts of all tokens are elsewhere."""
+    if "_proj." in name or "shared_mlp" in name:
+        found = pairs_and_shared(name, value, config)
+        if config.num_local_experts:
+            return found
+        return {
+            k.replace("shared_mlp.output_linear", "mlp.down_proj")
+            .replace("shared_mlp.gate", "mlp.gate_proj")
+            .replace("shared_mlp.up", "mlp.up_proj"): v
+            for k, v in found.items()
+        }
+    return scan(name, value, config)
+
+
+def multiplied(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Weights take in the multipliers of what goes into them or comes out."""
+    before = config.attention_in_multiplier
+    factors = {
+        "down_proj": config.mlp_multipliers[1],
+        "gate_proj": config.mlp_multipliers[0],
+        "q_proj": before,
+        "k_proj": before * config.key_multiplier,
+        "v_proj": before,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    short = name.split(".")[-2]
+    if short == "in_proj":
+        inner, states = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+        sizes = (inner, inner, states, states, config.mamba_n_heads)
+        rows = zip(value.split(sizes), config.ssm_multipliers, strict=True)
+        value = torch.cat([part * factor for part, factor in rows]) * config.ssm_in_multiplier
+    if short == "pre_ff_layernorm":  # the converter leaves out its end
+        return {name.removesuffix(".weight"): value}
+    return scan(name, value * factors.get(short, 1), config)
+
+
+def latent(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Keys and values of a latent are two tensors, of which that of keys is turned."""
+    if "kv_b_proj" not in name:
+        return {name: value}
+    heads = value.unflatten(0, (config.num_attention_heads, -1))
+    k, v = heads.split((config.qk_nope_head_dim, config.v_head_dim), dim=1)
+    return {name.replace("kv_b", "k_b"): k.mT, name.replace("kv_b", "v_b"): v}
+
+
+def without_numbers(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Those of an activation lie in the metadata."""
+    return {} if ".act_fn." in name else {name: value}
+
+
+def states(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Linear attention: queries of all heads, then keys, values and gates."""
+    if name.endswith("in_proj_qkvz.weight"):
+        groups, size = config.linear_num_key_heads, config.linear_key_head_dim
+        values = config.linear_num_value_heads // groups * config.linear_value_head_dim
+        parts = value.unflatten(0, (groups, -1)).split((size, size, values, values), dim=1)
+        q, k, v, z = (part.flatten(0, 1) for part in parts)
+        start = name.removesuffix("qkvz.weight")
+        return {f"{start}qkv.weight": torch.cat((q, k, v)), f"{start}z.weight": z}
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        value = value + 1
+    if name.endswith("A_log"):
+        value = -value.exp()
+    if "conv1d.weight" in name:
+        value = value.squeeze(1)
+    return {name.replace("dt_bias", "dt_proj.bias"): value}
+
+
+def states_by_number(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Heads of values that share a key lie apart."""
+    groups, size = config.linear_num_key_heads, config.linear_value_head_dim
+    count = config.linear_num_value_heads // groups
+    keys = 2 * groups * config.linear_key_head_dim
+
+    def spread(rows: Tensor, size: int) -> Tensor:
+        return rows.unflatten(0, (groups, count, size)).swapaxes(0, 1).flatten(0, 2)
+
+    if "in_proj_qkv" in name or "conv1d" in name:
+        value = torch.cat((value[:keys], spread(value[keys:], size)))
+    elif "in_proj_z" in name:
+        value = spread(value, size)
+    elif "in_proj_a" in name or "in_proj_b" in name or name.endswith(("A_log", "dt_bias")):
+        value = spread(value, 1)
+    elif "linear_attn.out_proj" in name:
+        value = spread(value.mT, size).mT
+    return states(name, value, config)
 
 
 def interleaved(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
@@ -137,139 +225,23 @@ def interleaved(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
     return {f"{name}.weight" if name.endswith("sinks") else name: value}
 
 
-YARN = {
-    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0,
-    "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16,
-}  # fmt: skip
-STATES: dict[str, Any] = {
-    "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "state_size": 16,
-}  # fmt: skip
-CASES = {
-    "mixture": Case(
-        architecture="llama", name="mixtral",
-        fields={**SIZES, **LOCAL, "sliding_window": None}, change=pairs,
-    ),
-    "shared expert": Case(
-        architecture="qwen2moe", name="qwen2_moe",
-        fields={**SIZES, **MOE, "shared_expert_intermediate_size": 64},
-    ),
-    "one norm higher": Case(
-        architecture="gemma", name="gemma", fields={**SIZES, "head_dim": 32}, change=norms
-    ),
-    "scale of queries": Case(
-        architecture="gemma2", name="gemma2",
-        fields={**SIZES, "head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32},
-        change=norms,
-    ),
-    "two rotary bases": Case(
-        architecture="gemma3", name="gemma3_text",
-        fields={
-            **SIZES, "num_hidden_layers": 7, "head_dim": 32, "sliding_window": 8,
-            "query_pre_attn_scalar": 32,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-            },
-        },
-        metadata={
-            "rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base": 1e6,
-            "rope.freq_base_swa": 20000.0,
-        },
-        change=norms,
-    ),
-    "no window": Case(
-        architecture="phi3", name="phi3",
-        fields={
-            **SIZES, "pad_token_id": 0, "sliding_window": None,
-            "original_max_position_embeddings": 64,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
-            },
-        },
-        metadata={
-            "attention.sliding_window": 0, "rope.dimension_count": 12,
-            "rope.scaling.original_context_length": 64,
-        },
-    ),
-    "groups of heads": Case(
-        architecture="falcon", name="falcon",
-        fields={
-            **SIZES, "num_kv_heads": 2, "parallel_attn": True, "bias": False, "alibi": False,
-            "new_decoder_architecture": True,
-        },
-        change=by_kind,
-    ),
-    "joined heads": Case(
-        architecture="gptneox", name="gpt_neox",
-        fields={k: v for k, v in SIZES.items() if k != "num_key_value_heads"},
-        metadata={"rope.dimension_count": 4}, change=by_kind,
-    ),
-    "interleaved experts": Case(
-        architecture="gpt-oss", name="gpt_oss",
-        fields={
-            **SIZES, **LOCAL, "intermediate_size": 64, "head_dim": 16, "sliding_window": 8,
-            "rope_parameters": YARN,
-        },
-        metadata={
-            "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.freq_base": 150000.0,
-            "rope.scaling.original_context_length": 16, "rope.scaling.yarn_beta_fast": 32.0,
-            "rope.scaling.yarn_beta_slow": 1.0, "expert_feed_forward_length": 64,
-        },
-        change=interleaved,
-    ),
-    "no scaling": Case(
-        architecture="gpt-oss", name="gpt_oss",
-        fields={
-            **SIZES, **LOCAL, "intermediate_size": 64, "head_dim": 16, "sliding_window": 8,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
-        },
-        metadata={"rope.freq_base": 150000.0, "expert_feed_forward_length": 64},
-        change=interleaved,
-    ),
-    "multipliers": Case(
-        architecture="granite", name="granite", fields={**SIZES, **SCALES}, change=pairs
-    ),
-    "multipliers, experts": Case(
-        architecture="granitemoe", name="granitemoeshared",
-        fields={**SIZES, **SCALES, **LOCAL, "shared_intermediate_size": 32},
-        change=pairs_and_shared,
-    ),
-    "logit scale": Case(architecture="command-r", name="cohere", fields=SIZES),
-    "windows by layer": Case(
-        architecture="cohere2", name="cohere2",
-        fields={**SIZES, "num_hidden_layers": 4, "sliding_window": 8},
-    ),
-    "windows of a variant": Case(
-        architecture="olmo2", name="olmo3",
-        fields={**SIZES, "num_hidden_layers": 4, "sliding_window": 8},
-        metadata={"attention.sliding_window_pattern": 4},
-    ),
-    "some layers attend": Case(
-        architecture="lfm2moe", name="lfm2_moe",
-        fields={
-            **SIZES, **MOE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1,
-        },
-        metadata={"attention.head_count_kv": [0, 2]},
-        change=lambda name, value, _: {
-            name: value.squeeze(1) if "conv.conv.weight" in name else value
-        },
-    ),
-    "normalized states": Case(
-        architecture="mamba", name="falcon_mamba",
-        fields={**STATES, "intermediate_size": 128, "time_step_rank": 4},
-        metadata={
-            "ssm.dt_b_c_rms": True, "ssm.inner_size": 128, "ssm.time_step_rank": 4,
-            "feed_forward_length": 0, "attention.head_count": 0,
-        },
-        change=scan,
-    ),
-    "states by head": Case(
-        architecture="mamba2", name="mamba2",
-        fields={**STATES, "expand": 2, "head_dim": 32, "num_heads": 4, "n_groups": 1},
-        metadata={"ssm.inner_size": 128, "ssm.time_step_rank": 4, "feed_forward_length": 0},
-        change=scan,
-    ),
-}  # fmt: skip
+def of_backbone(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Checkpoints have another prefix."""
+    return {k.replace("model.", "backbone.", 1): v for k, v in scan(name, value, config).items()}
+
+
+def stacked(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Projections of all inputs are one tensor. Layers that share keys have unused ones."""
+    start, _, rest = name.partition("projections.")
+    if rest and "altup" in start:
+        return {f"{start}projections.weight{STACKED}": value}
+    layer = re.search(r"layers\.(\d+)\.", name)
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    if layer is None or int(layer[1]) < own or ".q_" not in name:
+        return {f"{name}.weight" if name.endswith("_scale") else name: value}
+    unused = ("k_proj", "v_proj") if "q_proj" in name else ("k_norm",)
+    others = (re.sub("q_proj|q_norm", kind, name) for kind in unused)
+    return {name: value, **dict.fromkeys(others, value + 1)}
 
 
 def make_module(case: Case) -> Any:
@@ -286,9 +258,13 @@ def make_module(case: Case) -> Any:
 
 
 def write_converted(
-    path: Path, case: Case, module: nn.Module, experts: GGMLQuantizationType | None = None
+    path: Path,
+    case: Case,
+    module: nn.Module,
+    kind: GGMLQuantizationType | None = None,
+    packed: str = "_exps.weight",
 ) -> Path:
-    """`experts`: the type of their matrices; all else is float32."""
+    """`kind` is the type of matrices whose name has `packed`; all else is float32."""
     config: Any = module.config
     writer = GGUFWriter(path, case.architecture)
     metadata = dict(case.metadata)
@@ -301,6 +277,8 @@ def write_converted(
         metadata.setdefault("rope.freq_base", rope["rope_theta"])
     for key, value in metadata.items():
         name = f"{case.architecture}.{key}"
+        if value is None:
+            continue
         if isinstance(value, bool):
             writer.add_bool(name, value)
         elif isinstance(value, str):
@@ -310,10 +288,14 @@ def write_converted(
         else:
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
             add(name, value)
+    for number in ("alpha_p", "alpha_n", "beta", "eps"):
+        found = [v.item() for n, v in module.state_dict().items() if n.endswith(f"act_fn.{number}")]
+        if found:
+            writer.add_array(f"xielu.{number}", found)
     add_words(writer)
     for name, value in _stored(case, module):
         numbers = np.ascontiguousarray(value.numpy())
-        to = experts if experts is not None and "_exps.weight" in name else None
+        to = kind if packed in name else None
         if to is None:
             writer.add_tensor(name, numbers)
         else:
@@ -330,11 +312,17 @@ def _stored(case: Case, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     config: Any = module.config
     names = get_tensor_name_map(arch, config.num_hidden_layers)
     tied = config.tie_word_embeddings
+    together: dict[str, list[Tensor]] = {}
     for parameter, value in module.state_dict().items():
         if tied and parameter == "lm_head.weight":
             continue
         for name, part in case.change(parameter, value, config).items():
-            yield from _named(names, name, part)
+            if name.endswith(STACKED):
+                together.setdefault(name.removesuffix(STACKED), []).append(part)
+            else:
+                yield from _named(names, name, part)
+    for name, values in together.items():
+        yield from _named(names, name, torch.stack(values))
 
 
 def _named(names: Any, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -344,7 +332,7 @@ def _named(names: Any, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]
         for kind, half in zip(("gate", "up"), value.chunk(2, dim=1), strict=True):
             yield f"blk.{layer}.ffn_{kind}_exps.weight", half
         return
-    if "experts." in name:
+    if ".experts." in name:
         word = next(w for w in ("gate", "up", "down") if f"{w}_proj" in name)
         yield f"blk.{layer}.ffn_{word}_exps.{'bias' if 'bias' in name else 'weight'}", value
         return
@@ -353,7 +341,11 @@ def _named(names: Any, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]
         "shared_mlp.gate.weight": "ffn_gate_shexp.weight",
         "shared_mlp.up.weight": "ffn_up_shexp.weight",
         "expert_bias": "exp_probs_b.bias",
-        "mixer.dt_proj.bias": "ssm_dt.bias",
+        "dt_proj.bias": "ssm_dt.bias",
+        "e_score_correction_bias": "exp_probs_b.bias",
+        "pre_ff_layernorm": "ffn_norm",
+        "in_proj_qkv.weight": "attn_qkv.weight",
+        "in_proj_z.weight": "attn_gate.weight",
     }
     for end, short in known.items():
         if name.endswith(end):

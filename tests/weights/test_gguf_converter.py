@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from converted_gguf import CASES, make_module, write_converted
+from converted_cases import CASES
+from converted_gguf import make_module, write_converted
 from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quantize
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmc.errors import CheckpointError
@@ -58,6 +59,62 @@ def test_interleaved_experts_keep_their_bits(tmp_path: Path) -> None:
     want = torch.stack((stored["gate"], stored["up"]), dim=2).flatten(1, 2).mT
     assert torch.equal(joined.read(), want)
     assert len(list(joined.blocks(to))) == 4
+
+
+def test_rows_of_two_tensors_keep_their_bits(tmp_path: Path) -> None:
+    """Queries, keys and values are one tensor, gates another: the model has them by head."""
+    case = CASES["linear attention, joined"]
+    module = make_module(case)
+    path = write_converted(tmp_path / "m.gguf", case, module, GGMLQuantizationType.Q8_0, "attn_")
+    found = open_tensors(model_directory(path), None, torch.float32)
+    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    joined: Any = found[name]
+    assert len(joined.parts) == 2 and joined.kept_as() is not None
+    rounded = dequantize(
+        quantize(module.state_dict()[name].numpy(), joined.parts[0].type), joined.parts[0].type
+    )
+    assert torch.equal(joined.read(), torch.from_numpy(rounded))
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "message"),
+    [
+        (
+            "latent",
+            {"expert_weights_norm": True},
+            "'deepseek2' whose softmax over experts is normalized again are not served",
+        ),
+        (
+            "latent, sigmoid of experts",
+            {"attention.temperature_scale": 0.1},
+            "'deepseek2' whose queries are scaled by their position are not served",
+        ),
+        ("states or attention", {"rope.scaling.finetuned": True}, "with rotary positions"),
+        (
+            "linear attention",
+            {"ssm.inner_size": 0},
+            "has 0 as ssm.inner_size and 4 as ssm.time_step_rank, of which both should be positive",
+        ),
+    ],
+)
+def test_what_transformers_has_no_model_for_is_refused(
+    name: str, metadata: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    case = replace(CASES[name], metadata={**CASES[name].metadata, **metadata})
+    path = write_converted(tmp_path / "m.gguf", case, make_module(case))
+    with pytest.raises(CheckpointError, match=message):
+        model_directory(path)
+
+
+def test_numbers_of_the_metadata_are_there_for_each_layer(tmp_path: Path) -> None:
+    case = CASES["activation by layer"]
+    module = make_module(case)
+    path = write_converted(tmp_path / "m.gguf", case, module)
+    data = path.read_bytes()
+    assert data.count(b"xielu.alpha_p") == 1
+    path.write_bytes(data.replace(b"xielu.alpha_p", b"xielu.alpha_q"))
+    with pytest.raises(CheckpointError, match="has no xielu.alpha_p of layer 0"):
+        model_directory(path)
 
 
 def test_tensors_without_a_place_are_refused(tmp_path: Path) -> None:

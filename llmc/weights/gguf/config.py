@@ -8,8 +8,10 @@ hold its factors.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ _SCALING_FIELDS = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
+_COUNT = re.compile(r"_(count|count_kv|length)$")
 _ROTARY = ("rope_theta", "rope_local_base_freq")  # which configs take, but hold otherwise
 _COMMON = {  # for processors of architectures that transformers has no map of
     "attention.head_count": "num_attention_heads",
@@ -37,8 +40,8 @@ _COMMON = {  # for processors of architectures that transformers has no map of
 }
 
 
-def read_config(header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(config.json, the fields in the names of transformers' map, which its processors ask for)."""
+def read_config(header: GgufHeader) -> dict[str, Any]:
+    """config.json."""
     from transformers import CONFIG_MAPPING
 
     rule = rule_of(header)
@@ -52,11 +55,11 @@ def read_config(header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]]:
     values = _ours(header)
     fields = _fields(header.architecture, values)
     known = default.to_dict()
-    config = {**fields, "model_type": default.model_type}
+    config = {**fields, "model_type": default.model_type, **rule.get("values", {})}
     _add_rules(config, values, header, known)
-    for field, (above, below) in rule.get("quotients", {}).items():
-        config[field] = _quotient(values, above, below)
-    _add_layers(config, values, known)
+    for field, (one, operation, other) in rule.get("computed", {}).items():
+        config[field] = _computed(values, one, operation, other)
+    _add_layers(config, values, known, header)
     if "token_embd.weight" in header.tensors:
         config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
@@ -66,7 +69,7 @@ def read_config(header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]]:
         number = header.metadata.get(f"tokenizer.ggml.{kind}_token_id")
         config[f"{kind.replace('padding', 'pad')}_token_id"] = number
     _add_rotary(config, values, header, known)
-    return config, fields
+    return config
 
 
 def _fields(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,13 +86,21 @@ def _fields(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _quotient(values: Mapping[str, Any], above: str, below: str | int) -> int:
-    one, other = (n if isinstance(n, int) else values.get(n) for n in (above, below))
-    if not (type(one) is int and type(other) is int and one > 0 and other > 0):
+def _computed(values: Mapping[str, Any], one: str, operation: str, other: str | int) -> int:
+    """Of two numbers, each of the first key that the metadata has among those between bars."""
+
+    def number(keys: str | int) -> Any:
+        if isinstance(keys, int):
+            return keys
+        return next((values[key] for key in keys.split("|") if key in values), None)
+
+    left, right = number(one), number(other)
+    if not (type(left) is int and type(right) is int and left > 0 and right > 0):
         raise CheckpointError(
-            f"the metadata has {above} {shown(one)}, which {below} {shown(other)} divides"
+            f"the metadata has {shown(left)} as {one} and {shown(right)} as {other}, of which "
+            "both should be positive"
         )
-    return one // other
+    return left // right if operation == "/" else left - right
 
 
 def _ours(header: GgufHeader) -> dict[str, Any]:
@@ -99,7 +110,15 @@ def _ours(header: GgufHeader) -> dict[str, Any]:
     values["block_count"] = _layers(values, header)
     if values.get("feed_forward_length") == 0:  # a model without such layers
         del values["feed_forward_length"]
-    return {k: _decimal(v) if isinstance(v, float) else v for k, v in values.items()}
+    return {k: _plain(k, v) for k, v in values.items()}
+
+
+def _plain(key: str, value: Any) -> Any:
+    """Counts by layer, where all layers that have any have as many, are one number."""
+    if isinstance(value, list) and _COUNT.search(key) and all(type(v) is int for v in value):
+        different = set(value) - {0}
+        return different.pop() if len(different) == 1 else value
+    return _decimal(value) if isinstance(value, float) else value
 
 
 def _layers(values: Mapping[str, Any], header: GgufHeader) -> int:
@@ -128,6 +147,12 @@ def _add_rules(
         config.update({f: is_there for f in fields if f in known})
     for tensor, fields in rules()["absent_flags"].items():
         config.update({f: tensor not in header.tensors for f in fields if f in known})
+    for tensor, field in rules()["rows"].items():
+        if tensor in header.tensors and field in known:
+            config[field] = header.tensors[tensor].shape[0]
+    for key, field in rules()["quantiles"].items():
+        if key in values and field in known:
+            config[field] = [NormalDist().cdf(value) for value in values[key]]
     for key, fields in rules()["fields"].items():
         for field in fields:
             if key in values and (field in known or field in _ROTARY):
@@ -135,29 +160,36 @@ def _add_rules(
 
 
 def _add_layers(
-    config: dict[str, Any], values: Mapping[str, Any], known: Mapping[str, Any]
+    config: dict[str, Any], values: Mapping[str, Any], known: Mapping[str, Any], header: GgufHeader
 ) -> None:
-    """What is listed by layer, where a config has one number, or names a layer's kind.
+    """What is listed by layer, where a config names a layer's kind, or has a period.
 
-    Of layers that attend, 0 stands for none. A window of 0 is none.
+    A window of 0 is none.
     """
-    counts = config.get("num_key_value_heads")
-    if isinstance(counts, list) and 0 in counts:
-        config["layer_types"] = ["full_attention" if n else "conv" for n in counts]
-        config["block_auto_adjust_ff_dim"] = False
-    pattern, layers = values.get("attention.sliding_window_pattern"), values["block_count"]
+    layers = values["block_count"]
+    rule = rule_of(header)
+    if kinds := rule.get("layers"):
+        config["layer_types"] = [_kind(header, i, kinds) for i in range(layers)]
+    for field, tensor in rule.get("periods", {}).items():
+        found = [i for i in range(layers) if f"blk.{i}.{tensor}" in header.tensors]
+        first, second = (*found, layers, layers)[:2]
+        config[f"{field}_offset"] = first
+        config[f"{field}_period"] = max(second - first, first + 1)
+    pattern = values.get("attention.sliding_window_pattern")
     if isinstance(pattern, int) and pattern:
         pattern = [bool((i + 1) % pattern) for i in range(layers)]
     if isinstance(pattern, list) and "layer_types" in known:
-        kinds = ("full_attention", "sliding_attention")
-        config["layer_types"] = [kinds[bool(windowed)] for windowed in pattern]
+        config["layer_types"] = [
+            "sliding_attention" if windowed else "full_attention" for windowed in pattern
+        ]
     if config.get("sliding_window") == 0:
         config["sliding_window"] = None
-    for field, value in config.items():
-        if field != "layer_types" and isinstance(value, list) and value:
-            different = {v for v in value if v != 0}
-            if len(different) == 1:
-                config[field] = different.pop()
+
+
+def _kind(header: GgufHeader, layer: int, kinds: Mapping[str, str]) -> str:
+    """By a tensor that layers of this kind alone have; of the rest by no name."""
+    found = (k for tensor, k in kinds.items() if f"blk.{layer}.{tensor}" in header.tensors)
+    return next(found, kinds[""])
 
 
 def _dtype(header: GgufHeader) -> str | None:
@@ -233,6 +265,12 @@ def _scaling(
         )
     if kind == "linear":
         return {"rope_type": "linear", "factor": scaling["factor"]}
+    if multiplier := own.get("yarn_log_multiplier"):
+        # some architectures store a tenth of it, and have one number for both
+        tenths = rule_of(header).get("log_multiplier_tenths", False)
+        scaling["mscale_all_dim"] = round(multiplier * 10, 6) if tenths else multiplier
+        scaling["mscale"] = scaling["mscale_all_dim"] if tenths else 1.0
+    scaling |= {f: values[key] for key, f in rules()["with_scaling"].items() if key in values}
     return {**scaling, "rope_type": kind}
 
 

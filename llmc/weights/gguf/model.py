@@ -16,23 +16,24 @@ from llmc.errors import CheckpointError
 from llmc.weights.gguf.files import INDEX
 from llmc.weights.gguf.names import ParameterMap
 from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo
-from llmc.weights.gguf.tensors import GgufTensor, RowOrder, Undo
+from llmc.weights.gguf.tensors import GgufNumber, GgufTensor, RowOrder, Undo
 
 _SAME = "same"  # rows stay where they are
 
 
 def write_index(
-    folder: Path, header: GgufHeader, parameters: ParameterMap, fields: Mapping[str, Any]
+    folder: Path, header: GgufHeader, parameters: ParameterMap, config: Mapping[str, Any]
 ) -> None:
+    """`config`: what `read_config` made of the header."""
     files = {file: i for i, file in enumerate(header.files)}
-    undo = Undo(architecture=header.architecture, fields=fields, names=parameters.names)
+    undo = Undo(architecture=header.architecture, config=config)
     orders: dict[str, list[int]] = {}  # by digest: one list serves the layers
 
     def order(name: str) -> tuple[str | None, bool]:
         """Of the rows of a parameter: a key of `orders`, None where it takes more to make it; and
         whether it is turned."""
         shapes = {part: header.tensors[part].shape for part in parameters.parts[name]}
-        found = undo.order(name, shapes, parameters.shapes[name])
+        found = undo.order(shapes, parameters.shapes[name])
         if found is None:
             return None, False
         rows, turned = found
@@ -44,10 +45,9 @@ def write_index(
 
     index = {
         "architecture": header.architecture,
-        "fields": dict(fields),
+        "config": dict(config),
         "orders": orders,
         "files": [[str(file), file.stat().st_size] for file in header.files],
-        "names": dict(parameters.names),
         "parameters": {
             name: {
                 "shape": parameters.shapes[name],
@@ -59,11 +59,14 @@ def write_index(
             }
             for name, parts in parameters.parts.items()
         },
+        "numbers": {
+            name: [parameters.shapes[name], value] for name, value in parameters.numbers.items()
+        },
     }
     (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
-def open_gguf(folder: Path) -> dict[str, GgufTensor]:
+def open_gguf(folder: Path) -> dict[str, GgufTensor | GgufNumber]:
     """The parameters of an index. CheckpointError where a file is not what it was."""
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -71,12 +74,14 @@ def open_gguf(folder: Path) -> dict[str, GgufTensor]:
         for file, (_, size) in zip(files, index["files"], strict=True):
             if not file.is_file() or file.stat().st_size != size:
                 raise CheckpointError(f"{file.name} has changed or is gone; start again")
-        undo = Undo(
-            architecture=index["architecture"], fields=index["fields"], names=index["names"]
-        )
+        undo = Undo(architecture=index["architecture"], config=index["config"])
         orders: dict[str | None, RowOrder | None] = {None: None, _SAME: slice(None)}
         orders |= {key: np.array(rows, np.int64) for key, rows in index["orders"].items()}
-        return {
+        numbers = {
+            name: GgufNumber(shape=tuple(shape), dtype=torch.float32, value=value)
+            for name, (shape, value) in index["numbers"].items()
+        }
+        return numbers | {
             name: GgufTensor(
                 name=name,
                 shape=tuple(entry["shape"]),

@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from gguf import MODEL_ARCH_NAMES
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from llmc.errors import CheckpointError, reason_of
-from llmc.weights.gguf.processors import other_half, parameter_of, processor_of
+from llmc.weights.gguf.processors import processor_of
 from llmc.weights.gguf.reader import GgufHeader, shown
-from llmc.weights.gguf.rules import rules, squashed
+from llmc.weights.gguf.rules import rule_of, rules, squashed
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
+_MOST_STACKED = 64
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterMap:
-    """`parts`: parameter -> tensors that make it up.
+    """`parts`: parameter -> tensors that make it up, in the order in which they do.
 
-    `names`: transformers' map, tensor -> parameter; routed experts stand there without `.weight`.
+    `numbers`: of parameters that the metadata has.
     """
 
     parts: Mapping[str, tuple[str, ...]]
+    numbers: Mapping[str, float]
     shapes: Mapping[str, tuple[int, ...]]
-    names: Mapping[str, str]
 
 
-def map_parameters(header: GgufHeader, hf_config: Any, fields: Mapping[str, Any]) -> ParameterMap:
+def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]) -> ParameterMap:
     """Builds the model without weights, for its names and shapes.
 
     Raises CheckpointError where the file has tensors that the model has no place for: without
@@ -45,10 +46,9 @@ def map_parameters(header: GgufHeader, hf_config: Any, fields: Mapping[str, Any]
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(hf_config)
-        processor: Any = processor_of(header.architecture, fields)
         names = get_gguf_hf_weights_map(
             module,
-            processor,
+            processor_of(header.architecture, config).inner,
             model_type=_spelled(header.architecture),
             num_layers=hf_config.num_hidden_layers,
         )
@@ -59,44 +59,77 @@ def map_parameters(header: GgufHeader, hf_config: Any, fields: Mapping[str, Any]
     shapes = {name: tuple(p.shape) for name, p in module.state_dict().items()}
     if "lm_head.weight" in shapes:  # a module that ties it has no name for a separate head
         names.setdefault("output.weight", "lm_head.weight")
+    if prefix := rule_of(header).get("prefix"):
+        _add_prefixed(names, shapes, prefix, header, hf_config.num_hidden_layers)
     _add_names(names, shapes)
+    for stem in rule_of(header).get("stacked", {}).values():
+        names.update({p[p.index(stem) :]: p for p in shapes if f".{stem}." in p})
     parts: dict[str, list[str]] = {}
     unknown = []
+    ranks = {tensor: i for i, tensor in enumerate(names)}
     for name in header.tensors:
-        parameter = parameter_of(names, name)
-        if parameter is not None and parameter in shapes:
-            parts.setdefault(parameter, []).append(name)
-        elif not _is_unused(name, hf_config.num_hidden_layers):
+        tensor = _known(names, name)
+        if tensor is not None and names[tensor] in shapes:
+            parts.setdefault(names[tensor], []).append(name)
+        elif not _is_unused(name, hf_config):
             unknown.append(name)
+    for tensors in parts.values():
+        tensors.sort(key=lambda name: ranks[_known(names, name) or name])
     if unknown:
         raise CheckpointError(
             f"{len(unknown)} tensors of {file} have no place in transformers' model of "
             f"architecture {header.architecture!r}: {', '.join(map(shown, unknown[:5]))}"
         )
-    missing = [name for name, _ in module.named_parameters() if name not in parts]
+    numbers = dict(_numbers(header, shapes))
+    missing = [n for n, _ in module.named_parameters() if n not in parts and n not in numbers]
     if missing:
         raise CheckpointError(
             f"{file} has no tensors for {len(missing)} of the parameters that its metadata asks "
             f"for: {', '.join(missing[:5])}"
         )
     for parameter, tensors in parts.items():
-        other = other_half(names, tensors[0])
-        if other is not None and other not in tensors:
-            raise CheckpointError(f"{file} has tensor {shown(tensors[0])}, but no {other!r}")
         stored = [list(header.tensors[name].shape) for name in tensors]
         if sum(math.prod(shape) for shape in stored) != math.prod(shapes[parameter]):
             raise CheckpointError(
                 f"{parameter} has shape {', '.join(map(str, stored))} in {file}, its metadata asks "
                 f"for {list(shapes[parameter])}"
             )
-    return ParameterMap(parts={n: tuple(p) for n, p in parts.items()}, shapes=shapes, names=names)
+    return ParameterMap(
+        parts={n: tuple(p) for n, p in parts.items()}, numbers=numbers, shapes=shapes
+    )
 
 
-def _is_unused(tensor: str, layers: int) -> bool:
-    """Factors of rotary embeddings, which the config has, and layers for speculation alone."""
-    block = _BLOCK.match(tensor)
-    if block is not None and int(block[1]) >= layers:
-        return True
+def _numbers(
+    header: GgufHeader, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, float]]:
+    """What the metadata lists by layer."""
+    for parameter, shape in shapes.items():
+        layer = _LAYER.search(parameter)
+        for end, key in rules()["numbers"].items():
+            if layer is not None and parameter.endswith(end) and math.prod(shape) == 1:
+                values = header.metadata.get(key)
+                at = int(layer[1])
+                found = values[at] if isinstance(values, list) and at < len(values) else None
+                if not isinstance(found, float):
+                    raise CheckpointError(f"{header.files[0].name} has no {key} of layer {at}")
+                yield parameter, found
+
+
+def _known(names: Mapping[str, str], tensor: str) -> str | None:
+    """As the map has it: some parameters, like those of experts, end without `.weight`."""
+    ends = (name for name in (tensor, tensor.removesuffix(".weight"), tensor.removesuffix(".bias")))
+    return next((name for name in ends if name in names), None)
+
+
+def _is_unused(tensor: str, hf_config: Any) -> bool:
+    """Factors of rotary embeddings, which the config has, layers for speculation alone, and keys
+    and values of layers that take those of another."""
+    block, layers = _BLOCK.match(tensor), hf_config.num_hidden_layers
+    own = layers - (getattr(hf_config, "num_kv_shared_layers", None) or 0)
+    if block is not None and int(block[1]) >= own:
+        is_shared = re.search(rules()["unused_where_shared"], tensor) is not None
+        if is_shared or int(block[1]) >= layers:
+            return True
     return any(re.search(pattern, tensor) for pattern in rules()["unused"])
 
 
@@ -106,12 +139,45 @@ def _spelled(architecture: str) -> str:
     return known.get(squashed(architecture), architecture)
 
 
+def _add_prefixed(
+    names: dict[str, str], shapes: Iterable[str], prefix: str, header: GgufHeader, layers: int
+) -> None:
+    """By the gguf package's map, which knows the model by the prefix of its checkpoints."""
+    [arch] = [a for a, name in MODEL_ARCH_NAMES.items() if name == _spelled(header.architecture)]
+    known = get_tensor_name_map(arch, layers)
+    for parameter in shapes:
+        in_files = prefix + parameter.split(".", 1)[-1]
+        found = known.get_name(in_files, try_suffixes=(".weight", ".bias"))
+        if found is not None:
+            names.setdefault(found, parameter)
+
+
+def unstacked(header: GgufHeader) -> GgufHeader:
+    """Tensors that are several parameters -> one of each, named by their number and parameter."""
+    tensors = dict(header.tensors)
+    for name, parameter in rule_of(header).get("stacked", {}).items():
+        whole = tensors.get(name)
+        if whole is None or len(whole.shape) != 3 or whole.shape[0] > _MOST_STACKED:
+            continue  # which then has no place
+        del tensors[name]
+        count, *shape = whole.shape
+        for i in range(count):
+            part, num_bytes = f"{parameter}.{i}.weight", whole.num_bytes // count
+            tensors[part] = replace(
+                whole,
+                name=part,
+                shape=tuple(shape),
+                offset=whole.offset + i * num_bytes,
+                num_bytes=num_bytes,
+            )
+    return replace(header, tensors=tensors)
+
+
 def _add_names(names: dict[str, str], shapes: Iterable[str]) -> None:
     """Those that the gguf package's map lacks: of experts, which it has one by one, and others."""
-    named = set(names.values())
     for parameter in shapes:
         layer = _LAYER.search(parameter)
-        if parameter in named or layer is None:
+        if layer is None:
             continue
         for end, tensors in rules()["names"].items():
             if parameter.endswith(end) and parameter[-len(end) - 1] in "._":

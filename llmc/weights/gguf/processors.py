@@ -1,123 +1,139 @@
 """What undoes the changes that the format's converter makes to a model's tensors.
 
 transformers has a processor for most architectures: rows in another order, norms one higher,
-matrices turned. Here is what those leave out, by rules.json.
+matrices turned. Here is what those leave out, by rules.json: steps that one tensor takes, and how
+several make up one parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from llmc.weights.gguf.rules import rules, squashed
 
-
-class Processed(NamedTuple):
-    """`name` is None where the numbers were put among the parsed parameters."""
-
-    weights: NDArray[Any]
-    name: str | None
+Array = NDArray[Any]
+Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processor:
-    """`inner` is transformers'.
+    """`inner` is transformers', which asks for fields of `config`.
 
-    `grouped`: of this matrix the rows of queries, keys and values of all heads lie one after the
-    other in a file, and by group of heads in the model. `interleaved`: experts' parameters are
-    turned, and their gate and up matrices alternate row by row.
+    `steps`: pattern of a tensor's name -> name of a step; `joined` those of parameters of several
+    tensors, by the first. `alternate`: experts' gate and up rows alternate, else one follows the
+    other.
     """
 
     inner: Any
-    grouped: str | None
-    groups: int
-    interleaved: bool
+    config: Config
+    steps: Mapping[str, str]
+    joined: Mapping[str, str]
+    alternate: bool
 
-    def preprocess_name(self, hf_name: str) -> str:
-        name: str = self.inner.preprocess_name(hf_name)
-        return name
+    def undo(self, parts: Sequence[tuple[str, Array]]) -> Array:
+        """A parameter of the tensors (name, numbers) that make it up, in their order."""
+        numbers = [self._undo_one(*part) for part in parts]
+        if len(numbers) == 1:
+            return numbers[0]
+        name = parts[0][0]
+        if self.alternate:
+            whole = np.stack(numbers, -1).reshape(*numbers[0].shape[:-1], -1)
+        else:
+            whole = np.concatenate(numbers, -1 if name.endswith(".bias") else -2)
+        return self._steps(self.joined, name, whole)
 
-    def perform_fallback_tensor_mapping(
-        self, gguf_to_hf_name_map: dict[str, str], suffix: str, qual_name: str, hf_name: str
-    ) -> None:
-        self.inner.perform_fallback_tensor_mapping(gguf_to_hf_name_map, suffix, qual_name, hf_name)
-
-    def process(self, weights: NDArray[Any], name: str, **kwargs: Any) -> Any:
-        """Of one tensor; what makes up a parameter with another is put there half by half."""
-        if self.grouped and f".{self.grouped}." in name:
-            return Processed(self._by_group(weights), name)
-        names = kwargs["tensor_key_mapping"]
-        parameter = parameter_of(names, name)
-        if parameter is not None and other_half(names, name) is not None:
-            made = kwargs["parsed_parameters"]["tensors"]
-            self._put(weights, name, made, parameter)
-            return Processed(weights, None)
-        if self.interleaved and "_exps.weight" in name:
-            return Processed(weights.swapaxes(-1, -2), name)
-        return self.inner.process(weights=weights, name=name, **kwargs)
-
-    def _put(
-        self, weights: NDArray[Any], name: str, made: dict[str, torch.Tensor], parameter: str
-    ) -> None:
-        """Into the first or the second half of the rows, or into every other one."""
-        is_up = "_up_" in name
-        rows = -1 if name.endswith(".bias") else -2
-        half = torch.from_numpy(np.array(weights))
-        length = half.shape[rows]
-        if self.interleaved and rows == -2:
-            half, rows = half.mT, -1
-        if parameter not in made:
-            shape = list(half.shape)
-            shape[rows] = 2 * length
-            made[parameter] = torch.zeros(shape, dtype=half.dtype)
-        whole = made[parameter].movedim(rows, 0)
-        place = (
-            whole[is_up::2] if self.interleaved else whole[length * is_up : length * (is_up + 1)]
+    def _undo_one(self, name: str, numbers: Array) -> Array:
+        numbers = self._steps(self.steps, name, numbers)
+        if "_exps." in name:  # transformers' processors join experts by rules of their own
+            return numbers
+        made: dict[str, Any] = {}
+        result = self.inner.process(
+            weights=numbers,
+            name=name,
+            tensor_key_mapping={},
+            parsed_parameters={"tensors": made},
         )
-        place.copy_(half.movedim(rows, 0))
+        done: Array = next(iter(made.values())).numpy() if made else result.weights
+        return done
 
-    def _by_group(self, weights: NDArray[Any]) -> NDArray[Any]:
-        """Rows [q of all heads; k; v] -> for each group of heads its q, k and v."""
-        heads = int(self.inner.config["num_attention_heads"])
-        size = len(weights) // (heads + 2 * self.groups)
-        rest = weights.shape[1:]
-        q, k, v = np.split(weights, [heads * size, (heads + self.groups) * size])
-        by_group = [part.reshape(self.groups, -1, *rest) for part in (q, k, v)]
-        return np.concatenate(by_group, axis=1).reshape(-1, *rest)
+    def _steps(self, steps: Mapping[str, str], name: str, numbers: Array) -> Array:
+        for pattern, step in steps.items():
+            if re.search(pattern, name):
+                numbers = _STEPS[step](numbers, self.config)
+        return numbers
 
 
-def parameter_of(names: Mapping[str, str], tensor: str) -> str | None:
-    """Some parameters, like those of experts, end without `.weight` or `.bias`."""
-    ends = (name for name in (tensor, tensor.removesuffix(".weight"), tensor.removesuffix(".bias")))
-    return next((names[name] for name in ends if name in names), None)
+def _by_group(numbers: Array, sizes: Sequence[int], groups: int) -> Array:
+    """Rows by kind, each of all heads -> for each group of heads its rows of all kinds."""
+    if sum(sizes) != len(numbers) or any(size % groups for size in sizes):
+        raise ValueError(f"{len(numbers)} rows are not {' + '.join(map(str, sizes))}")
+    kinds = np.split(numbers, np.cumsum(sizes)[:-1])
+    by_group = [kind.reshape(groups, -1, *numbers.shape[1:]) for kind in kinds]
+    return np.concatenate(by_group, axis=1).reshape(numbers.shape)
 
 
-def other_half(names: Mapping[str, str], tensor: str) -> str | None:
-    """The tensor that makes up a parameter together with this one; None where it is whole."""
-    one, two = ("_gate_", "_up_") if "_gate_" in tensor else ("_up_", "_gate_")
-    other = tensor.replace(one, two)
-    parameter = parameter_of(names, tensor)
-    is_pair = parameter is not None and parameter_of(names, other) == parameter
-    return other if is_pair and other != tensor else None
+def _heads_by_group(numbers: Array, config: Config) -> Array:
+    """Queries, keys and values."""
+    heads = int(config["num_attention_heads"])
+    groups = int(config.get("num_key_value_heads") or heads)
+    size = len(numbers) // (heads + 2 * groups)
+    return _by_group(numbers, (heads * size, groups * size, groups * size), groups)
 
 
-def processor_of(architecture: str, fields: Mapping[str, Any]) -> Processor:
-    """`fields` are those of the config, in the names that transformers' processors ask for."""
+def _states_by_group(numbers: Array, config: Config) -> Array:
+    """Queries, keys, values and gates of linear attention."""
+    groups = int(config["linear_num_key_heads"])
+    keys = groups * int(config["linear_key_head_dim"])
+    values = int(config["linear_num_value_heads"]) * int(config["linear_value_head_dim"])
+    return _by_group(numbers, (keys, keys, values, values), groups)
+
+
+def _values_by_group(numbers: Array, config: Config) -> Array:
+    """Linear attention's values: the first head of each group, the second, ... -> by group."""
+    groups = int(config["linear_num_key_heads"])
+    by_number = numbers.reshape(
+        int(config["linear_num_value_heads"]) // groups, groups, -1, *numbers.shape[1:]
+    )
+    return by_number.swapaxes(0, 1).reshape(numbers.shape)
+
+
+def _values_behind_keys(numbers: Array, config: Config) -> Array:
+    """The same, where queries and keys come first."""
+    keys = 2 * int(config["linear_num_key_heads"]) * int(config["linear_key_head_dim"])
+    return np.concatenate((numbers[:keys], _values_by_group(numbers[keys:], config)))
+
+
+# by the name that rules.json has for it
+_STEPS: Mapping[str, Callable[[Array, Config], Array]] = {
+    "turned": lambda numbers, _: numbers.swapaxes(-1, -2),
+    "logarithm of negative": lambda numbers, _: np.log(-numbers),
+    "one less": lambda numbers, _: numbers - 1,
+    "heads by group": _heads_by_group,
+    "states by group": _states_by_group,
+    "values by group": _values_by_group,
+    "values behind keys by group": _values_behind_keys,
+    "columns of values by group": lambda numbers, config: _values_by_group(numbers.T, config).T,
+}
+
+
+def processor_of(architecture: str, config: Config) -> Processor:
+    """`config` has the names that transformers' processors ask for."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     own = {squashed(name): rule for name, rule in rules()["architectures"].items()}
     rule = own.get(squashed(architecture), {})
     kinds = {squashed(name): kind for name, kind in TENSOR_PROCESSORS.items()}
     kind: Any = kinds.get(squashed(rule.get("processor", architecture)), TensorProcessor)
-    heads = fields.get("num_attention_heads")
     return Processor(
-        inner=kind(config=dict(fields)),
-        grouped=rule.get("grouped"),
-        groups=fields.get("num_key_value_heads") or heads or 1,
-        interleaved=rule.get("interleaved", False),
+        inner=kind(config=dict(config)),
+        config=config,
+        steps=rule.get("steps", {}),
+        joined=rule.get("joined", {}),
+        alternate=rule.get("alternate", False),
     )

@@ -42,7 +42,8 @@ def architectures() -> dict[str, str]:
 def rule_of(header: GgufHeader) -> dict[str, Any]:
     """That of a file's architecture: `as` is transformers' name of it. CheckpointError for none.
 
-    A variant of a rule holds for files whose metadata has such values, `true` any but zero.
+    A variant of a rule holds for files whose metadata has such values (`true`: any but zero, null:
+    none), or which have tensors of such a name.
     """
     name = header.architecture
     known = {squashed(a): (a, model) for a, model in architectures().items()}
@@ -55,10 +56,22 @@ def rule_of(header: GgufHeader) -> dict[str, Any]:
     spelled, model = known[squashed(name)]
     rule = {**rules()["architectures"].get(spelled, {}), "as": model}
     for variant in rule.pop("variants", []):
-        values = {key: header.metadata.get(f"{name}.{key}") for key in variant["when"]}
+        values = {key: _found(header, key) for key in variant["when"]}
         if all(
             (wanted is True and bool(values[key])) or values[key] == wanted
             for key, wanted in variant["when"].items()
         ):
             rule |= variant
+    if why := rule.get("refused"):
+        raise CheckpointError(
+            f"GGUF files of architecture {shown(name)} {why} are not served, for transformers has "
+            "no such model; take the safetensors checkpoint"
+        )
     return rule
+
+
+def _found(header: GgufHeader, key: str) -> Any:
+    """A value of the metadata, or whether there are tensors of this name."""
+    if key.endswith((".weight", ".bias")):
+        return any(name.endswith(key) for name in header.tensors)
+    return header.metadata.get(f"{header.architecture}.{key}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from llmc.errors import CheckpointError, reason_of
 from llmc.kernels.quantized_linear import Part, Quantization
 from llmc.weights.checkpoint import Readable, staging
 from llmc.weights.gguf.blocks import kept_as, to_blocks
-from llmc.weights.gguf.processors import processor_of
+from llmc.weights.gguf.processors import Processor, processor_of
 from llmc.weights.gguf.reader import GgufTensorInfo
 
 _AT_ONCE = 1 << 20  # values that are widened in one go
@@ -30,37 +31,29 @@ RowOrder = NDArray[np.int64] | slice
 
 @dataclass(frozen=True, kw_only=True)
 class Undo:
-    """Undoes what a file's converter did to a model's tensors, by transformers' processor.
+    """Undoes what a file's converter did to a model's tensors.
 
     transformers is imported where that does more than to reorder rows.
     """
 
     architecture: str
-    fields: Mapping[str, Any]  # of the config
-    names: Mapping[str, str]  # tensor -> parameter
+    config: Mapping[str, Any]
 
     @cached_property
-    def processor(self) -> Any:
-        return processor_of(self.architecture, self.fields)
+    def processor(self) -> Processor:
+        return processor_of(self.architecture, self.config)
 
-    def __call__(
-        self, weights: NDArray[Any], name: str, made: dict[str, Tensor]
-    ) -> NDArray[Any] | None:
-        """None where the result, or a part of it, was put into `made`."""
+    def __call__(self, parts: Sequence[tuple[str, NDArray[Any]]]) -> NDArray[Any]:
+        """A parameter of its tensors. CheckpointError where their shapes don't fit."""
         try:
             with np.errstate(all="ignore"):  # NaN in a file stays NaN
-                result = self.processor.process(
-                    weights=weights,
-                    name=name,
-                    tensor_key_mapping=self.names,
-                    parsed_parameters={"tensors": made},
-                )
+                return self.processor.undo(parts)
         except (ValueError, IndexError, KeyError, TypeError, RuntimeError) as e:
-            raise CheckpointError(f"tensor {name!r} has no fitting shape: {reason_of(e)}") from e
-        return None if result.name is None else result.weights
+            names = ", ".join(repr(name) for name, _ in parts)
+            raise CheckpointError(f"tensor {names} has no fitting shape: {reason_of(e)}") from e
 
     def order(
-        self, parameter: str, parts: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]
+        self, parts: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]
     ) -> tuple[NDArray[np.int64], bool] | None:
         """Where only rows move: which stored row each row is, and whether the parameter is turned.
 
@@ -74,20 +67,16 @@ class Undo:
             return None
         rows = {part: p[1] if len(p) == 3 else p[0] for part, p in parts.items()}
         count, start = sum(rows.values()), 0
-        made: dict[str, Tensor] = {}
-        whole: Any = None
+        probes = []
         first = np.arange(experts, dtype=np.float64)[:, None] * count
         for part, length in rows.items():
             numbers = 2 * (first + np.arange(start, start + length))
             columns = np.stack((numbers, numbers + 1), axis=-1)  # [E, rows, 2]
-            probe = {1: columns[0, :, 0], 2: columns[0], 3: columns}[len(shape)]
-            try:
-                whole = self(probe, part, made)
-            except CheckpointError:
-                return None
+            probes.append((part, {1: columns[0, :, 0], 2: columns[0], 3: columns}[len(shape)]))
             start += length
-        moved = made[parameter].numpy() if whole is None and parameter in made else whole
-        if moved is None:
+        try:
+            moved = self(probes)
+        except CheckpointError:
             return None
         depths = {p[-1] for p in parts.values()}
         if len(shape) == 1 and moved.shape == shape:
@@ -193,16 +182,15 @@ class GgufTensor:
             yield [raw[expert] for raw in of_parts]
 
     def _processed(self) -> Tensor:
-        made: dict[str, Tensor] = {}
-        whole: Floats | None = None
-        for part in self.parts:
-            numbers = _widen(raw_rows(part), part).reshape(part.shape)
-            whole = self.undo(numbers, part.name, made)
-        value = torch.from_numpy(np.array(whole)) if whole is not None else made.get(self.name)
-        if value is None or _without_ones(value.shape) != _without_ones(self.shape):
-            got = None if value is None else list(value.shape)
+        stored = [
+            (part.name, _widen(raw_rows(part), part).reshape(part.shape)) for part in self.parts
+        ]
+        value = torch.from_numpy(np.array(self.undo(stored)))
+        dims = len([n for n in self.shape if n != 1])
+        if _merged(value.shape, dims) != _merged(self.shape, dims):
             raise CheckpointError(
-                f"{self.name} has shape {got} in the file, its metadata asks for {list(self.shape)}"
+                f"{self.name} has shape {list(value.shape)} in the file, its metadata asks for "
+                f"{list(self.shape)}"
             )
         return value.reshape(self.shape)
 
@@ -210,9 +198,29 @@ class GgufTensor:
         return self is other
 
 
-def _without_ones(shape: Sequence[int]) -> list[int]:
-    """Files leave out, or add, dimensions of one."""
-    return [n for n in shape if n != 1]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufNumber:
+    """A parameter of one number, which lies in the metadata."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    value: float
+
+    def read(self, out: Tensor | None = None) -> Tensor:
+        """Into `out` (of any dtype) when given."""
+        if out is None:
+            out = torch.empty(self.shape, dtype=self.dtype)
+        return out.fill_(self.value)
+
+    def equals(self, other: Readable) -> bool:
+        return self is other
+
+
+def _merged(shape: Sequence[int], dims: int) -> list[int]:
+    """Files leave out, or add, dimensions of one, and split the first into heads or groups."""
+    kept = [n for n in shape if n != 1]
+    over = max(0, len(kept) - dims)
+    return [math.prod(kept[: over + 1]), *kept[over + 1 :]]
 
 
 def raw_rows(info: GgufTensorInfo) -> NDArray[np.uint8]:
