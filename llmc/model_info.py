@@ -67,4 +67,6 @@ class ModelInfo:
 
     @property
     def can_cache_prefixes(self) -> bool:
-        return bool(self.num_snapshots or not self.state_bytes_per_request)
+        """Encoders keep no keys and values, and states can be used again as snapshots alone."""
+        has_cache = self.kv_bytes_per_token and not self.state_bytes_per_request
+        return bool(self.num_snapshots or has_cache)
