@@ -52,7 +52,7 @@ def measure(model_type: str, *, is_classifier: bool) -> str:
 
 def _in_words(error: Exception) -> str:
     """Its sentence, short, with the names of files inside of packages alone."""
-    return re.sub(r"/\S*site-packages/", "", " ".join(str(error).split()))[:160]
+    return re.sub(r"/\S*/(?=(transformers|llmc)/)", "", " ".join(str(error).split()))[:120]
 
 
 def main() -> None:
@@ -68,6 +68,8 @@ def main() -> None:
                 scores = measure(model_type, is_classifier=True) if has_classifier else ""
             except Exception as e:  # transformers' own default config can't be made
                 vectors, scores = f"no: {_in_words(e)}", ""
+        if vectors.startswith("no: ") and scores.startswith("no: "):
+            scores = "no"
         if vectors != "no encoder":
             print(f"| {model_type} | {vectors} | {scores} |", flush=True)
 
