@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from llmc.check.tokens import TokenSequence
-from llmc.compiler.heads import is_masked_lm
+from llmc.compiler.heads import without_head
 from llmc.errors import CheckpointError
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 from llmc.weights.quantized.quantization_config import StoredQuantization
@@ -134,11 +134,9 @@ def _load(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) 
 
 def encoder_maker(hf_config: Any, *, is_classifier: bool) -> Any:
     """transformers' class of classes that makes what is served of an encoder."""
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    if is_classifier:
-        return AutoModelForSequenceClassification
-    return AutoModel if is_masked_lm(hf_config) else AutoModelForCausalLM
+    return AutoModelForSequenceClassification if is_classifier else without_head(hf_config)
 
 
 def load_encoder(path: Path, hf_config: Any, *, is_classifier: bool) -> Any:

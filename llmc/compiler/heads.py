@@ -36,13 +36,13 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
 
     Raises CheckpointError for a classifier of another form; else what transformers raises.
     """
-    from transformers import AutoModel, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     maker: Any = _generator(config)
     if head.kind == "score":
         maker = AutoModelForSequenceClassification
-    elif head.encoder and is_masked_lm(config):
-        maker = AutoModel
+    elif head.encoder:
+        maker = without_head(config)
     module: nn.Module = maker.from_config(config, **options)
     if head.kind == "score" and head.encoder and not _has_score(module):
         _classify_tokens(module)
@@ -65,13 +65,33 @@ def _has_score(module: Any) -> bool:
 
 
 def is_masked_lm(config: Any) -> bool:
-    """Whether transformers knows the model as one that sees later tokens, and not as a decoder."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
+    """Whether transformers knows the model as one that fills in words, and not as a decoder."""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    is_listed = type(config) in MODEL_FOR_MASKED_LM_MAPPING
+    return is_listed and not getattr(config, "is_decoder", False)
+
+
+def has_no_head(config: Any) -> bool:
+    """Whether transformers has the model, and knows no class of it that writes text."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_MAPPING,
+    )
 
     kind = type(config)
-    if kind in MODEL_FOR_MASKED_LM_MAPPING:
-        return not getattr(config, "is_decoder", False)
-    return kind in MODEL_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    writes = kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    has_words = getattr(config.get_text_config(), "vocab_size", None) is not None
+    return kind in MODEL_MAPPING and has_words and not writes
+
+
+def without_head(config: Any) -> Any:
+    """transformers' maker of an encoder's model: of a decoder that was made one, the decoder's."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel
+
+    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not is_masked_lm(config)
+    return _generator(config) if is_decoder else AutoModel
 
 
 def first_position(config: Any) -> int:

@@ -151,11 +151,14 @@ def model_context(hf_config: Any) -> int:
 def is_encoder(hf_config: Any) -> bool:
     """Whether tokens see those after them: a model that fills in words, or a decoder that was made
     one for its vectors, as its config says."""
-    from llmc.compiler.heads import is_masked_lm
+    from llmc.compiler.heads import has_no_head, is_masked_lm
 
-    text = _text_part(hf_config)
-    both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
-    return both_ways or getattr(text, "is_causal", True) is False or is_masked_lm(hf_config)
+    if is_masked_lm(hf_config):
+        return True
+    if _text_part(hf_config) is not hf_config:  # a part of a model that reads images
+        return has_no_head(hf_config)
+    both_ways = getattr(hf_config, "use_bidirectional_attention", None) in (True, "all")
+    return both_ways or getattr(hf_config, "is_causal", True) is False or has_no_head(hf_config)
 
 
 def classifier_pooling(hf_config: Any) -> str:

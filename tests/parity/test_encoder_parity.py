@@ -13,10 +13,12 @@ from safetensors.torch import save_file
 from tiny_models import make_config
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
+from transformers.models.auto import modeling_auto as auto
 
 from llmc import LLM
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, CompileError, ConfigError, InvalidRequestError
+from llmc.startup.config_facts import is_encoder
 from llmc.startup.start import start_engine
 
 VOCAB = 200
@@ -255,3 +257,24 @@ def test_what_is_refused(tmp_path: Path) -> None:
     save(config, tmp_path / "fnet")
     with pytest.raises((CompileError, CheckpointError), match="mixes the tokens of requests"):
         start_engine(EngineConfig(model=str(tmp_path / "fnet"), **OPTIONS))
+
+
+def test_no_model_that_writes_text_is_taken_for_an_encoder() -> None:
+    """Those that read images are in none of transformers' lists of causal language models."""
+    masked = set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    writes = {
+        **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }
+    seen = 0
+    for name in set(writes) - masked:
+        try:
+            config = tf.AutoConfig.for_model(name)
+        except Exception:  # transformers' own default config can't be made
+            continue
+        seen += 1
+        assert not is_encoder(config), name
+    assert seen > 150
+    for name in ("bert", "deberta-v2", "nomic_bert", "embedding_gemma2"):
+        assert is_encoder(tf.AutoConfig.for_model(name)), name
+    assert not is_encoder(tf.AutoConfig.for_model("bert", is_decoder=True))
