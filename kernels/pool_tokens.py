@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
-from llmc.kernels.registry import op
+from llmc.kernels.registry import Case, op
 
 
 @op(shape="hidden")
@@ -14,3 +17,8 @@ def pool_tokens(hidden: Tensor) -> Tensor:
     passes/pool.py puts the pooling in its place; the marker alone is pooling by the last token.
     """
     return hidden.clone()
+
+
+@pool_tokens.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    yield (torch.arange(30).reshape(1, 5, 6).to(device, dtype),)

@@ -100,7 +100,7 @@ def scripted_info(**changes: Any) -> ModelInfo:
         pool_tokens=64 * 16,
         blocks_per_request=16,
         weight_bytes=0,
-        kv_bytes_per_token=0,
+        kv_bytes_per_token=64,
         state_bytes_per_request=0,
         is_default=False,
         opt_level=0,

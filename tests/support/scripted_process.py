@@ -52,7 +52,7 @@ def model_info() -> ModelInfo:
         pool_tokens=NUM_BLOCKS * BLOCK_SIZE,
         blocks_per_request=NUM_BLOCKS,
         weight_bytes=0,
-        kv_bytes_per_token=0,
+        kv_bytes_per_token=64,
         state_bytes_per_request=0,
         is_default=False,
         opt_level=0,
