@@ -13,7 +13,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("dtype", op_cases.DTYPES)
 def test_equals_the_reference(dtype: torch.dtype) -> None:
-    for case in op_cases.cases("encoder_attention", dtype):
+    bands = make_case([600, 300], 2, 2, 16, 16, CPU, dtype, window=65)  # of 256 queries
+    for case in (*op_cases.cases("encoder_attention", dtype), bands):
         impl = encoder_attention.best(case)
         assert impl is not None and impl.name == "torch"
         got, want = impl.op()(*case), encoder_attention.reference(*case)
