@@ -21,13 +21,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from llmc.check.architecture import make_config, shrunken_configs
-from llmc.check.encoder import check_encoder
+from llmc.check.encoder import LIMIT, check_encoder
 from llmc.compiler.heads import is_masked_lm
 from llmc.config import EngineConfig
 from llmc.errors import CompileError
 from llmc.pooling import Head
-
-_LIMIT = 1e-3  # relative
 
 
 def measure(model_type: str, *, is_classifier: bool) -> str:
@@ -46,7 +44,7 @@ def measure(model_type: str, *, is_classifier: bool) -> str:
         except Exception as e:  # a row of the table, whatever it is
             reason = _in_words(e)
             continue
-        return "yes" if error <= _LIMIT else f"**differs** by {error:.0e}"
+        return "yes" if error <= LIMIT else f"**differs** by {error:.0e}"
     return f"no: {reason}"
 
 

@@ -29,6 +29,13 @@ def visible(query_pos: Tensor, key_pos: Tensor, window: int, chunk: int) -> Tens
     return mask
 
 
+def within(query_pos: Tensor, key_pos: Tensor, window: int) -> Tensor:
+    """Which keys each query of an encoder sees: [Q], [K] -> bool [Q, K]: those less than `window`
+    places away, before it and after it; 0: all."""
+    distance = (query_pos[:, None] - key_pos[None, :]).abs()
+    return distance < window if window > 0 else torch.ones_like(distance, dtype=torch.bool)
+
+
 def first_visible(position: int, window: int, chunk: int) -> int:
     """The first key that queries from `position` on see."""
     first = max(position - window + 1, 0) if window > 0 else 0
@@ -115,7 +122,7 @@ def attention(
     chooses them, as in `paged_attention`; until `find_indexers` has seen it, as the model has it.
     """
     pos = torch.arange(query.shape[2], device=query.device)
-    later = None if causal else (pos[:, None] - pos).abs() < (window or len(pos))
+    later = None if causal else within(pos, pos, window)
     out = attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

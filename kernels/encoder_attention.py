@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from llmc.kernels.attention import attend
+from llmc.kernels.attention import attend, within
 from llmc.kernels.registry import Case, op
 from llmc.kernels.torch_impl import torch_impl
 
@@ -18,13 +18,6 @@ _BAND = 256
 
 def _shape(*, query: Tensor, value: Tensor, **others: object) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-
-
-def within(num_tokens: int, window: int, device: torch.device) -> Tensor:
-    """[T, T] bool: which keys each query of a text sees; a window of 0 shows all."""
-    places = torch.arange(num_tokens, device=device)
-    distance = (places[:, None] - places[None, :]).abs()
-    return distance < (window or num_tokens + 1)
 
 
 @op(shape=_shape)
@@ -60,7 +53,7 @@ def encoder_attention(
             0.0,
             None,
             None,
-            also=within(last - first, window, query.device),
+            also=within(places, places, window),
         )
     return out
 
@@ -83,8 +76,7 @@ def _by_text(
                 low, high = first, last
             seen = None
             if low > first or high < last or 0 < window < last - first:
-                rows = torch.arange(start, end)[:, None]
-                seen = (rows - torch.arange(low, high)[None, :]).abs() < window
+                seen = within(torch.arange(start, end), torch.arange(low, high), window)
             found = scaled_dot_product_attention(
                 q[:, :, start:end],
                 k[:, :, low:high],

@@ -24,7 +24,7 @@ from llmc.llm import LLM
 from llmc.startup.architecture_certificate import ArchitectureCertificate
 
 _LENGTHS = (5, 1, 37, 20, 90)
-_LIMIT = 1e-3  # relative, in float32
+LIMIT = 1e-3  # relative, in float32
 _FIRST_ID = 5  # ids below are often those of padding, which some models number otherwise
 
 
@@ -63,7 +63,7 @@ def check_encoder(config: EngineConfig, hf_config: Any, *, is_classifier: bool) 
 
 
 def describe(error: float, notes: tuple[str, ...]) -> ArchitectureCertificate:
-    is_right = error <= _LIMIT
+    is_right = error <= LIMIT
     return ArchitectureCertificate(
         status="certified" if is_right else "different",
         reason="" if is_right else f"its vectors differ by {error:.1e}",

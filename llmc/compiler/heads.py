@@ -44,7 +44,7 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
     elif head.encoder:
         maker = without_head(config)
     module: nn.Module = maker.from_config(config, **options)
-    if head.kind == "score" and head.encoder and not _has_score(module):
+    if _reads_tokens(module, head):
         _classify_tokens(module)
     elif head.kind == "score" and not _has_score(module):
         raise CheckpointError(
@@ -62,6 +62,11 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
 def _has_score(module: Any) -> bool:
     """Whether it is a decoder's classifier: a linear over each token's hidden state."""
     return isinstance(getattr(module, "score", None), nn.Linear)
+
+
+def _reads_tokens(module: Any, head: Head) -> bool:
+    """Whether it is an encoder's classifier, with a head of its own."""
+    return head.kind == "score" and head.encoder and not _has_score(module)
 
 
 def is_masked_lm(config: Any) -> bool:
@@ -207,7 +212,7 @@ class HeadOutput(nn.Module):
         self.model = model
         self.head = head
         inner: Any = model if head.kind == "lm" else model.base_model
-        self.classifies = head.encoder and head.kind == "score" and not _has_score(model)
+        self.classifies = _reads_tokens(model, head)
         self.inner = model if self.classifies else inner
         parameters = inspect.signature(self.inner.forward).parameters
         self.takes_positions = "position_ids" in parameters

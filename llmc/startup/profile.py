@@ -99,11 +99,8 @@ def _measured(
         start = time.perf_counter()
         probe.execute(plan)
         prefill_seconds = time.perf_counter() - start
-    if not program.from_cache:
-        pooling = model.source.pooling
-        in_pieces = pooling is None or not pooling.head.encoder
-        if not program.one_text:
-            verify_packing(probe, program.dtype, in_pieces=in_pieces)
+    if not program.from_cache and not program.one_text:
+        verify_packing(probe, program.dtype, in_pieces=not model.source.facts.is_encoder)
     return _profile(model, graph, activations + graph_bytes, prefill_seconds / probed)
 
 

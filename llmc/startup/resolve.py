@@ -150,13 +150,8 @@ def resolve(
             facts_cache.save(files, config, facts, load_hf_config())
     _check_model_len(config, facts)
     pooling = find_pooling(config, files, facts)
-    if facts.is_encoder:  # all of a text is computed in one step
-        own = pooling.max_tokens if pooling is not None else None
-        longest = config.max_model_len or min(facts.context, own or facts.context)
-        most = max(config.max_num_batched_tokens, longest)
-        config = replace(config, max_num_batched_tokens=most)
     dtype = pick_dtype(config.dtype, facts.dtype or _dtype_of_integers(config, stored, device))
-    return ModelSource(
+    source = ModelSource(
         config=config,
         files=files,
         facts=facts,
@@ -169,6 +164,10 @@ def resolve(
             functools.partial(_open_tensors, files, stored, dtype, pooling)
         ),
     )
+    if facts.is_encoder:  # all of a text is computed in one step
+        most = max(config.max_num_batched_tokens, source.model_len)
+        source = replace(source, config=replace(config, max_num_batched_tokens=most))
+    return source
 
 
 def _open_tensors(

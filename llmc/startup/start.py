@@ -276,11 +276,8 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
 
 def _speculation_config(config: EngineConfig, model: LoadedModel) -> SpeculativeConfig | None:
     """None, and a line in the log, for a model whose state can't go back."""
-    pooling = model.source.pooling
-    if pooling is not None and (pooling.head.encoder or pooling.method != "last"):
+    if why := _reads_all_of_a_text(model):
         if config.enable_prefix_caching:
-            why = "an encoder's tokens see later ones" if pooling.head.encoder else ""
-            why = why or f"{pooling.method} pooling reads every token"
             log.info("prefix caching is off: %s", why)
         return None
     if model.state_bytes and config.speculative_config is not None:
@@ -292,10 +289,18 @@ def _speculation_config(config: EngineConfig, model: LoadedModel) -> Speculative
     return config.speculative_config
 
 
-def _caches_prefixes(model: LoadedModel) -> bool:
+def _reads_all_of_a_text(model: LoadedModel) -> str:
+    """Why nothing of a text can be used for another that begins alike; "": it can."""
     pooling = model.source.pooling
-    is_causal = pooling is None or (pooling.method == "last" and not pooling.head.encoder)
-    return model.source.config.enable_prefix_caching and is_causal
+    if model.source.facts.is_encoder:
+        return "an encoder's tokens see later ones"
+    if pooling is not None and pooling.method != "last":
+        return f"{pooling.method} pooling reads every token"
+    return ""
+
+
+def _caches_prefixes(model: LoadedModel) -> bool:
+    return model.source.config.enable_prefix_caching and not _reads_all_of_a_text(model)
 
 
 def _cache_details(model: LoadedModel, pool: PoolSize, bound: BoundModel) -> list[str]:
@@ -328,8 +333,7 @@ def _make_engine(
     from llmc.runner.row_states import RowStates
 
     config, program = model.source.config, model.program
-    pooling = model.source.pooling
-    is_encoder = pooling is not None and pooling.head.encoder
+    is_encoder = model.source.facts.is_encoder
     has_states = bool(model.state_bytes) or is_encoder  # no block of a prompt is all of its past
     # A checkpoint may name an end token beyond its logits; it can't be drawn, and must not become
     # an index anywhere.
