@@ -18,7 +18,7 @@ from llmc.engine.core import EngineCore
 from llmc.engine.kv import snapshots
 from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
 from llmc.engine.kv.swap import SwapCost, SwapRoom
-from llmc.engine.messages import AddRequest
+from llmc.engine.messages import AddRequest, EngineStats
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.spec_decode.draft_model import DraftModelSpeculation
 from llmc.engine.spec_decode.speculation import Speculation
@@ -283,6 +283,17 @@ class Trace:
         assert set(self.runner.rows) <= released, "a row leaked in the runner"
 
 
+def verified(trace: Trace) -> EngineStats:
+    """What a trace counted, once it ended as it should; an error says which trace it was."""
+    try:
+        stats = trace.run().stats()
+        trace.verify()
+    except Exception as error:
+        error.add_note(f"trace: {trace.seed=} {trace.depth=} {trace.faults=}")
+        raise
+    return stats
+
+
 @pytest.mark.parametrize("faults", ["none", "random", "poison"])
 @pytest.mark.parametrize("depth", [1, 2, 3], ids=["sync", "async2", "async3"])
 @pytest.mark.parametrize("batch", range(2))
@@ -295,12 +306,7 @@ def test_every_request_ends_as_it_does_alone(
         # not hash(): that of a string differs from run to run
         seed = ((batch * 10 + depth) * 10 + len(faults)) * NUM_TRACES + index
         trace = Trace(seed=seed, depth=depth, faults=faults)
-        try:
-            stats = trace.run().stats()
-            trace.verify()
-        except Exception as error:
-            error.add_note(f"trace: {trace.seed=} {depth=} {faults=}")
-            raise
+        stats = verified(trace)
         totals["preempted"] += stats.num_preemptions
         totals["cache hits"] += stats.prefix_cache_hits
         totals["swaps"] += stats.num_swaps
@@ -359,12 +365,7 @@ def test_requests_with_recurrent_states_end_as_they_do_alone(
         monkeypatch.setattr(snapshots, "LEAST_BLOCKS", index % 3)
         seed = (depth * 10 + len(faults)) * NUM_TRACES + index
         trace = Trace(seed=seed, depth=depth, faults=faults, has_states=True)
-        try:
-            stats = trace.run().stats()
-            trace.verify()
-        except Exception as error:
-            error.add_note(f"trace: {trace.seed=} {depth=} {faults=}")
-            raise
+        stats = verified(trace)
         totals["preempted"] += stats.num_preemptions
         totals["cache hits"] += stats.prefix_cache_hits
         totals["loaded"] += trace.runner.num_loaded
