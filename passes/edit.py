@@ -116,6 +116,19 @@ def update_val(node: fx.Node) -> None:
     node.meta["val"] = _work_out(node)
 
 
+def update_below(node: fx.Node) -> None:
+    """The same for all that is computed from `node`, as far as shapes do change."""
+    stale = {node}
+    at = node.next
+    while at.op != "root":
+        if at.op == "call_function" and stale.intersection(at.all_input_nodes):
+            before = _likeness(at.meta.get("val"))
+            update_val(at)
+            if _likeness(at.meta["val"]) != before:
+                stale.add(at)
+        at = at.next
+
+
 def val(node: Any) -> Tensor:
     """The fake tensor that stands for a node's value."""
     tensor: Tensor = node.meta["val"]

@@ -28,12 +28,16 @@ def evaluate(
     tokens: int,
     given: Mapping[fx.Node, Any],
     seed: int = 0,
+    *,
+    exact: bool = False,
 ) -> Tensor:
     """`target` for one sequence of `tokens` random tokens (by `seed`), on the CPU.
 
     `given` holds values of nodes that are not computed: tensors, or functions that are handed the
-    way to compute another node. Raises Unknown where a weight or a state would be needed.
+    way to compute another node. `exact`: in float64, whatever the graph's dtypes of floats. Raises
+    Unknown where a weight or a state would be needed.
     """
+    prepared = _on_cpu_exactly if exact else _on_cpu
     env: dict[fx.Node, Any] = {}
 
     def value(node: Any) -> Any:
@@ -45,11 +49,11 @@ def evaluate(
 
     def compute(node: fx.Node) -> Any:
         if node.op == "placeholder":
-            return _input(node, tokens, seed)
+            return prepared(_input(node, tokens, seed))
         if node.target is aten.sym_size.int and not isinstance(value(node.args[0]), Tensor):
             raise Unknown(f"{node.name} is the size of no tensor")
-        args = fx.node.map_aggregate(fx.node.map_arg(node.args, value), _on_cpu)
-        kwargs = fx.node.map_aggregate(fx.node.map_arg(node.kwargs, value), _on_cpu)
+        args = fx.node.map_aggregate(fx.node.map_arg(node.args, value), prepared)
+        kwargs = fx.node.map_aggregate(fx.node.map_arg(node.kwargs, value), prepared)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     with torch.no_grad():
@@ -76,3 +80,11 @@ def _input(node: fx.Node, tokens: int, seed: int) -> Any:
 
 def _on_cpu(arg: Any) -> Any:
     return _CPU if isinstance(arg, torch.device) else arg
+
+
+def _on_cpu_exactly(arg: Any) -> Any:
+    if isinstance(arg, torch.dtype) and arg.is_floating_point:
+        return torch.float64
+    if isinstance(arg, Tensor) and arg.is_floating_point():
+        return arg.double()
+    return _on_cpu(arg)

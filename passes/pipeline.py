@@ -15,6 +15,7 @@ from llmc.passes.canonicalize import canonicalize
 from llmc.passes.find_attention import find_attention
 from llmc.passes.find_convolutions import find_convolutions
 from llmc.passes.find_indexers import find_indexers
+from llmc.passes.find_linear_attention import find_linear_attention
 from llmc.passes.find_positions import find_positions
 from llmc.passes.find_shifts import find_shifts
 from llmc.passes.fuse_act_mul import fuse_act_mul
@@ -85,8 +86,9 @@ def pipeline(
         ),
         find_convolutions(),
         find_shifts(),
+        find_linear_attention(),
         *_sums(options.pooling),
-        slot_state(),  # after find_convolutions and find_shifts: they have a state too
+        slot_state(),  # after those three: what they find has a state too
         find_positions(  # after those: what numbers keys for a mask is gone
             max_positions=options.max_positions
         ),

@@ -18,7 +18,6 @@ from llmc.passes.inputs import ConstantInput
 
 _SIZES = (2, 3, 8, 64, 150, 1000, 5000, 40000, 300000)
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
-_MOST = 2  # captures more, at most: the smallest and the largest size that differ
 
 
 def sizes_in_doubt(graph: fx.Graph, config: Any) -> tuple[int, ...]:
@@ -33,17 +32,21 @@ def sizes_in_doubt(graph: fx.Graph, config: Any) -> tuple[int, ...]:
     )
     mode = detect_fake_mode([n.meta.get("val") for n in graph.nodes])
     guards = [guard.expr for guard in mode.shape_env.guards] if mode and mode.shape_env else []
-    broken = [
+    return tuple(
         size
         for size in _SIZES
         if size <= context and any(_is_broken(expr, size) for expr in guards)
-    ]
-    return tuple(dict.fromkeys((*broken[:1], *broken[-1:])))[:_MOST]
+    )
 
 
 def _is_broken(expr: Any, size: int) -> bool:
     """With `size` for every symbol: only the number of tokens is symbolic. `expr` is sympy's."""
     return bool(expr.subs(dict.fromkeys(expr.free_symbols, size)) == False)  # noqa: E712
+
+
+def same_code(one: fx.Graph, other: fx.Graph, tokens: int) -> bool:
+    """Whether two graphs compute the same for so many tokens, as far as their calls tell."""
+    return text_of(one, tokens) == text_of(other, tokens)
 
 
 def text_of(graph: fx.Graph, tokens: int) -> Sequence[str]:

@@ -50,7 +50,7 @@ class BuiltModel:
     config: Any  # the module's own, with llmc's settings
     source_config: Any  # what it was built from
     dtype: torch.dtype
-    buffers: dict[str, Tensor]  # name -> value, for buffers that no checkpoint holds
+    buffers: dict[str, Tensor]  # name -> value, for buffers that are not read from checkpoints
     context: int | None  # tokens of the longest text, where a table depends on it
     head: Head = LM
 
@@ -88,7 +88,7 @@ def build(
     interface.choose_all_keys(module)
     use_sorted_experts(module)
     use_expert_loops(module)
-    buffers = materialize_buffers(module)
+    buffers = materialize_buffers(module) | computed_tables(module)
     text = getattr(config, "get_text_config", lambda: config)()
     context = context or getattr(text, "max_position_embeddings", None) or 0
     has_tables = use_tables(module, buffers, context)
@@ -160,6 +160,41 @@ def materialize_buffers(module: nn.Module) -> dict[str, Tensor]:
         # a plain tensor: Dynamo can't follow code that assigns to an nn.Buffer
         owner._buffers[name.rpartition(".")[2]] = buffer.detach()
     return values
+
+
+def computed_tables(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers of the state_dict whose values follow from the config: tables, of decays, say.
+
+    What the model's own initializer computes without drawing random numbers, unless it is one
+    number throughout (then it is only what training begins with). In float32: tables are stored
+    rounded. Checkpoints may hold them too (`weights/load.py` compares).
+    """
+    owners = dict(module.named_modules(remove_duplicate=False))
+    state = module.state_dict()
+    found: dict[str, Tensor] = {}
+    by_owner: dict[str, list[str]] = {}
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if name in state and buffer.is_floating_point():
+            by_owner.setdefault(name.rpartition(".")[0], []).append(name)
+    for prefix, names in by_owner.items():
+        owner = owners[prefix]
+        old = {name: owner._buffers[name.rpartition(".")[2]] for name in names}
+        for name in names:
+            owner._buffers[name.rpartition(".")[2]] = _unset_like(state[name].float())
+        random = torch.get_rng_state()
+        with torch.no_grad():
+            _initialize(owners, prefix)
+        if torch.equal(random, torch.get_rng_state()):
+            values = {name: module.get_buffer(name) for name in names}
+            found |= {name: v for name, v in values.items() if _is_table(v)}
+        torch.set_rng_state(random)
+        for name, buffer in old.items():
+            owner._buffers[name.rpartition(".")[2]] = None if buffer is None else buffer.detach()
+    return found
+
+
+def _is_table(value: Tensor) -> bool:
+    return not is_unset(value) and bool((value != value.flatten()[:1]).any())
 
 
 def _initialize(modules: dict[str, nn.Module], prefix: str) -> None:

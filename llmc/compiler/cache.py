@@ -63,6 +63,7 @@ class ProgramCache:
                     shapes={k: tuple(v) for k, v in parameters["shapes"].items()},
                     aliases={k: tuple(v) for k, v in parameters["aliases"].items()},
                     is_plain=bool(parameters["is_plain"]),
+                    tables={k: float(v) for k, v in parameters["tables"].items()},
                 ),
                 vocab_size=int(data["vocab_size"]),
                 dtype=getattr(torch, data["dtype"]),

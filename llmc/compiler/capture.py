@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-from llmc.compiler.branches import sizes_in_doubt, text_of
+from llmc.compiler.branches import same_code, sizes_in_doubt
 from llmc.compiler.build import BuiltModel, is_unset
 from llmc.compiler.functional import make_functional
 from llmc.compiler.heads import HeadOutput
@@ -28,7 +28,8 @@ from llmc.compiler.program import CapturedModel
 from llmc.compiler.recurrent import replaced_functions
 from llmc.compiler.traceable import lists_to_slices, traceable_torch
 from llmc.errors import CompileError
-from llmc.passes.base import remove_dead_code
+from llmc.passes.base import remove_dead_code, run_passes
+from llmc.passes.find_linear_attention import find_linear_attention, same_decays
 from llmc.passes.inputs import (
     CacheInput,
     ConstantInput,
@@ -65,14 +66,36 @@ _EXAMPLE_TOKENS = 19  # unlike any size in a model, so that nothing is equal to 
 def capture(built: BuiltModel, device: torch.device) -> CapturedModel:
     """Raise CompileError where the model's code can't be captured in one graph."""
     captured = _capture(built, device, _EXAMPLE_TOKENS)
-    for tokens in sizes_in_doubt(captured.graph.graph, built.config):
-        other = _capture(built, device, tokens)
-        if text_of(other.graph.graph, tokens) != text_of(captured.graph.graph, tokens):
-            raise CompileError(
-                f"{type(built.module).__name__} computes {tokens} tokens in another way than "
-                f"{_EXAMPLE_TOKENS}: its code asks for their number, so no one graph serves all"
-            )
+    doubts = sizes_in_doubt(captured.graph.graph, built.config)
+    if doubts and _is_alike(captured, built, device, doubts[0]):
+        _is_alike(captured, built, device, doubts[-1])
+    elif longer := [n for n in doubts if n > _EXAMPLE_TOKENS]:
+        # a loop is written out as often as it runs, so the longest would take long to capture
+        _is_alike(captured, built, device, longer[0])
     return captured
+
+
+def _is_alike(
+    captured: CapturedModel, built: BuiltModel, device: torch.device, tokens: int
+) -> bool:
+    """Whether the model's code for so many tokens is what was captured, or only computes the same
+    in loops over blocks of tokens. Raises CompileError where it does not."""
+    one, other = captured.graph, _capture(built, device, tokens).graph
+    if same_code(one.graph, other.graph, tokens):
+        return True
+    found, loops = run_passes(one, (find_linear_attention(),))
+    others, other_loops = run_passes(other, (find_linear_attention(),))
+    is_found = bool(loops[0].added) and bool(other_loops[0].added)
+    if (
+        is_found
+        and same_code(found.graph, others.graph, tokens)
+        and same_decays(found.graph, others.graph)
+    ):
+        return False
+    raise CompileError(
+        f"{type(built.module).__name__} computes {tokens} tokens in another way than "
+        f"{_EXAMPLE_TOKENS}: its code asks for their number, so no one graph serves all"
+    )
 
 
 def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedModel:
@@ -84,6 +107,7 @@ def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedMo
         (n for n in aten.graph.nodes if n.op == "placeholder"), roles, strict=True
     ):
         node.meta["input"] = role
+    _round_tables(aten.graph)
     _flatten_inputs(aten.graph)
     _constants_to_inputs(aten)
     _single_output(aten.graph)
@@ -100,7 +124,7 @@ def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedMo
     logits: Any = aten.graph.output_node().args[0]
     return CapturedModel(
         graph=aten,
-        parameters=describe_parameters(built.module),
+        parameters=describe_parameters(built.module, built.buffers),
         vocab_size=_vocab_size(built, logits),
         dtype=built.dtype,
         device=device,
@@ -263,6 +287,19 @@ def _flatten_inputs(graph: fx.Graph) -> None:
         for node in sizes:
             node.replace_all_uses_with(size)
             graph.erase_node(node)
+
+
+def _round_tables(graph: fx.Graph) -> None:
+    """Constants that are known better than in the dtype that the model's code sees are cast to it,
+    in the graph: what is measured of them is measured before."""
+    for node in [n for n in graph.nodes if n.op == "placeholder"]:
+        role, value = node.meta["input"], node.meta["val"]
+        if isinstance(role, ConstantInput) and role.tensor.dtype != value.dtype:
+            with graph.inserting_after(node):
+                cast = graph.call_function(torch.ops.aten.to.dtype, (node, value.dtype))
+            cast.meta["val"] = value
+            node.replace_all_uses_with(cast, delete_user_cb=lambda u, c=cast: u is not c)
+            node.meta["val"] = value.new_empty(value.shape, dtype=role.tensor.dtype)
 
 
 def _constants_to_inputs(gm: fx.GraphModule) -> None:

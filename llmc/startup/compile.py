@@ -34,7 +34,7 @@ from llmc.runner import kv_cache
 from llmc.startup.pooling import head_of
 from llmc.startup.resolve import ModelSource
 from llmc.weights.checkpoint import Readable
-from llmc.weights.load import DummyWeights, WeightSource
+from llmc.weights.load import DummyWeights, WeightSource, check_tables
 from llmc.weights.quantized.kept_quantized import (
     KeptWeights,
     kept_parameters,
@@ -249,6 +249,7 @@ def load_model(model: CompiledModel, rank: int = 0) -> LoadedModel:
     else:
         tensors = source.open_tensors()
         opened = plain = open_weights(program, tensors, make_module)
+        check_tables(plain, program.parameters.tables)
         if source.stored is not None and source.config.quantization is None:
             roles = (role for _, role in program.weight_inputs())
             kept = {p for r in roles if r.quantized and r.quantized.kept for p in r.parts}

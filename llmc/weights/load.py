@@ -18,7 +18,7 @@ from llmc.passes.inputs import Shard, WeightInput
 from llmc.weights.assignment import Assignment
 from llmc.weights.checkpoint import Readable, SomeOf, staging
 from llmc.weights.gguf.tensors import GgufTensor
-from llmc.weights.parameters import Parameters
+from llmc.weights.parameters import Parameters, mean_of
 from llmc.weights.quantized.kept_quantized import blocks_of
 from llmc.weights.quantized.quantized_tensor import QuantizedTensor
 
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 # Drawing is slower than loading. A prime, so that of a weight that repeats no two rows are equal.
 _MOST_DRAWN = 262_139
+_ROUNDED = 2**-7  # how far a table in bfloat16 may be off
 
 
 class WeightSource(Protocol):
@@ -79,6 +80,21 @@ def _repeat(drawn: Tensor, flat: Tensor) -> None:
     flat[: times * len(drawn)].view(times, len(drawn))[1:].copy_(drawn)
     rest = flat[times * len(drawn) :]
     rest.copy_(drawn[: len(rest)])
+
+
+def check_tables(
+    source: DirectWeights | CheckpointWeights, tables: Mapping[str, float]
+) -> None:
+    """Raise CheckpointError where the checkpoint holds a table (`parameters.py`) that is not the one
+    computed from its config: it would not be read."""
+    for name, mean in tables.items():
+        for stored in source.stored(name):
+            found = mean_of(stored.read())
+            if not abs(found - mean) <= _ROUNDED * abs(mean):
+                raise CheckpointError(
+                    f"the checkpoint's {name} (mean {found:.6g}) is not what its config.json gives "
+                    f"({mean:.6g}), which llmc uses: set the config.json that it was trained with"
+                )
 
 
 class DirectWeights:

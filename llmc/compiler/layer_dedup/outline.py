@@ -77,7 +77,7 @@ def _outline(
     repeat_blocks(graph, path, [c.trace for c in calls[:first]], models, names.rename)
     graph.lint()
     captured.graph.recompile()
-    return replace(captured, parameters=describe_parameters(built.module)), first
+    return replace(captured, parameters=describe_parameters(built.module, built.buffers)), first
 
 
 @contextmanager
