@@ -113,6 +113,7 @@ def attention(
     chosen: Tensor | None = None,
     sparse_block_size: int = 1,
     causal: bool = True,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] -> [1, T, H, Dv].
 
@@ -120,7 +121,11 @@ def attention(
     see those after them too, within the window on both sides (`encoder_attention`). chosen
     [T, G, N], with `sparse_block_size`: the keys that each token attends to, where the model
     chooses them, as in `paged_attention`; until `find_indexers` has seen it, as the model has it.
+    bias [0, H, T, T]: what the model made of a mask marker, which has no numbers yet;
+    `find_key_biases` puts others in its place.
     """
+    if bias is not None:
+        raise ValueError("a mask that the model changed has no numbers before find_key_biases")
     pos = torch.arange(query.shape[2], device=query.device)
     later = None if causal else within(pos, pos, window)
     out = attend(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from llmc.passes.edit import aten
-from llmc.passes.inputs import ConstantInput, StepInput, WeightInput, input_of
+from llmc.passes.inputs import ConstantInput, StepInput, WeightInput, input_of, token_input
 
 _CPU = torch.device("cpu")
 
@@ -61,6 +61,13 @@ def evaluate(
     if not isinstance(result, Tensor):
         raise Unknown(f"{target} is no tensor")
     return result
+
+
+def token_counts(graph: fx.Graph, tokens: int) -> dict[fx.Node, Any]:
+    """To be given: every size in the graph that is the number of tokens."""
+    count = str(token_input(graph).meta["val"].shape[0])
+    sizes = [n for n in graph.nodes if n.target is aten.sym_size.int]
+    return dict.fromkeys((n for n in sizes if str(n.meta["val"]) == count), tokens)
 
 
 def _given(value: Any, compute: Any) -> Any:

@@ -30,7 +30,7 @@ from llmc.passes.edit import (
     through,
     val,
 )
-from llmc.passes.evaluate import Unknown, evaluate
+from llmc.passes.evaluate import Unknown, evaluate, token_counts
 from llmc.passes.inputs import CacheInput, add_input, input_of, step_input, token_input
 
 _CASTS = (aten.to.dtype, aten._to_copy.default)
@@ -89,7 +89,7 @@ def find_indexers(gm: fx.GraphModule, *, max_positions: int, block_size: int) ->
             continue
         if chosen not in found:
             topk = _topk(chosen) if size == 1 else _topk_of_blocks(chosen)
-            budget = size * _budget(graph, topk)
+            budget = size * budget_of(graph, topk)
             if budget >= max_positions:
                 found[chosen] = None
                 notes.append(f"{topk.name} chooses all of {max_positions} tokens")
@@ -99,7 +99,7 @@ def find_indexers(gm: fx.GraphModule, *, max_positions: int, block_size: int) ->
                 found[chosen] = _replace_blocks(graph, chosen, budget // size, size, block_size)
         ours = found[chosen]
         if ours is not None:
-            _check_plain(marker, ours)
+            check_plain(marker, ours)
         set_arguments(marker, chosen=ours, sparse_block_size=1 if ours is None else size)
     return notes
 
@@ -144,28 +144,24 @@ def _takes_best_keys(topk: fx.Node) -> bool:
     given = arguments(topk)
     dims = val(given.self).dim()
     is_last = given.dim in (-1, dims - 1)
-    return bool(given.largest and is_last and dims == 3 and _is_over_keys(given.self))
+    return bool(given.largest and is_last and dims == 3 and is_over_keys(given.self))
 
 
-def _is_over_keys(node: fx.Node) -> bool:
+def is_over_keys(node: fx.Node) -> bool:
     """Whether its last dimension, and one before it, are the tokens."""
     shape = [str(s) for s in val(node).shape]
-    return shape[-1] == str(_num_tokens(node)) and shape[-1] in shape[:-1]
-
-
-def _counts_tokens(node: fx.Node) -> bool:
-    return str(node.meta.get("val")) == str(_num_tokens(node))
+    return shape[-1] == str(num_tokens(node)) and shape[-1] in shape[:-1]
 
 
 def _token_dim(node: fx.Node) -> int:
-    return [str(s) for s in val(node).shape].index(str(_num_tokens(node)))
+    return [str(s) for s in val(node).shape].index(str(num_tokens(node)))
 
 
-def _num_tokens(node: fx.Node) -> Any:
+def num_tokens(node: fx.Node) -> Any:
     return val(token_input(node.graph)).shape[0]
 
 
-def _budget(graph: fx.Graph, topk: fx.Node) -> int:
+def budget_of(graph: fx.Graph, topk: fx.Node) -> int:
     """How many keys it chooses of a long text; min(budget, T) in the graph."""
     k = arguments(topk).k
     if isinstance(k, int):
@@ -185,7 +181,8 @@ def _budget(graph: fx.Graph, topk: fx.Node) -> int:
     return int(value(k))
 
 
-def _check_plain(marker: fx.Node, chosen: fx.Node) -> None:
+def check_plain(marker: fx.Node, chosen: fx.Node) -> None:
+    """Raise CompileError where paged attention knows no choice of keys for such a call."""
     given = arguments(marker)
     groups, kv_heads = val(chosen).shape[1], val(given.key).shape[1]
     if groups not in (1, kv_heads):
@@ -240,7 +237,7 @@ def _op_inputs(
     # as narrow as before the casts to float32 that models score in
     dtype = torch.promote_types(*(_source_dtype(n) for n in (query, key)))
     query, key = (_cast(graph, n, dtype) for n in (query, key))
-    caches = {"key_cache": _cache(graph, key, block_size)}
+    caches = {"key_cache": index_cache(graph, key, block_size)}
     return {"query": query, "key": key, **caches, **{n: step_input(graph, n) for n in names}}
 
 
@@ -266,7 +263,7 @@ def _replace_blocks(
 def _product(chosen: fx.Node) -> fx.Node:
     """The one product [..., T, T] that blocks are chosen by."""
     products, seen, stack = set[fx.Node](), set[fx.Node](), [chosen]
-    tokens = str(_num_tokens(chosen))
+    tokens = str(num_tokens(chosen))
     while stack:
         node = stack.pop()
         if is_call(node, *_PRODUCTS) and [str(s) for s in val(node).shape[-2:]] == [tokens] * 2:
@@ -290,11 +287,10 @@ def _recent_blocks(
         heads, dim = _heads(query), int(val(query).shape[3])
         q = torch.randn(tokens, heads, dim, generator=gen)
         k = torch.randn(tokens, dim, generator=gen)
-        sizes = [n for n in calls(graph, aten.sym_size.int) if _counts_tokens(n)]
         given: dict[fx.Node, Any] = {
             query: _shaped(q, query, tokens),
             key: _shaped(k, key, tokens),
-            **dict.fromkeys(sizes, tokens),
+            **token_counts(graph, tokens),
         }
         got = evaluate(graph, chosen, tokens, given)
         if got.shape[:3] != (1, heads, tokens):
@@ -337,7 +333,7 @@ def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     return node if val(node).dtype == dtype else emit(graph, aten.to.dtype, node, dtype)
 
 
-def _cache(graph: fx.Graph, key: fx.Node, block_size: int) -> fx.Node:
+def index_cache(graph: fx.Graph, key: fx.Node, block_size: int) -> fx.Node:
     """A placeholder for the cache of these keys: the next number."""
     roles = [input_of(n) for n in graph.nodes if n.op == "placeholder"]
     layer = 1 + max((role.layer for role in roles if isinstance(role, CacheInput)), default=-1)
@@ -355,25 +351,25 @@ def _find(scores: fx.Node) -> _Indexer:
         if node in seen or not isinstance(node.meta.get("val"), Tensor):
             continue
         seen.add(node)
-        if not _is_over_keys(node):
+        if not is_over_keys(node):
             others.append(node)
         elif (
             is_call(node, *_PRODUCTS)
-            and not _is_over_keys(arguments(node).self)
-            and (not _is_over_keys(_right(node)))
+            and not is_over_keys(arguments(node).self)
+            and (not is_over_keys(_right(node)))
         ):
             products.append(node)
         else:
             stack += node.all_input_nodes
     if len(products) != 1:
         raise Unknown(f"its scores come from {len(products)} products")
-    masks = {m for node in others for m in _markers(node)}
-    weights = [n for n in others if not _markers(n)]
+    masks = {m for node in others for m in mask_markers(node)}
+    weights = [n for n in others if not mask_markers(n)]
     if len(weights) != 1:
         raise Unknown(f"its scores are computed from {len(weights)} other tensors")
     [product] = products
     query, key = _factors(product)
-    tokens, heads = str(_num_tokens(scores)), _heads(query)
+    tokens, heads = str(num_tokens(scores)), _heads(query)
     sizes = [s for s in map(str, val(weights[0]).shape) if s != "1"]
     if sorted(sizes) != sorted([tokens, *([str(heads)] if heads > 1 else [])]):
         raise Unknown(f"its weights are {sizes}")
@@ -390,7 +386,7 @@ def _find(scores: fx.Node) -> _Indexer:
 def _factors(product: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Queries, four dimensions of 1, T, H and D, and keys [..., D, T], one for all heads."""
     query, key = arguments(product).self, _right(product)
-    tokens, shape = str(_num_tokens(product)), [str(s) for s in val(query).shape]
+    tokens, shape = str(num_tokens(product)), [str(s) for s in val(query).shape]
     if len(shape) != 4 or shape[0] != "1" or tokens not in shape[1:3]:
         raise Unknown(f"its queries are {shape}")
     dim, sizes = shape[3], [str(s) for s in val(key).shape]
@@ -408,7 +404,7 @@ def _right(product: fx.Node) -> Any:
     return given.mat2 if hasattr(given, "mat2") else given.other
 
 
-def _markers(node: fx.Node) -> list[fx.Node]:
+def mask_markers(node: fx.Node) -> list[fx.Node]:
     """The mask markers (llmc/compiler/interface.py) that a value is made from."""
     found, seen, stack = [], set(), [node]
     while stack:

@@ -8,6 +8,7 @@ matter then, so capture compares its graphs behind this pass too.
 
 from __future__ import annotations
 
+import operator
 from itertools import permutations
 
 import torch
@@ -16,10 +17,17 @@ from torch import Tensor, fx
 from llmc.kernels.selective_scan import selective_scan
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, is_call, replace, update_below, val
-from llmc.passes.evaluate import Unknown, evaluate
+from llmc.passes.evaluate import Unknown, evaluate, token_counts
 from llmc.passes.inputs import ConstantInput, add_constant, input_of, token_input
 
 _TOKENS = 2  # the dimension of tokens in [1, H, T, D]
+_VIEWS = (
+    operator.getitem,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.view.default,
+    aten.reshape.default,
+)
 _LEAST = 1e-30  # a response below this tells no decay
 _TOLERANCE = 1e-5  # of numbers that are computed in float64 from tables in float32
 
@@ -74,10 +82,10 @@ def _sequences(joined: fx.Node) -> list[fx.Node]:
     seen, stack = set(), [joined]
     while stack:
         node = stack.pop()
-        if node in seen:
+        if node in seen or not isinstance(node.meta.get("val"), Tensor):  # sizes are known
             continue
         seen.add(node)
-        source = _source_of_block(node)
+        source = _sequence(node)
         if source is None:
             stack += reversed(node.all_input_nodes)
         else:
@@ -85,14 +93,19 @@ def _sequences(joined: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def _source_of_block(node: fx.Node) -> fx.Node | None:
-    if not is_call(node, aten.slice.Tensor):
-        return None
-    given = arguments(node)
-    shape = [str(s) for s in val(given.self).shape]
-    is_block = len(shape) == 4 and given.dim in (_TOKENS, _TOKENS - 4) and given.step == 1
-    whole = is_block and shape[0] == "1" and shape[_TOKENS] == str(_num_tokens(node))
-    return given.self if whole else None
+def _sequence(node: fx.Node) -> fx.Node | None:
+    """What a block is cut from, or what is handed over whole: the only block may not be cut."""
+    if is_call(node, aten.slice.Tensor):
+        given = arguments(node)
+        is_cut = given.dim in (_TOKENS, _TOKENS - 4) and given.step == 1
+        return given.self if is_cut and _is_sequence(given.self) else None
+    is_whole = node.op == "placeholder" or is_call(node, *_VIEWS)
+    return node if is_whole and _is_sequence(node) else None
+
+
+def _is_sequence(node: fx.Node) -> bool:
+    shape = [str(s) for s in val(node).shape]
+    return len(shape) == 4 and shape[0] == "1" and shape[_TOKENS] == str(_num_tokens(node))
 
 
 def _num_tokens(node: fx.Node) -> torch.SymInt:
@@ -161,7 +174,8 @@ def _shape(node: fx.Node, tokens: int) -> list[int]:
 def _run(
     graph: fx.Graph, joined: fx.Node, nodes: tuple[fx.Node, ...], given: list[Tensor], tokens: int
 ) -> Tensor:
-    return evaluate(graph, joined, tokens, dict(zip(nodes, given, strict=True)), exact=True)
+    known = {**dict(zip(nodes, given, strict=True)), **token_counts(graph, tokens)}
+    return evaluate(graph, joined, tokens, known, exact=True)
 
 
 def _replace(

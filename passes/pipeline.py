@@ -15,6 +15,7 @@ from llmc.passes.canonicalize import canonicalize
 from llmc.passes.find_attention import find_attention
 from llmc.passes.find_convolutions import find_convolutions
 from llmc.passes.find_indexers import find_indexers
+from llmc.passes.find_key_biases import find_key_biases
 from llmc.passes.find_linear_attention import find_linear_attention
 from llmc.passes.find_positions import find_positions
 from llmc.passes.find_shifts import find_shifts
@@ -77,6 +78,7 @@ def pipeline(
         find_indexers(  # before page_attention: what it reads of a sequence, its caches are for
             max_positions=options.max_positions, block_size=options.block_size
         ),
+        find_key_biases(max_positions=options.max_positions, block_size=options.block_size),
         # after find_indexers: layers whose keys it chooses stay
         absorb_mla(unwanted=_keeps_heads(options)),
         page_attention(

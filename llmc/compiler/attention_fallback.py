@@ -55,9 +55,12 @@ def capture_model(
     except CompileError as error:
         reason = error
     try:
-        return capture_one(_build_eager(built), device)
+        captured = capture_one(_build_eager(built), device)
     except (CompileError, CheckpointError):
         raise reason from reason.__cause__
+    if not spells_attention(captured.graph):
+        raise reason from reason.__cause__
+    return captured
 
 
 def _build_eager(built: BuiltModel) -> BuiltModel:

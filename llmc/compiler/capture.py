@@ -29,6 +29,7 @@ from llmc.compiler.recurrent import replaced_functions
 from llmc.compiler.traceable import lists_to_slices, traceable_torch
 from llmc.errors import CompileError
 from llmc.passes.base import remove_dead_code, run_passes
+from llmc.passes.find_key_biases import find_key_biases
 from llmc.passes.find_linear_attention import find_linear_attention, same_decays
 from llmc.passes.inputs import (
     CacheInput,
@@ -78,19 +79,16 @@ def capture(built: BuiltModel, device: torch.device) -> CapturedModel:
 def _is_alike(
     captured: CapturedModel, built: BuiltModel, device: torch.device, tokens: int
 ) -> bool:
-    """Whether the model's code for so many tokens is what was captured, or only computes the same
-    in loops over blocks of tokens. Raises CompileError where it does not."""
+    """Whether the model's code for so many tokens is what was captured, or only means the same to
+    the passes: loops over blocks of tokens, keys that are chosen where there are many. Raises
+    CompileError where it does not."""
     one, other = captured.graph, _capture(built, device, tokens).graph
     if same_code(one.graph, other.graph, tokens):
         return True
-    found, loops = run_passes(one, (find_linear_attention(),))
-    others, other_loops = run_passes(other, (find_linear_attention(),))
-    is_found = bool(loops[0].added) and bool(other_loops[0].added)
-    if (
-        is_found
-        and same_code(found.graph, others.graph, tokens)
-        and same_decays(found.graph, others.graph)
-    ):
+    passes = (find_key_biases(max_positions=tokens, block_size=1), find_linear_attention())
+    found, _ = run_passes(one, passes)
+    others, _ = run_passes(other, passes)
+    if same_code(found.graph, others.graph, tokens) and same_decays(found.graph, others.graph):
         return False
     raise CompileError(
         f"{type(built.module).__name__} computes {tokens} tokens in another way than "

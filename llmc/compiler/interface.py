@@ -127,10 +127,15 @@ def attention_function(
         raise CompileError(
             f"{type(module).__name__} passes {unknown} to its attention, which llmc does not know"
         )
+    bias = None
+    if attention_mask is not None and attention_mask.shape[-2] == query.shape[2]:
+        # a row for each query: the model's code made it of a marker, passes/find_key_biases.py
+        # finds out what it adds
+        attention_mask, bias = None, attention_mask
     mask = MaskMarker.decode(attention_mask)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     causal = causal and mask.causal
-    window = mask.window or (0 if mask.chunk else int(sliding_window or 0))
+    window = mask.window or (0 if mask.chunk or bias is not None else int(sliding_window or 0))
     if not causal:
         # A causal mask's limit may count otherwise than what FlashAttention is handed: tokens less
         # than so many places away, on both sides.
@@ -155,6 +160,7 @@ def attention_function(
         None,
         *_chosen(module, kwargs),
         causal,
+        bias,
     )
     return out, None
 

@@ -82,11 +82,9 @@ def _repeat(drawn: Tensor, flat: Tensor) -> None:
     rest.copy_(drawn[: len(rest)])
 
 
-def check_tables(
-    source: DirectWeights | CheckpointWeights, tables: Mapping[str, float]
-) -> None:
-    """Raise CheckpointError where the checkpoint holds a table (`parameters.py`) that is not the one
-    computed from its config: it would not be read."""
+def check_tables(source: DirectWeights | CheckpointWeights, tables: Mapping[str, float]) -> None:
+    """Raise CheckpointError where the checkpoint holds a table (`parameters.py`) that is not the
+    one computed from its config: it would not be read."""
     for name, mean in tables.items():
         for stored in source.stored(name):
             found = mean_of(stored.read())

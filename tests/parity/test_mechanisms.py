@@ -24,6 +24,8 @@ MECHANISMS = {
     "mamba": "scan with a state per channel, no attention",
     "lfm2": "short convolutions",
     "zamba2": "one attention module called several times",
+    "minimax": "linear attention in a loop over blocks, beside attention",
+    "doge": "a number for each key, the keys of the highest chosen",
     "rwkv": "a softmax over all tokens whose logits fade, no attention",
     "jetmoe": "experts over rows sorted by expert, in attention too",
     "longcat_flash": "experts in a loop of the model's own, some of which change nothing",
