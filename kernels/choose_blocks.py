@@ -83,6 +83,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield _case(mixed, 1, 32, 8, 3, 4, 0, device, dtype, padding=2)
     yield _case(mixed, 3, 40, 16, 4, 3, 2, device, dtype)
     yield _case([(1, 300), (2, 90)], 4, 64, 16, 3, 64, 1, device, dtype)
+    yield _case([(1, 40), (7, 20)], 2, 2, 8, 5, 1, 0, device, dtype)  # of a token each
     yield _case([(3, 20)], 2, 36, 16, 50, 2, 1, device, dtype)  # more than there are
 
 

@@ -102,8 +102,11 @@ def make_case(
     )
 
 
+_SHAPES = ((6, 1, 1, 5, True), (4, 8, 2, 16, False), (3, 6, 3, 5, False))
+
+
 @selective_scan.cases
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     for step, gen in step_cases(device):
-        for heads, width, groups, size, per_state in ((6, 1, 1, 5, True), (4, 8, 2, 16, False)):
+        for heads, width, groups, size, per_state in _SHAPES:
             yield make_case(step, gen, dtype, heads, width, groups, size, per_state)

@@ -128,9 +128,8 @@ def attention_function(
             f"{type(module).__name__} passes {unknown} to its attention, which llmc does not know"
         )
     bias = None
-    if attention_mask is not None and attention_mask.shape[-2] == query.shape[2]:
-        # a row for each query: the model's code made it of a marker, passes/find_key_biases.py
-        # finds out what it adds
+    if _has_row_for_each(query, attention_mask):
+        # passes/find_key_biases.py finds out what the model's code made of the marker
         attention_mask, bias = None, attention_mask
     mask = MaskMarker.decode(attention_mask)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -163,6 +162,11 @@ def attention_function(
         bias,
     )
     return out, None
+
+
+def _has_row_for_each(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether a mask [0, H, T, T] is no marker any more, but made of one."""
+    return mask is not None and mask.dim() == 4 and bool(mask.shape[2] == query.shape[2])
 
 
 def _chosen(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor | None, int]:

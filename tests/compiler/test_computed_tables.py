@@ -1,4 +1,4 @@
-"""Buffers that follow from the config are computed, not read; others in a checkpoint are refused."""
+"""Buffers that follow from the config are computed; others in a checkpoint are refused."""
 
 from __future__ import annotations
 

@@ -272,6 +272,14 @@ def scan(requests: int, heads: int, width: int, size: int) -> Plan[Tensor]:
     )  # fmt: skip
 
 
+def linear_attention(requests: int, heads: int, dim: int) -> Plan[Tensor]:
+    """Queries, keys and values of each head side by side, as one projection makes them."""
+    q, k, v = meta(requests, heads, 3 * dim).split(dim, dim=-1)
+    return selective_scan.plan(
+        v, floats(requests, heads), floats(heads, 1), k, q, *slots(requests, heads, dim, dim)
+    )
+
+
 def conv(tokens: int, requests: int) -> Plan[Tensor]:
     step = slots(requests, 8192, 3, dtype=BF16)
     return causal_conv.plan(meta(tokens, 12288)[:, :8192], meta(8192, 4), meta(8192), *step)
@@ -314,6 +322,17 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
         ints(64, 2048),
         128,
         1,
+        0,
+        64,
+    ),
+    "choose_blocks of a token": lambda: choose_blocks.plan_ranks(
+        meta(64, 2, 2),
+        meta(64, 1, 16, 2),
+        ints(65),
+        ints(64),
+        ints(64, 2048),
+        1,
+        0,
         0,
         64,
     ),
@@ -395,6 +414,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "delta_rule by channel": lambda: delta(64, 64, by_channel=True),
     "selective_scan by state": lambda: scan(64, 5120, 1, 16),
     "selective_scan": lambda: scan(64, 80, 64, 128),
+    "selective_scan linear attention": lambda: linear_attention(64, 64, 128),
     "linear_recurrence decode": lambda: recurrence(64, 64),
     "linear_recurrence prefill": lambda: recurrence(4096, 4),
     "decayed_softmax": lambda: mixing(64),
