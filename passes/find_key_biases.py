@@ -32,7 +32,9 @@ from llmc.passes.find_indexers import (
 from llmc.passes.inputs import add_constant, step_input, token_input
 
 _CAUSAL = (0, 1, 1, 1)  # the shape of a mask marker without a window or chunks
+_SIZED = (aten.expand.default, aten.view.default, aten.reshape.default)
 _HIDDEN = -1e4  # a bias below this hides a key
+_MORE = 16  # tokens than are chosen
 _ALIGNED = 8  # channels of a head are padded to a multiple of this
 
 
@@ -43,6 +45,7 @@ class _Bias:
     source: fx.Node  # [1, G, T] with dimensions of 1: the number of each key, for G heads
     groups: int
     topk: fx.Node | None  # the keys of the highest numbers are chosen
+    sized: tuple[fx.Node, ...]  # calls that name the batch of a mask marker, which is 0
 
 
 @graph_pass(required=True)
@@ -113,14 +116,20 @@ def _find(bias: fx.Node, kv_heads: int) -> _Bias:
     groups = [int(s) for s in shape if s not in ("1", str(num_tokens(bias)))] or [1]
     if shape[-1] != str(num_tokens(bias)) or groups not in ([1], [kv_heads]):
         raise Unknown(f"its numbers are {shape}: not one for each KV head, or for all")
-    return _Bias(source=sources[0], groups=groups[0], topk=topks[0] if topks else None)
+    return _Bias(
+        source=sources[0],
+        groups=groups[0],
+        topk=topks[0] if topks else None,
+        sized=tuple(n for n in seen if is_call(n, *_SIZED) and n.args[1][0] == 0),  # type: ignore[index]
+    )
 
 
 def _prove(graph: fx.Graph, bias: fx.Node, found: _Bias) -> int:
     """How many keys are chosen, 0 for all. Unknown where random numbers give another bias."""
+    budget = 0 if found.topk is None else budget_of(graph, found.topk)
     # the model's code was written out for this many tokens, and may ask for their number
     tokens = int(num_tokens(bias).node.hint)
-    budget = 0 if found.topk is None else budget_of(graph, found.topk)
+    tokens = min(tokens, budget + _MORE) if budget else tokens
     heads = int(val(bias).shape[1])
     gen = torch.Generator().manual_seed(0)
     numbers = torch.randn(found.groups, tokens, generator=gen)
@@ -130,6 +139,7 @@ def _prove(graph: fx.Graph, bias: fx.Node, found: _Bias) -> int:
         found.source: numbers.reshape(shape),
         **dict.fromkeys(mask_markers(bias), seen[None, None]),
         **token_counts(graph, tokens),
+        **{node: _of_one_sequence(node) for node in found.sized},
     }
     got = evaluate(graph, bias, tokens, given, exact=True)[0].float()
     want = numbers[:, None, :].expand(-1, tokens, -1).masked_fill(~seen, float("-inf"))
@@ -142,6 +152,15 @@ def _prove(graph: fx.Graph, bias: fx.Node, found: _Bias) -> int:
     if not alike or not torch.allclose(got[is_seen], want[is_seen], rtol=1e-5, atol=1e-5):
         raise Unknown("random numbers give something else")
     return budget
+
+
+def _of_one_sequence(node: fx.Node) -> Any:
+    def value(compute: Any) -> Tensor:
+        source, sizes = node.args[:2]
+        out: Tensor = node.target(compute(source), [1, *map(compute, sizes[1:])])  # type: ignore
+        return out
+
+    return value
 
 
 def _add_channel(graph: fx.Graph, marker: fx.Node, found: _Bias) -> None:

@@ -53,6 +53,8 @@ _CONTEXTS = re.compile(
 )
 _NO_LENGTHS = re.compile(r"pattern|layers|use_|_id$|theta|_type")
 _LENGTHS = (
+    # a token that is repeated ties with itself, and torch.topk has no order for ties
+    (re.compile(r"keep_window"), CONTEXT),
     (re.compile(r"original_max_position"), _TRAINED),
     (re.compile(r"max_distance|max_inference_chunk"), _TRAINED),
     (re.compile(r"floor_scale"), _FLOOR),

@@ -68,28 +68,32 @@ def capture(built: BuiltModel, device: torch.device) -> CapturedModel:
     """Raise CompileError where the model's code can't be captured in one graph."""
     captured = _capture(built, device, _EXAMPLE_TOKENS)
     doubts = sizes_in_doubt(captured.graph.graph, built.config)
-    if doubts and _is_alike(captured, built, device, doubts[0]):
-        _is_alike(captured, built, device, doubts[-1])
-    elif longer := [n for n in doubts if n > _EXAMPLE_TOKENS]:
-        # a loop is written out as often as it runs, so the longest would take long to capture
-        _is_alike(captured, built, device, longer[0])
+    for tokens in doubts[:1]:
+        captured, is_same = _for_both(captured, built, device, tokens)
+        # a loop is written out as often as it runs: the longest text would take long to capture
+        longer = doubts[-1:] if is_same else [n for n in doubts if n > _EXAMPLE_TOKENS][:1]
+        for more in longer:
+            if more != tokens:
+                captured, _ = _for_both(captured, built, device, more)
     return captured
 
 
-def _is_alike(
+def _for_both(
     captured: CapturedModel, built: BuiltModel, device: torch.device, tokens: int
-) -> bool:
-    """Whether the model's code for so many tokens is what was captured, or only means the same to
-    the passes: loops over blocks of tokens, keys that are chosen where there are many. Raises
-    CompileError where it does not."""
-    one, other = captured.graph, _capture(built, device, tokens).graph
-    if same_code(one.graph, other.graph, tokens):
-        return True
-    passes = (find_key_biases(max_positions=tokens, block_size=1), find_linear_attention())
-    found, _ = run_passes(one, passes)
-    others, _ = run_passes(other, passes)
-    if same_code(found.graph, others.graph, tokens) and same_decays(found.graph, others.graph):
-        return False
+) -> tuple[CapturedModel, bool]:
+    """What holds for so many tokens too, and whether the model's code for them is the same.
+
+    Where it is not, it may still mean the same to the passes: loops over blocks of tokens, keys
+    that are chosen where there are many. CompileError where it does not.
+    """
+    other = _capture(built, device, tokens)
+    if same_code(captured.graph.graph, other.graph.graph, tokens):
+        return captured, True
+    for model, most in ((captured, tokens), (other, min(_EXAMPLE_TOKENS, tokens))):
+        passes = (find_key_biases(max_positions=most, block_size=1), find_linear_attention())
+        one, two = (run_passes(m.graph, passes)[0].graph for m in (captured, other))
+        if same_code(one, two, most) and same_decays(one, two):
+            return model, False
     raise CompileError(
         f"{type(built.module).__name__} computes {tokens} tokens in another way than "
         f"{_EXAMPLE_TOKENS}: its code asks for their number, so no one graph serves all"

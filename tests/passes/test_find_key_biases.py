@@ -46,7 +46,8 @@ def added(numbers: Tensor, mask: Tensor) -> Tensor:
     if tokens > KEPT:
         kept = torch.zeros_like(bias).scatter(-1, bias.topk(KEPT, dim=-1).indices, 1.0)
         bias = bias.masked_fill(kept == 0, LOWEST)
-    return bias.repeat_interleave(HEADS // KV_HEADS, 1)
+    of_all = bias[:, :, None].expand(bias.shape[0], KV_HEADS, HEADS // KV_HEADS, tokens, tokens)
+    return of_all.reshape(bias.shape[0], HEADS, tokens, tokens)
 
 
 def of_all_heads(numbers: Tensor, mask: Tensor) -> Tensor:
