@@ -165,9 +165,9 @@ def materialize_buffers(module: nn.Module) -> dict[str, Tensor]:
 def computed_tables(module: nn.Module) -> dict[str, Tensor]:
     """Buffers of the state_dict whose values follow from the config: tables, of decays, say.
 
-    What the model's own initializer computes without drawing random numbers, unless it is one
-    number throughout (then it is only what training begins with). In float32: tables are stored
-    rounded. Checkpoints may hold them too (`weights/load.py` compares).
+    What the model's own initializer computes without drawing random numbers, unless it has one or
+    two different values: then it is what statistics of the training begin with. In float32: tables
+    are stored rounded. Checkpoints may hold them too (`weights/load.py` compares).
     """
     owners = dict(module.named_modules(remove_duplicate=False))
     state = module.state_dict()
@@ -194,7 +194,7 @@ def computed_tables(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _is_table(value: Tensor) -> bool:
-    return not is_unset(value) and bool((value != value.flatten()[:1]).any())
+    return not is_unset(value) and len(value.unique()) > 2
 
 
 def _initialize(modules: dict[str, nn.Module], prefix: str) -> None:

@@ -68,13 +68,11 @@ def capture(built: BuiltModel, device: torch.device) -> CapturedModel:
     """Raise CompileError where the model's code can't be captured in one graph."""
     captured = _capture(built, device, _EXAMPLE_TOKENS)
     doubts = sizes_in_doubt(captured.graph.graph, built.config)
-    for tokens in doubts[:1]:
-        captured, is_same = _for_both(captured, built, device, tokens)
-        # a loop is written out as often as it runs: the longest text would take long to capture
-        longer = doubts[-1:] if is_same else [n for n in doubts if n > _EXAMPLE_TOKENS][:1]
-        for more in longer:
-            if more != tokens:
-                captured, _ = _for_both(captured, built, device, more)
+    if doubts:
+        captured, is_same = _for_both(captured, built, device, doubts[0])
+        # else one text has more blocks than the other; the longest would take long to capture
+        for tokens in doubts[1:][-1:] if is_same else ():
+            captured, _ = _for_both(captured, built, device, tokens)
     return captured
 
 

@@ -25,7 +25,6 @@ MECHANISMS = {
     "lfm2": "short convolutions",
     "zamba2": "one attention module called several times",
     "minimax": "linear attention in a loop over blocks, beside attention",
-    "doge": "a number that is added to the scores of each key",
     "rwkv": "a softmax over all tokens whose logits fade, no attention",
     "jetmoe": "experts over rows sorted by expert, in attention too",
     "longcat_flash": "experts in a loop of the model's own, some of which change nothing",
