@@ -83,6 +83,7 @@ def check_model(
             layers=layers.path,
             dummy_seed=config.seed if source.is_dummy else None,
             trust_remote_code=config.trust_remote_code,
+            tables={n: subject.built.buffers[n] for n in subject.captured.parameters.tables},
         )
         detail += [_compared_with(reference, source)]
     with clock.phase("load kernels"):

@@ -63,8 +63,10 @@ def run_reference(
     layers: str,
     dummy_seed: int | None,
     trust_remote_code: bool,
+    tables: Mapping[str, Tensor],
 ) -> Reference:
     """`layers` is the name of the module's list of decoder layers, "" where there is none.
+    `tables`: buffers that follow from the config, which `exact` takes without rounding.
 
     With `dummy_seed` the weights are made up, the same as the step's. Those that are `stored`
     quantized are handed over as numbers: a quantizer's own kernels would compute otherwise.
@@ -82,7 +84,10 @@ def run_reference(
     rounded = _run(module, sequences, layers, device)
     exact = rounded
     if dtype != torch.float32 and _float32_fits(module, device):
-        exact = _run(module.float(), sequences, layers, device)
+        module = module.float()
+        for name, table in tables.items():
+            module.get_buffer(name).copy_(table)
+        exact = _run(module, sequences, layers, device)
     del module
     gc.collect()
     return Reference(exact=exact, rounded=rounded)

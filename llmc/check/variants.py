@@ -27,6 +27,8 @@ from llmc.kernels.quantized_linear import Part, Quantization
 from llmc.kernels.registry import OPS
 from llmc.passes.base import Pass, run_passes
 from llmc.passes.canonicalize import canonicalize
+from llmc.passes.find_key_biases import find_key_biases
+from llmc.passes.find_linear_attention import find_linear_attention
 from llmc.passes.lower_kernels import lower_kernels
 from llmc.weights.checkpoint import SomeOf
 from llmc.weights.load import WeightSource
@@ -81,8 +83,12 @@ class Subject:
         return self._run(program, level=0, taps=buffers)
 
     def run_captured(self, passes: Sequence[Pass] = ()) -> list[Tensor]:
-        """The captured graph itself, one sequence at a time: no paging, no fusion, no kernel."""
-        graph, _ = run_passes(self.captured.graph, (canonicalize(), *passes))
+        """The captured graph itself, one sequence at a time: no paging, no fusion, no kernel.
+
+        But for what says nothing by itself: loops for one number of tokens, masks without numbers.
+        """
+        meant = (find_key_biases(max_positions=0, block_size=1), find_linear_attention())
+        graph, _ = run_passes(self.captured.graph, (canonicalize(), *meant, *passes))
         device = self.captured.device
         geometry = self._geometry(num_groups=1)
         call = lower(graph, self._bind(graph, geometry)).call
