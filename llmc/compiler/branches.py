@@ -16,7 +16,8 @@ from torch._guards import detect_fake_mode
 
 from llmc.passes.inputs import ConstantInput
 
-_SIZES = (2, 3, 8, 64, 150, 1000, 5000, 40000, 300000)
+# Primes: torch takes a number of tokens that fills a model's blocks for the only one.
+_SIZES = (2, 3, 7, 67, 151, 1009, 5003, 40009, 300007)
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 
 

@@ -292,10 +292,12 @@ def _flatten_inputs(graph: fx.Graph) -> None:
 def _round_tables(graph: fx.Graph) -> None:
     """Constants that are known better than in the dtype that the model's code sees are cast to it,
     in the graph: what is measured of them is measured before."""
-    for node in [n for n in graph.nodes if n.op == "placeholder"]:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in [n for n in order if n.op == "placeholder" and n.users]:
         role, value = node.meta["input"], node.meta["val"]
         if isinstance(role, ConstantInput) and role.tensor.dtype != value.dtype:
-            with graph.inserting_after(node):
+            # where it is read: a layer's own nodes are told by their places
+            with graph.inserting_before(min(node.users, key=order.__getitem__)):
                 cast = graph.call_function(torch.ops.aten.to.dtype, (node, value.dtype))
             cast.meta["val"] = value
             node.replace_all_uses_with(cast, delete_user_cb=lambda u, c=cast: u is not c)

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from llmc.compiler.layer_dedup.trace_layers import NotAlike
@@ -32,6 +33,7 @@ def repeat_blocks(
     layers = find_layers(graph)
     if (layers.path, layers.count) != (path, len(traces)):
         raise NotAlike("the graph's nodes can't be assigned to layers")
+    _hoist_sizes(graph, layers.of)
     blocks = _Blocks(graph, layers)
     twins = [(traces.index(trace), i) for i, trace in enumerate(traces)]
     blocks.complete_first(next((i for twin, i in twins if twin == 0 and i), 0))
@@ -41,6 +43,29 @@ def repeat_blocks(
         if twin != i:
             blocks.compare(twin, i, rename)
     blocks.append(models, rename)
+
+
+def _hoist_sizes(graph: fx.Graph, of: dict[fx.Node, int]) -> None:
+    """Sizes that a layer works out of the number of tokens, and others read, come before all."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for size in [n for n in order if _is_size(n) and any(of[u] != of[n] for u in n.users)]:
+        needed: list[fx.Node] = []
+        stack = [size]
+        while stack:
+            node = stack.pop()
+            if of[node] != -1 and node not in needed:
+                needed.append(node)
+                stack += node.all_input_nodes
+        if not all(map(_is_size, needed)):
+            continue
+        for node in sorted(needed, key=order.__getitem__):
+            max(node.all_input_nodes, key=order.__getitem__).append(node)
+            of[node] = -1
+
+
+def _is_size(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return node.op == "call_function" and isinstance(value, torch.SymInt)
 
 
 class _Blocks:
