@@ -19,6 +19,7 @@ from llmc.compiler.build import build
 from llmc.compiler.capture import CapturedModel, capture
 from llmc.compiler.layer_dedup.outline import capture_outlined
 from llmc.errors import CompileError
+from llmc.passes.base import histogram
 from llmc.passes.inputs import ConstantInput, input_of
 
 pytestmark = pytest.mark.slow
@@ -191,6 +192,19 @@ def test_numbers_and_arguments_of_layers_are_followed(
     full, outlined = both(StackConfig())
     assert outlined.note == f"{captured} captured"
     assert_same(full.graph, outlined.graph)
+
+
+class SumsFirstTokens(Layer):
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        return super().forward(x) + x[:, : min(x.shape[1], 64)].sum(1, keepdim=True)
+
+
+def test_a_size_that_all_layers_read_comes_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    change_stack(monkeypatch, make_layer=SumsFirstTokens)
+    full, outlined = both(StackConfig())
+    assert outlined.note == "2 captured"
+    assert "sym_min" in str(histogram(full.graph))
+    assert histogram(full.graph) == histogram(outlined.graph)
 
 
 def test_a_weight_that_all_layers_share_belongs_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
