@@ -3,34 +3,10 @@
 // Tiles of 64 keys: scores by dot products, softmax along the keys, then weights times values. The
 // next tile is prefetched meanwhile, since block tables defeat the hardware's prefetcher.
 #include "stream_pairs.h"
+#include "sums.h"
 
 namespace llmc {
 namespace {
-
-// Sums of sixteen vectors, as one vector.
-LLMC_INLINE v16f sum_each(const v16f acc[kLanes]) {
-#ifdef LLMC_AVX512
-  __m512 pair[8], quad[4];
-  for (int i = 0; i < 8; ++i) {
-    const __m512 a = (__m512)acc[2 * i], b = (__m512)acc[2 * i + 1];
-    pair[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  }
-  for (int i = 0; i < 4; ++i) {
-    const __m512d a = (__m512d)pair[2 * i], b = (__m512d)pair[2 * i + 1];
-    quad[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
-  }
-  auto fold = [](__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-  };
-  const __m512 low = fold(quad[0], quad[1]), high = fold(quad[2], quad[3]);
-  return (v16f)_mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88),
-                             _mm512_shuffle_f32x4(low, high, 0xdd));
-#else
-  v16f out;
-  for (int i = 0; i < kLanes; ++i) out[i] = sum_lanes(acc[i]);
-  return out;
-#endif
-}
 
 // How rows of a cache meet queries, `kStep` elements at a time, and weights.
 template <class T>
@@ -38,13 +14,15 @@ struct PlainRows {
   using Element = T;
   using Query = float;
   using Tables = int;
-  static constexpr int64_t kStep = 16;
+  static constexpr int64_t kStep = kNative;
   static Tables tables(Dtype) { return 0; }
-  LLMC_INLINE v16f dot(v16f acc, const T* key, const float* query, Tables) {
-    return acc + load(key) * load(query);
+  LLMC_INLINE vf dot(vf acc, const T* key, const float* query, Tables) {
+    return acc + load_lanes<vf>(key) * load_lanes<vf>(query);
   }
-  LLMC_INLINE v16f dot_rest(v16f acc, const T* key, const float* query, int64_t left) {
-    return acc + load_n(key, left) * load(query);
+  LLMC_INLINE vf dot_rest(vf acc, const T* key, const float* query, int64_t left) {
+    T rest[kNative] = {};
+    std::memcpy(rest, key, left * sizeof(T));
+    return acc + load_lanes<vf>(rest) * load_lanes<vf>(query);
   }
   static void pack_query(const T* query, int64_t dim, float* to) {
     for (int64_t i = 0; i < dim; ++i) to[i] = to_float(query[i]);
@@ -56,7 +34,7 @@ struct PlainRows {
                      padded);
   }
   static void order(float* acc, int64_t dim) {
-    if (std::is_same_v<T, bf16>) unpermute(acc, dim);
+    if (kSplitsPairs && std::is_same_v<T, bf16>) unpermute(acc, dim);
   }
   template <class Body>
   static void walk(const AttentionArgs& a, const Item& item, const Body& body) {
@@ -89,15 +67,15 @@ bool are_whole(const AttentionArgs& a) {
 }
 #endif
 
-// scores[g][key] for the keys of a tile (a multiple of 16 of them; spare rows repeat the last).
+// scores[g][key] for the keys of a tile; spare rows repeat the last.
 template <class Rows, int G>
 void tile_scores(const typename Rows::Element* const* keys,
                  const typename Rows::Element* const* next, int64_t dim, int64_t padded,
                  const typename Rows::Query* query, float (*scores)[kTile],
                  const typename Rows::Tables& tables) {
-  constexpr int kKeys = kLanes / G;
+  constexpr int kKeys = kSums / G;
   for (int64_t k = 0; k < kTile; k += kKeys) {
-    v16f acc[kLanes] = {};
+    vf acc[kSums] = {};
     const int n = k + kKeys <= kTile ? kKeys : int(kTile - k);
     const typename Rows::Element* row[kKeys];
     for (int j = 0; j < kKeys; ++j) {
@@ -112,13 +90,15 @@ void tile_scores(const typename Rows::Element* const* keys,
         for (int g = 0; g < G; ++g)
           acc[j * G + g] = Rows::dot(acc[j * G + g], row[j] + d, query + g * padded + d, tables);
     if (d < dim)
+#pragma GCC unroll 16
       for (int j = 0; j < kKeys; ++j)
+#pragma GCC unroll 8
         for (int g = 0; g < G; ++g) {
-          v16f& sum = acc[j * G + g];
+          vf& sum = acc[j * G + g];
           sum = Rows::dot_rest(sum, row[j] + d, query + g * padded + d, dim - d);
         }
-    float sums[kLanes];
-    store(sums, sum_each(acc));
+    float sums[kSums];
+    sum_each(acc, sums);
     for (int j = 0; j < n; ++j)
       for (int g = 0; g < G; ++g) scores[g][k + j] = sums[j * G + g];
   }

@@ -5,6 +5,7 @@
 #include "dtypes.h"
 #include "linear.h"
 #include "parallel.h"
+#include "sums.h"
 
 #include <type_traits>
 
@@ -76,38 +77,6 @@ struct Words<bf16> {  // a register of them is two of floats: the even ones, and
     }
   }
 };
-#endif
-
-#ifdef LLMC_AVX512
-constexpr int kSums = 16;  // of 32 registers
-
-// The sums of the lanes of sixteen vectors, in order: in a tree, so that the loads of the next block
-// need not wait behind hundreds of instructions.
-LLMC_INLINE void sum_each(const v16f* acc, float* sums) {
-  __m512 t[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {  // lanes 0, 1 of each 128 bits: vectors 2i, 2i + 1
-    const __m512 a = (__m512)acc[2 * i], b = (__m512)acc[2 * i + 1];
-    t[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i)  // lanes 0 to 3: vectors 4i to 4i + 3
-    t[i] = _mm512_add_ps(_mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0x44),
-                         _mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0xee));
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i)
-    t[i] = _mm512_add_ps(_mm512_shuffle_f32x4(t[2 * i], t[2 * i + 1], 0x88),
-                         _mm512_shuffle_f32x4(t[2 * i], t[2 * i + 1], 0xdd));
-  store(sums, (v16f)_mm512_add_ps(_mm512_shuffle_f32x4(t[0], t[1], 0x88),
-                                  _mm512_shuffle_f32x4(t[0], t[1], 0xdd)));
-}
-#else
-constexpr int kSums = 12;  // of 16 registers
-
-LLMC_INLINE void sum_each(const vf* acc, float* sums) {
-#pragma GCC unroll 12
-  for (int i = 0; i < kSums; ++i) sums[i] = sum_lanes(acc[i]);
-}
 #endif
 
 template <class Words>

@@ -20,20 +20,25 @@ LLMC_INLINE void prefetch_row(const T* row, int64_t width) {
   for (int64_t i = 0; i < width; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i, 0, 2);
 }
 
-// Values are read as float lanes. A bf16 line is split in even and odd elements, which needs no
-// shuffle; `unpermute` puts the accumulator back in order at the end.
-template <int N, class T>
-LLMC_INLINE void load_values(const T* p, v16f out[N]) {  // float and f16
-  for (int i = 0; i < N; ++i) out[i] = load(p + i * kLanes);
-}
+// Values are read as float lanes. With registers of a line, one of bf16 is split in even and odd
+// elements, which needs no shuffle; `unpermute` puts the accumulator back in order at the end.
+#ifdef LLMC_AVX512
+constexpr bool kSplitsPairs = true;
+#else
+constexpr bool kSplitsPairs = false;
+#endif
 
-template <int N>
-LLMC_INLINE void load_values(const bf16* p, v16f out[N]) {
-  static_assert(N % 2 == 0, "a line of bf16 fills two vectors");
-  for (int i = 0; i < N / 2; ++i) {
-    const v16u line = load_as<v16u>(p + 2 * i * kLanes);
-    out[2 * i] = (v16f)(line << 16);
-    out[2 * i + 1] = (v16f)(line & 0xffff0000u);
+template <int N, class T>
+LLMC_INLINE void load_values(const T* p, vf out[N]) {
+  if constexpr (kSplitsPairs && std::is_same_v<T, bf16>) {
+    static_assert(N % 2 == 0, "a line of bf16 fills two vectors");
+    for (int i = 0; i < N; i += 2) {
+      const vu line = load_as<vu>(p + i * kNative);
+      out[i] = (vf)(line << 16);
+      out[i + 1] = (vf)(line & 0xffff0000u);
+    }
+  } else {
+    for (int i = 0; i < N; ++i) out[i] = load_lanes<vf>(p + i * kNative);
   }
 }
 
@@ -51,32 +56,36 @@ inline void unpermute(float* acc, int64_t dim) {
 template <class T, int G, int N>
 LLMC_INLINE void add_columns(const T* const* values, const T* const* next, int64_t begin, int64_t end, int64_t d,
                              const Weights& weights, float* acc, int64_t padded) {
-  v16f sum[G][N];
+  constexpr int kLine = 64 / sizeof(T);
+  const bool asks = next && d % kLine == 0;  // once for all columns of a line
+  vf sum[G][N];
   for (int g = 0; g < G; ++g)
-    for (int i = 0; i < N; ++i) sum[g][i] = load(acc + g * padded + d + i * kLanes);
+    for (int i = 0; i < N; ++i) sum[g][i] = load_as<vf>(acc + g * padded + d + i * kNative);
   for (int64_t k = begin; k < end; ++k) {
-    v16f value[N];
+    vf value[N];
     load_values<N>(values[k] + d, value);
-    if (next) {
-      constexpr int kLine = 64 / sizeof(T);
-      for (int i = 0; i < N * kLanes; i += kLine) __builtin_prefetch(next[k] + d + i, 0, 2);
-    }
+    if (asks)
+      for (int i = 0; i < N * kNative; i += kLine) __builtin_prefetch(next[k] + d + i, 0, 2);
     for (int g = 0; g < G; ++g)
       for (int i = 0; i < N; ++i) sum[g][i] += weights(g, k) * value[i];
   }
   for (int g = 0; g < G; ++g)
-    for (int i = 0; i < N; ++i) store(acc + g * padded + d + i * kLanes, sum[g][i]);
+    for (int i = 0; i < N; ++i) store_as(acc + g * padded + d + i * kNative, sum[g][i]);
 }
 
 template <class T, int G>
 void add_values(const T* const* values, const T* const* next, int64_t begin, int64_t end, int64_t dim,
                 const Weights& weights, float* acc, int64_t padded) {
-  constexpr int kWide = G <= 2 ? 8 : G <= 5 ? 4 : 2;
+#ifdef LLMC_AVX512
+  constexpr int kWide = G <= 2 ? 8 : G <= 5 ? 4 : 2, kLeast = 2;
+#else  // half as many registers
+  constexpr int kWide = G == 1 ? 8 : G <= 3 ? 4 : G <= 6 ? 2 : 1, kLeast = 1;
+#endif
   int64_t d = 0;
-  for (; d + kWide * kLanes <= dim; d += kWide * kLanes)
+  for (; d + kWide * kNative <= dim; d += kWide * kNative)
     add_columns<T, G, kWide>(values, next, begin, end, d, weights, acc, padded);
-  for (; d + 2 * kLanes <= dim; d += 2 * kLanes)
-    add_columns<T, G, 2>(values, next, begin, end, d, weights, acc, padded);
+  for (; d + kLeast * kNative <= dim; d += kLeast * kNative)
+    add_columns<T, G, kLeast>(values, next, begin, end, d, weights, acc, padded);
   for (; d < dim; d += kLanes) {
     const int64_t left = std::min<int64_t>(kLanes, dim - d);
     for (int64_t k = begin; k < end; ++k) {

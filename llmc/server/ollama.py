@@ -66,7 +66,7 @@ async def chat(request: Request) -> GenerationResponse | Response:
 
 async def generate(request: Request) -> GenerationResponse | Response:
     body = await read_body(request, GenerateBody)
-    if not (body.prompt or body.suffix):
+    if not (body.prompt or body.suffix or body.images):
         return _loaded(request, body, {"response": ""})
     with naming(NAMES):
         if body.suffix:

@@ -142,12 +142,19 @@ class GenerateBody(OllamaBody):
     """POST /api/generate."""
 
     prompt: str = ""
+    images: list[str] | None = None  # in base64
     suffix: str | None = None
     system: str | None = None
     raw: bool = False
 
     def chat(self) -> ChatBody:
-        messages = [{"role": "user", "content": self.prompt}]
+        if self.images and (self.raw or self.suffix):
+            raise InvalidRequestError(
+                "images go with a prompt that is rendered as a chat, not with raw or suffix",
+                param="images",
+            )
+        content = _with_images("images", self.images, self.prompt) if self.images else self.prompt
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
         return self.chat_of(messages)

@@ -160,6 +160,7 @@ async def openapi(request: Request) -> Response:
         by_priority=config.scheduling_policy == "priority",
         pools=info.pooling is not None,
         infills=state.llm.tokenizer is not None and has_marks(state.llm.tokenizer),
+        reads_images=info.images is not None,
         has_batches=state.settings.batch_dir is not None,
         extra_args=info.extra_args,
     )

@@ -39,6 +39,7 @@ class Served:
     by_priority: bool = False
     pools: bool = False  # for vectors, not for text
     infills: bool = False  # the tokenizer has marks for text in the middle
+    reads_images: bool = False
     has_batches: bool = False
     extra_args: Sequence[str] = ()
 
@@ -59,15 +60,19 @@ def _list(items: Schema, **limits: int) -> Schema:
     return {"type": "array", "items": items, **limits}
 
 
-def _content(*kinds: str) -> Schema:
-    return _any(TEXT, _list(_object(("type", "text"), type=_const(*kinds), text=TEXT)))
+def _content(*kinds: str, images: Sequence[Schema] = ()) -> Schema:
+    text = _object(("type", "text"), type=_const(*kinds), text=TEXT)
+    return _any(TEXT, _list(_any(text, *images) if images else text))
 
 
 NULL: Schema = {"type": "null"}
-NO_CALLS = _const(None, [])
+NONE_GIVEN = _const(None, [])
 NAME: Schema = {"type": "string", "minLength": 1}
 # JSON in a text, which a schema can't ask for: at least not just any text.
 ARGUMENTS: Schema = {"type": "string", "contentMediaType": "application/json"}
+# That the bytes are an image in one of the formats that are read, no schema can ask for.
+DATA_URL: Schema = {"type": "string", "pattern": "^data:[^,]*;base64,[A-Za-z0-9+/]+={0,2}$"}
+BASE64: Schema = {"type": "string", "contentEncoding": "base64"}
 REASONING = {name: _any(TEXT, NULL) for name in ("reasoning_content", "reasoning", "thinking")}
 
 
@@ -83,7 +88,7 @@ def _chat_message(roles: Sequence[str], content: Schema, calls: Schema, tool: Sc
             ("role", "content"),
             role=_const(*plain),
             content=content,
-            tool_calls=NO_CALLS,
+            tool_calls=NONE_GIVEN,
             **REASONING,
         ),
         _object(
@@ -97,112 +102,104 @@ def _chat_message(roles: Sequence[str], content: Schema, calls: Schema, tool: Sc
     )
 
 
-CHAT_CONTENT = _content("text")
-CHAT_MESSAGE = _chat_message(
-    turn.ROLES,
-    CHAT_CONTENT,
-    _call(_any(OBJECT, ARGUMENTS, NULL)),
-    _object(
+def _chat_messages(images: bool) -> Schema:
+    part = _object(
+        ("type", "image_url"),
+        type=_const("image_url"),
+        image_url=_any(DATA_URL, _object(("url",), url=DATA_URL)),
+    )
+    content = _content("text", images=[part] if images else ())
+    tool = _object(
         ("role", "content", "tool_call_id"),
         role=_const("tool"),
-        content=CHAT_CONTENT,
+        content=content,
         tool_call_id=TEXT,
-        tool_calls=NO_CALLS,
+        tool_calls=NONE_GIVEN,
         **REASONING,
-    ),
-)
-OLLAMA_MESSAGE = _chat_message(
-    turn.ROLES,
-    CHAT_CONTENT,
-    _call(_any(OBJECT, ARGUMENTS, NULL)),
-    _object(
+    )
+    return _chat_message(turn.ROLES, content, _call(_any(OBJECT, ARGUMENTS, NULL)), tool)
+
+
+def _ollama_messages(images: bool) -> Schema:
+    content = _content("text")
+    tool = _object(
         ("role", "content"),
         role=_const("tool"),
-        content=CHAT_CONTENT,
+        content=content,
         tool_call_id=TEXT,
-        tool_calls=NO_CALLS,
-        images=NO_CALLS,
+        tool_calls=NONE_GIVEN,
         **REASONING,
-    ),
-)
-for _one in OLLAMA_MESSAGE["anyOf"]:
-    _one["properties"]["images"] = NO_CALLS
+    )
+    messages = _chat_message(turn.ROLES, content, _call(_any(OBJECT, ARGUMENTS, NULL)), tool)
+    for one in messages["anyOf"]:
+        one["properties"]["images"] = _any(NONE_GIVEN, _list(BASE64)) if images else NONE_GIVEN
+    return messages
 
-_BLOCK_TEXT = _object(("type", "text"), type=_const(*anthropic_protocol.TEXT), text=TEXT)
-ANTHROPIC_MESSAGE = _any(
-    _object(
-        ("role", "content"),
-        role=_const("user"),
-        content=_any(
-            TEXT,
-            _list(
-                _any(
-                    _BLOCK_TEXT,
-                    _object(
-                        ("type", "tool_use_id"),
-                        type=_const("tool_result"),
-                        tool_use_id=TEXT,
-                        content=_any(_content(*anthropic_protocol.TEXT), NULL),
-                    ),
-                )
-            ),
-        ),
-    ),
-    _object(
-        ("role", "content"),
-        role=_const("assistant"),
-        content=_any(
-            TEXT,
-            _list(
-                _any(
-                    _BLOCK_TEXT,
-                    _object(
-                        ("type", "id", "name", "input"),
-                        type=_const("tool_use"),
-                        id=TEXT,
-                        name=NAME,
-                        input=OBJECT,
-                    ),
-                    _object(("type", "thinking"), type=_const("thinking"), thinking=TEXT),
-                    _object(("type",), type=_const("redacted_thinking")),
-                )
-            ),
-        ),
-    ),
-    _object(("role", "content"), role=_const("system"), content=_content(*anthropic_protocol.TEXT)),
-)
-_RESPONSES_TEXT = _any(
-    TEXT,
-    _list(
-        _any(
-            _object(("type", "text"), type=_const(*responses_protocol.TEXT), text=TEXT),
-            _object(("type", "refusal"), type=_const("refusal"), refusal=TEXT),
+
+def _anthropic_messages(images: bool) -> Schema:
+    text = _object(("type", "text"), type=_const(*anthropic_protocol.TEXT), text=TEXT)
+    source = _object(
+        ("type", "media_type", "data"), type=_const("base64"), media_type=TEXT, data=BASE64
+    )
+    image = _object(("type", "source"), type=_const("image"), source=source)
+    result = _object(
+        ("type", "tool_use_id"),
+        type=_const("tool_result"),
+        tool_use_id=TEXT,
+        content=_any(_content(*anthropic_protocol.TEXT), NULL),
+    )
+    call = _object(
+        ("type", "id", "name", "input"), type=_const("tool_use"), id=TEXT, name=NAME, input=OBJECT
+    )
+    thought = _object(("type", "thinking"), type=_const("thinking"), thinking=TEXT)
+    hidden = _object(("type",), type=_const("redacted_thinking"))
+
+    def said_by(role: str, *blocks: Schema) -> Schema:
+        content = _any(TEXT, _list(_any(text, *blocks)))
+        return _object(("role", "content"), role=_const(role), content=content)
+
+    system = _content(*anthropic_protocol.TEXT)
+    return _any(
+        said_by("user", result, *([image] if images else ())),
+        said_by("assistant", call, thought, hidden),
+        _object(("role", "content"), role=_const("system"), content=system),
+    )
+
+
+def _responses_items(images: bool) -> Schema:
+    text = _object(("type", "text"), type=_const(*responses_protocol.TEXT), text=TEXT)
+    refusal = _object(("type", "refusal"), type=_const("refusal"), refusal=TEXT)
+    image = _object(("type", "image_url"), type=_const("input_image"), image_url=DATA_URL)
+    summary = _any(_content("reasoning_text", "summary_text"), NULL)
+
+    def said_by(roles: Sequence[str], *parts: Schema) -> Schema:
+        return _object(
+            ("role", "content"),
+            type=_const("message"),
+            role=_const(*roles),
+            content=_any(TEXT, _list(_any(text, refusal, *parts))),
         )
-    ),
-)
-_SUMMARY = _any(_content("reasoning_text", "summary_text"), NULL)
-RESPONSES_ITEM = _any(
-    _object(
-        ("role", "content"),
-        type=_const("message"),
-        role=_const(*responses_protocol.ROLES),
-        content=_RESPONSES_TEXT,
-    ),
-    _object(
-        ("type", "call_id", "name", "arguments"),
-        type=_const("function_call"),
-        call_id=TEXT,
-        name=NAME,
-        arguments=ARGUMENTS,
-    ),
-    _object(
-        ("type", "call_id", "output"),
-        type=_const("function_call_output"),
-        call_id=TEXT,
-        output=_content(*responses_protocol.TEXT),
-    ),
-    _object(("type",), type=_const("reasoning"), content=_SUMMARY, summary=_SUMMARY),
-)
+
+    return _any(
+        *([said_by(["user"], image)] if images else ()),
+        said_by(responses_protocol.ROLES),
+        _object(
+            ("type", "call_id", "name", "arguments"),
+            type=_const("function_call"),
+            call_id=TEXT,
+            name=NAME,
+            arguments=ARGUMENTS,
+        ),
+        _object(
+            ("type", "call_id", "output"),
+            type=_const("function_call_output"),
+            call_id=TEXT,
+            output=_content(*responses_protocol.TEXT),
+        ),
+        _object(("type",), type=_const("reasoning"), content=summary, summary=summary),
+    )
+
+
 STOP: Schema = {"type": "string", "minLength": 1, "maxLength": 1024}
 JSON_SCHEMA = {
     **_object(("schema",), schema=_any(OBJECT, {"type": "boolean"}), name={}, description={}),
@@ -257,41 +254,45 @@ FIELDS: Mapping[str, Schema] = {
     "tool_choice": TOOL_CHOICE,
     "chat_template_kwargs": TEMPLATE_KWARGS,
 }
-# By body and field.
-OF_BODY: Mapping[str, Mapping[str, Schema]] = {
-    "ChatBody": {"messages": _list(CHAT_MESSAGE, minItems=1)},
-    "TokenizeBody": {"messages": _list(CHAT_MESSAGE, minItems=1)},
-    "OllamaChatBody": {"messages": _list(OLLAMA_MESSAGE)},
-    "CountTokensBody": {
-        "messages": _list(ANTHROPIC_MESSAGE, minItems=1),
-        "system": _content(*anthropic_protocol.TEXT),
-        "stop_sequences": _list(STOP, maxItems=MAX_STOP_STRINGS),
-    },
-    "ResponsesBody": {
-        "input": _any(TEXT, _list(RESPONSES_ITEM, minItems=1)),
-        "include": _list(_const(*responses_protocol.INCLUDABLE)),
-        "tool_choice": _any(
-            TOOL_CHOICE,
-            _NAMED,
-            _object(
-                ("type", "mode", "tools"),
-                type=_const("allowed_tools"),
-                mode=_const("auto", "required"),
-                tools=_list(_NAMED, minItems=1),
-            ),
-        ),
-    },
-}
+
+
+def _of_bodies(images: bool) -> Mapping[str, Mapping[str, Schema]]:
+    """By body and field."""
+    chat = _list(_chat_messages(images), minItems=1)
+    allowed_tools = _object(
+        ("type", "mode", "tools"),
+        type=_const("allowed_tools"),
+        mode=_const("auto", "required"),
+        tools=_list(_NAMED, minItems=1),
+    )
+    return {
+        "ChatBody": {"messages": chat},
+        "TokenizeBody": {"messages": chat},
+        "OllamaChatBody": {"messages": _list(_ollama_messages(images))},
+        "GenerateBody": {"images": _list(BASE64) if images else NONE_GIVEN},
+        "CountTokensBody": {
+            "messages": _list(_anthropic_messages(images), minItems=1),
+            "system": _content(*anthropic_protocol.TEXT),
+            "stop_sequences": _list(STOP, maxItems=MAX_STOP_STRINGS),
+        },
+        "ResponsesBody": {
+            "input": _any(TEXT, _list(_responses_items(images), minItems=1)),
+            "include": _list(_const(*responses_protocol.INCLUDABLE)),
+            "tool_choice": _any(TOOL_CHOICE, _NAMED, allowed_tools),
+        },
+    }
 
 
 def refine(schemas: dict[str, Schema], bodies: Sequence[type[BaseModel]], served: Served) -> None:
     """Add the rules to `schemas`, pydantic's by the names of the models."""
-    limits = _limits(served)
+    limits, of_bodies = _limits(served), _of_bodies(served.reads_images)
     for body in bodies:
         schema = schemas[body.__name__]
         properties: dict[str, Schema] = schema.get("properties", {})
         # of the body and of those that it is derived from
-        rules = {k: v for base in reversed(body.__mro__) for k, v in _rules(base, limits).items()}
+        rules: dict[str, Schema] = {}
+        for base in reversed(body.__mro__):
+            rules |= _rules(base, limits, of_bodies.get(base.__name__, {}))
         for name in list(properties):
             if name in rules:
                 properties[name] = _kept(properties[name], rules[name])
@@ -306,10 +307,12 @@ def refine(schemas: dict[str, Schema], bodies: Sequence[type[BaseModel]], served
         _describe_options(options)
 
 
-def _rules(body: type, limits: Mapping[str, Schema]) -> Mapping[str, Schema]:
+def _rules(
+    body: type, limits: Mapping[str, Schema], of_body: Mapping[str, Schema]
+) -> Mapping[str, Schema]:
     if body is Body:
         return {**FIELDS, **limits}
-    own = dict(OF_BODY.get(body.__name__, {}))
+    own = dict(of_body)
     if body.__name__ == "CompletionBody":
         own["prompt"] = limits["prompt"]
     if issubclass(body, ollama_protocol.OllamaBody):

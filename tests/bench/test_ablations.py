@@ -35,6 +35,7 @@ def row(better: str = "lower") -> Row:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_row_works_in_miniature(tmp_path: Path) -> None:
     # Two servers are half a minute on a busy machine; tests/e2e/test_soak.py starts one.
     names = [row.name for row in ROWS if row.name != "processes"]

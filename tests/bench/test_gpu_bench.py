@@ -43,6 +43,7 @@ def test_the_root_left_the_path() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_part_works_in_miniature(tmp_path: Path) -> None:
     names = [part.name for part in PARTS if part.name not in LONG]
     result, printed = command(tmp_path, "--tiny", "--part", ",".join(names))

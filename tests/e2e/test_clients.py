@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from real_model import needs_model
+from tiers import tiered
 
 TEXT = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
 SAID = "The capital of France is Paris."
@@ -127,7 +128,10 @@ def runner(snippet: Snippet, others: Path, folder: Path) -> list[str]:
     return [sys.executable, "-P"] if is_here(snippet) else [str(others)]
 
 
-@pytest.mark.parametrize("snippet", snippets(), ids=lambda snippet: snippet.name)
+ORDINARY = [snippet for snippet in snippets() if snippet.name == "openai, Python"]
+
+
+@pytest.mark.parametrize("snippet", tiered(snippets(), *ORDINARY), ids=lambda snippet: snippet.name)
 def test_a_snippet_runs(snippet: Snippet, port: int, others: Path, tmp_path: Path) -> None:
     suffix = {"python": "py", "javascript": "mjs", "bash": "sh"}[snippet.language]
     command = runner(snippet, others, tmp_path)

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @needs_model
+@pytest.mark.exhaustive
 def test_the_examples_run(tmp_path: Path) -> None:
     assert len(EXAMPLES) >= 8
     marked = [f"{code}\nprint('== example {i} ran')\n" for i, code in enumerate(EXAMPLES)]

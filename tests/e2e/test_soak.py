@@ -30,6 +30,7 @@ GOOD = (Choice(token_ids=(7,), text="x", finish_reason="length"),)
 
 @pytest.mark.e2e
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_short_soak() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bench.soak", "--minutes", "0.4"],

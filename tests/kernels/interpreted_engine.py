@@ -11,6 +11,7 @@ import pytest
 import tiny_engine
 import tiny_models
 from packed_checkpoints import write_mxfp4
+from tiers import tiered
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels.triton import paged_attention
@@ -26,7 +27,7 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.parametrize("family", LAUNCHED)
+@pytest.mark.parametrize("family", tiered(LAUNCHED, "qwen3"))
 def test_greedy_tokens_with_every_op_in_triton(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from state_draws import STATE_OPS, state_cases
+from tiers import tiered
 from torch import Tensor
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
@@ -135,7 +136,7 @@ def test_every_op_of_a_step_has_a_triton_version() -> None:
     assert set(OPS) - set(NAMES) == op_cases.WITHOUT_TRITON
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", tiered(TOLERANCE, torch.float32), ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_registered_cases(name: str, dtype: torch.dtype) -> None:
     # float16 differs from bfloat16 by its conversions alone: one case of each kind shows them

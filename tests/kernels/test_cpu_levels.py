@@ -100,6 +100,7 @@ def compilers() -> list[tuple[str, Level]]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compiler,level", compilers(), ids=lambda x: getattr(x, "name", ""))
 def test_every_level_compiles(
     compiler: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

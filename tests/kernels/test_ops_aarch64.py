@@ -20,7 +20,7 @@ from llmc.kernels.registry import OPS
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 NAMES = sorted(set(OPS) - op_cases.WITHOUT_CPP)
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 @pytest.fixture(scope="module", params=AARCH64, ids=lambda level: level.name)

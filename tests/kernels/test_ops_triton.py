@@ -13,23 +13,30 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import tiered
 
 pytest.importorskip("triton", reason="triton is not installed: its ops cannot be tested")
 
-# part -> how many of its tests must at least have run
-PARTS = {"ops": 60, "prompts": 12, "linears": 10, "engine": 2}
+# (part, tier) -> how many of its tests must at least have run
+PARTS = {
+    ("ops", "not exhaustive"): 60,
+    ("prompts", "not exhaustive"): 12,
+    ("linears", "not exhaustive"): 10,
+    ("engine", "not exhaustive"): 1,
+    ("ops", "exhaustive"): 40,
+    ("engine", "exhaustive"): 2,
+}
+ORDINARY = [key for key in PARTS if key[1] != "exhaustive"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=pytest.mark.xdist_group(f"triton_{part}")) for part in PARTS]
-)
-def test_under_the_interpreter(part: str) -> None:
+@pytest.mark.parametrize(("part", "tier"), tiered(PARTS, *ORDINARY, group="triton {}"))
+def test_under_the_interpreter(part: str, tier: str) -> None:
     file = Path(__file__).with_name(f"interpreted_{part}.py")
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     kept = {name: value for name, value in os.environ.items() if "XDIST" not in name}
     done = subprocess.run(
-        [*command, "--durations=5", str(file)],
+        [*command, "--durations=5", "-m", tier, str(file)],
         cwd=file.parents[2],
         env={**kept, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -39,4 +46,4 @@ def test_under_the_interpreter(part: str) -> None:
     )
     assert done.returncode == 0, done.stdout[-15000:]
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) >= PARTS[part], done.stdout[-15000:]
+    assert passed and int(passed[1]) >= PARTS[part, tier], done.stdout[-15000:]

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from tiers import tiered
 
 triton = pytest.importorskip(
     "triton", reason="triton is not installed: its kernels cannot be compiled"
@@ -53,7 +54,7 @@ def budget() -> Iterator[dict[str, dict[str, int]]]:
         BUDGET.write_text("{\n" + text + "\n}\n")
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", tiered(TARGETS, "sm_90"))
 @pytest.mark.parametrize("build", BUILDS)
 def test_build_is_within_its_budget(
     build: str, target: str, budget: dict[str, dict[str, int]]

@@ -39,7 +39,11 @@ torch.testing.assert_close(got, rms_norm.reference(x, weight, 1e-6, 0.0))
 print("ops of", found.level.name, "from", build.PREBUILT)
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]  # one build for both
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.exhaustive,
+    pytest.mark.xdist_group("wheel"),  # one build for both
+]
 
 
 @pytest.fixture(scope="module")

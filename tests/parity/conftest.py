@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_engine
+from tiers import tiered
 from tiny_models import (
     FAMILIES,
     Continuation,
@@ -31,7 +32,8 @@ class Subject:
 
 
 # All that a family's engine serves stays on the worker that captured it.
-PARAMS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(FAMILIES)]
+ORDINARY = ("gemma3", "gpt2", "gpt_oss", "mixtral", "phi3", "qwen3")
+PARAMS = tiered(sorted(FAMILIES), *ORDINARY, group="{}")
 
 
 @pytest.fixture(scope="session", params=PARAMS)

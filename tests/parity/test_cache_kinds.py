@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny_engine
 from oracle import Replay
+from tiers import tiered
 from tiny_configs import save_random, tiny_config
 from tiny_models import Continuation, continue_greedily, load_reference, prompts
 
@@ -42,7 +43,7 @@ class Subject:
     running: tiny_engine.Running
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=tiered(KINDS, "deepseek_v32", "deepseek_v2"))
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     config = tiny_config(request.param)
     blocks = getattr(config, "index_topk_blocks", 0) * getattr(config, "index_block_size", 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny_engine
 import torch
+from tiers import tiered
 from tiny_configs import save_random, tiny_config
 from tiny_engine import differences, generate
 from tiny_models import FAMILIES, continue_greedily, load_reference, prompts, save_checkpoint
@@ -18,7 +19,7 @@ MOST_SECONDS = 300  # compiling is slow on a busy machine; an error ends the wai
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, in Inductor
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral", "qwen3_next"])
+@pytest.mark.parametrize("family", tiered(["qwen3", "gemma2", "mixtral", "qwen3_next"], "qwen3"))
 def test_compiled_step_equals_transformers(family: str, tmp_path: Path) -> None:
     if family in FAMILIES:
         path = save_checkpoint(family, tmp_path)

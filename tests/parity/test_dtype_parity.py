@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_engine
 import torch
+from tiers import tiered
 from tiny_models import VOCAB, load_reference, prompts, reference_logits, save_checkpoint
 
 from llmc.check.check import check_model
@@ -64,7 +65,7 @@ def test_logprobs_in_the_dtype_of_the_checkpoint(dtype: torch.dtype, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("quantization", tiered(["int8", "int4", "fp8"], "int4", "fp8"))
 def test_quantized_weights_serve_every_dtype(
     dtype: torch.dtype, quantization: str, tmp_path: Path
 ) -> None:
@@ -82,7 +83,7 @@ def test_quantized_weights_serve_every_dtype(
         assert (ours - exact)[both].abs().max() < MAX_ERROR[dtype]
 
 
-@pytest.mark.parametrize("dtype", MAX_ERROR, ids=str)
+@pytest.mark.parametrize("dtype", tiered(MAX_ERROR, torch.bfloat16), ids=str)
 def test_every_dtype_is_certified(dtype: torch.dtype, tmp_path: Path) -> None:
     path = save_checkpoint("qwen3", tmp_path, dtype=dtype)
     config = EngineConfig(model=str(path), device="cpu", opt_level=0, max_model_len=64)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import save_file
+from tiers import tiered
 from tiny_models import make_config
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
@@ -74,7 +75,10 @@ def vectors(llm: LLM, prompts: list[list[int]]) -> Tensor:
     return torch.tensor(found)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+ORDINARY = ("bert", "modernbert", "mpnet")
+
+
+@pytest.mark.parametrize("family", tiered(FAMILIES, *ORDINARY))
 def test_embeddings(family: str, tmp_path: Path) -> None:
     model = save(config_of(family), tmp_path)
     with LLM(str(tmp_path), **OPTIONS) as llm:
@@ -110,14 +114,18 @@ def test_decoders_that_were_made_encoders(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "fields"),
-    [
+    tiered(
+        [
+            ("bert", {}),
+            ("xlm-roberta", {}),
+            ("albert", {}),
+            ("modernbert", {"classifier_pooling": "mean"}),
+            ("distilbert", {}),
+            ("mpnet", {}),
+        ],
         ("bert", {}),
-        ("xlm-roberta", {}),
-        ("albert", {}),
         ("modernbert", {"classifier_pooling": "mean"}),
-        ("distilbert", {}),
-        ("mpnet", {}),
-    ],
+    ),
 )
 def test_classifiers(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(family, num_labels=3, **fields)

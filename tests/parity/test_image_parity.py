@@ -11,6 +11,7 @@ import pytest
 import tiny_engine
 import torch
 import transformers as tf
+from tiers import tiered
 from tiny_engine import Generated, differences
 from tiny_images import image_token, random_image, tiny_image_model
 from tiny_models import Continuation, continue_greedily
@@ -49,9 +50,7 @@ class Subject:
         return found.images
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(f, marks=pytest.mark.xdist_group(f)) for f in SERVED]
-)
+@pytest.fixture(scope="module", params=tiered(SERVED, "qwen2_5_vl", "gemma3", group="{}"))
 def subject(request: pytest.FixtureRequest) -> Subject:
     path = tiny_image_model(request.param)
     running = tiny_engine.start(path, max_model_len=256)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny_engine
+from tiers import tiered
 from tiny_configs import save_random, tiny_config
 from tiny_models import continue_greedily, load_reference, prompts
 
@@ -31,9 +32,12 @@ MECHANISMS = {
 }
 
 
+ORDINARY = ("llama4_text", "qwen3_next", "minimax", "mamba2", "lfm2", "jetmoe", "deepseek_v32")
+
+
 # Dynamo makes an instance of an autograd function that a model defines
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("model_type", MECHANISMS)
+@pytest.mark.parametrize("model_type", tiered(MECHANISMS, *ORDINARY))
 def test_whole_chunked_and_preempted_answers_are_those_of_transformers(
     model_type: str, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import tiny_engine
 import torch
 from real_model import needs_model
 from shared_captures import shared_captures
+from tiers import tiered
 from tiny_models import (
     continue_greedily,
     load_reference,
@@ -84,7 +85,7 @@ def test_so_are_those_of_routed_experts(family: str, format: Format, tmp_path: P
 
 
 @needs_model
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", tiered(FORMATS, "int4"))
 def test_the_default_model_still_knows_a_fact(format: Format) -> None:
     with shared_captures():
         llm = LLM(quantization=format, max_model_len=512, opt_level=0)

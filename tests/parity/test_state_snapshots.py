@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import tiny_engine
+from tiers import tiered
 from tiny_configs import save_random, tiny_config
 from tiny_models import VOCAB, continue_greedily, load_reference, prompts
 
@@ -63,7 +64,7 @@ class Subject:
         return engine.stats().prefix_cache_hits - before
 
 
-PARAMS = [pytest.param(kind, marks=pytest.mark.xdist_group(f"states {kind}")) for kind in KINDS]
+PARAMS = tiered(KINDS, "bamba", "lfm2", group="states {}")
 
 
 @pytest.fixture(scope="module", params=PARAMS)

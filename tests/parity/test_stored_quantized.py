@@ -9,6 +9,7 @@ import pytest
 import tiny_engine
 import torch
 from packed_checkpoints import PACKINGS, fp8, pack_quantized, write_mxfp4, write_packed
+from tiers import tiered
 from tiny_configs import save_random, tiny_config
 from tiny_engine import Running
 from tiny_models import continue_greedily, load_reference, prompts, save_checkpoint
@@ -111,7 +112,10 @@ def expert_bits(model: Path) -> float:
 
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [("fp8 in blocks of 32", 9), ("pack-quantized int4 group", 4.5), ("gptq 4 bits", 4.75)],
+    tiered(
+        [("fp8 in blocks of 32", 9), ("pack-quantized int4 group", 4.5), ("gptq 4 bits", 4.75)],
+        ("gptq 4 bits", 4.75),
+    ),
 )
 def test_experts_that_are_stored_one_by_one(
     name: str, bits: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -147,6 +151,7 @@ def test_a_latent_s_weight_is_widened(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "are widened" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
     """[E, K, N], gate and up interleaved, with a bias each."""
     plain = save_checkpoint("gpt_oss", tmp_path / "plain", **SIZES)

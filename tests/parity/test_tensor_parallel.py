@@ -11,6 +11,7 @@ import pytest
 import tiny_engine
 import torch
 from rank_threads import RankThreads, rank_threads
+from tiers import tiered
 from tiny_configs import save_random, tiny_config
 from tiny_models import FAMILIES, prompts, save_checkpoint
 
@@ -67,7 +68,7 @@ def stop(pair: Pair) -> None:
     processes.stop()
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=tiered(CASES, "qwen3", "mixtral", "mamba2", "deepseek_v3"))
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:

@@ -27,6 +27,8 @@ REQUIRED = {
     "find_positions",
     "find_attention",
     "find_indexers",
+    "find_key_biases",
+    "find_linear_attention",
     "last_token_logits",
     "append_sampler",
 }
@@ -79,6 +81,8 @@ def test_the_order_that_passes_rely_on() -> None:
         ("fuse_rms_norm", "fuse_rope_write"),
         ("page_attention", "fuse_rope_write"),
         ("find_indexers", "page_attention"),
+        ("find_key_biases", "page_attention"),
+        ("find_linear_attention", "slot_state"),
     ):
         if later in names:
             assert names.index(earlier) < names.index(later), (earlier, later)

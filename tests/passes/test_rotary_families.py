@@ -12,6 +12,7 @@ import torch
 import transformers as tf
 from compiled_config import compile_config
 from shared_captures import shared_captures
+from tiers import tiered
 
 from llmc.kernels.rope_write import rope_write
 from llmc.passes.edit import calls
@@ -38,7 +39,7 @@ def config_of(family: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES, "qwen3", "glm"))
 def test_every_layer_is_fused(family: str, dtype: torch.dtype) -> None:
     _, _, interleaved, width = FAMILIES[family]
     with shared_captures():
@@ -55,7 +56,7 @@ def test_every_layer_is_fused(family: str, dtype: torch.dtype) -> None:
     assert {tuple(t.meta["val"].shape) for t in tables} == {(64, width)}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("family", ["glm", "cohere"])
+@pytest.mark.parametrize("family", tiered(["glm", "cohere"], "glm"))
 def test_interleaved_models_say_what_transformers_says(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 import transformers as tf
@@ -81,6 +83,38 @@ def test_all_protocols_answer_as_transformers_does(live: Live) -> None:
         "/api/chat", {"messages": [asked], "stream": False, "options": options}
     ).json()
     assert answer["message"]["content"] == said
+    whole = {"prompt": "what is it", "images": [encoded(image)], "stream": False}
+    answer = live.post("/api/generate", {**whole, "options": options}).json()
+    assert answer["response"] == said
+    refused = live.post("/api/generate", {**whole, "raw": True})
+    assert refused.status_code == 400 and "not with raw or suffix" in refused.text
+
+
+def test_the_schema_has_the_images_of_every_protocol(live: Live) -> None:
+    image = random_image(1)
+    source = {"type": "base64", "media_type": "image/png", "data": encoded(image)}
+    content = {
+        "ChatBody": part(url(image)),
+        "TokenizeBody": part(url(image)),
+        "MessagesBody": {"type": "image", "source": source},
+        "ResponsesBody": {"type": "input_image", "image_url": url(image)},
+    }
+    document = live.client.get("/openapi.json").json()
+    for name, one in content.items():
+        messages = [{"role": "user", "content": [one]}]
+        check(document, name, "input" if name == "ResponsesBody" else "messages", messages)
+        one = json.loads(json.dumps(one).replace("data:", "http:").replace("base64", "file"))
+        messages = [{"role": "user", "content": [one]}]
+        with pytest.raises(jsonschema.ValidationError):
+            check(document, name, "input" if name == "ResponsesBody" else "messages", messages)
+    said = {"role": "user", "content": "what is it", "images": [encoded(image)]}
+    check(document, "OllamaChatBody", "messages", [said])
+    check(document, "GenerateBody", "images", [encoded(image)])
+
+
+def check(document: dict[str, Any], body: str, field: str, value: Any) -> None:
+    schema = document["components"]["schemas"][body]["properties"][field]
+    jsonschema.validate(value, {**schema, "components": document["components"]})
 
 
 def test_the_tokens_of_images_are_counted_and_cached(live: Live) -> None:
