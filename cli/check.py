@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
+from llmc.check.tokens import MOST_ADAPTERS
 from llmc.cli.options import engine_options, option
 from llmc.config import EngineConfig
 from llmc.errors import CompileError, ConfigError
+from llmc.lora_request import LoRARequest
 
 CHECK_PANEL = "Check"
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 @engine_options()
@@ -31,6 +38,16 @@ def command(
             panel=CHECK_PANEL,
         ),
     ] = False,
+    lora: Annotated[
+        list[str] | None,
+        option(
+            "--lora",
+            metavar="DIR",
+            help="LoRA adapter to check the model with, in PEFT's format; may be repeated. Some of "
+            "the requests are then of an adapter, the others of the model alone.",
+            panel=CHECK_PANEL,
+        ),
+    ] = None,
     json: Annotated[
         bool,
         option("--json", help="Print the certificate as JSON.", panel=CHECK_PANEL, envvar=None),
@@ -47,6 +64,7 @@ def command(
         raise ConfigError(f"--longest-prompt must be a positive integer, got {longest_prompt}")
     from llmc.startup.resolve import check_paths
 
+    config, adapters = with_lora(config, lora or ())
     check_paths(config)  # before torch is imported
     from llmc.cli.check_show import show
     from llmc.cli.console import note, phases, stderr_console
@@ -60,6 +78,7 @@ def command(
                 config,
                 longest_prompt=longest_prompt,
                 disable_culprits=disable_culprit,
+                adapters=adapters,
                 on_phase=on_phase,
             )
     except CompileError as error:
@@ -70,3 +89,22 @@ def command(
     else:
         show(certificate)
     return 0 if certificate.certified else 1
+
+
+def with_lora(
+    config: EngineConfig, folders: Sequence[str]
+) -> tuple[EngineConfig, list[LoRARequest]]:
+    """Options with a slot for each adapter."""
+    if not folders:
+        return config, []
+    if len(folders) > MOST_ADAPTERS:
+        raise ConfigError(
+            f"--lora takes at most {MOST_ADAPTERS} adapters at a time, got {len(folders)}"
+        )
+    slots = max(config.max_loras, len(folders))
+    in_memory = None if config.max_cpu_loras is None else max(config.max_cpu_loras, slots)
+    made = replace(config, enable_lora=True, max_loras=slots, max_cpu_loras=in_memory)
+    return made, [
+        LoRARequest(f"{number}-{_NOT_IN_NAMES.sub('-', Path(folder).name)}"[:200], number, folder)
+        for number, folder in enumerate(folders, start=1)
+    ]

@@ -34,6 +34,9 @@ def show(certificate: Certificate) -> None:
             style="dim",
         )
     )
+    if certificate.adapters:
+        names = ", ".join(adapter.split()[0] for adapter in certificate.adapters)
+        console.print(Text(f"  in turn with the LoRA adapters {names}, and with none", style="dim"))
     console.print()
     print_table(console, _measurements(certificate))
     if certificate.layers:

@@ -67,6 +67,7 @@ class Certificate:
     device: str
     opt_level: int
     weights: str  # fingerprint
+    adapters: tuple[str, ...]  # LoRA adapters that some of the sequences had: name and digest
     versions: Mapping[str, str]
     passes: Mapping[str, bool]
     kernels: Mapping[str, str]
@@ -122,6 +123,7 @@ def from_json(text: str) -> Certificate:
             for x in data["changed"]
         ),
         "culprits": tuple(Culprit(**x) for x in data["culprits"]),
+        "adapters": tuple(data["adapters"]),
         "notes": tuple(data["notes"]),
     }
     return Certificate(**{**data, **known})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import importlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -27,13 +28,16 @@ from llmc.compiler.attention_fallback import capture_model
 from llmc.config import EngineConfig
 from llmc.kernels.cpu.build import load
 from llmc.load_test.machine import package_versions
+from llmc.lora_request import LoRARequest
 from llmc.model_info import OnPhase
 from llmc.passes.layers import find_layers
+from llmc.runner.adapter_store import lora_targets, target_shapes
 from llmc.startup.compile import build_as_stored, for_parameters
 from llmc.startup.resolve import ModelSource
 from llmc.startup.start import PhaseClock
 from llmc.text.tokenizer import Tokenizer
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
+from llmc.weights.lora import LoraWeights, open_adapter, read_adapter
 
 
 def find_certificate(config: EngineConfig) -> Certificate | None:
@@ -52,10 +56,13 @@ def check_model(
     *,
     longest_prompt: int | None = None,
     disable_culprits: bool = False,
+    adapters: Sequence[LoRARequest] = (),
     on_phase: OnPhase | None = None,
 ) -> Certificate:
     """Compare, find the cause of a difference, and save the certificate.
 
+    With `adapters`, each in a slot of `max_loras`, sequences of each and of the model alone are
+    computed in the same steps; the certificate is of the model with just these.
     With `disable_culprits`, if the model is right without them, it is checked again and gets the
     certificate of those options.
     Raises what loading a model raises, and CompileError where it can't be captured.
@@ -67,7 +74,8 @@ def check_model(
         detail += [source.files.name, source.dtype_name, str(source.device)]
     with clock.phase("capture") as detail:
         identity.options.check()
-        subject = _subject(identity, longest_prompt)
+        subject = _subject(identity, longest_prompt, adapters)
+        names = _digests(adapters, subject.adapters)
         layers = find_layers(subject.captured.graph.graph)
         detail.append(f"{layers.count} layers")
         if subject.captured.note:
@@ -84,6 +92,7 @@ def check_model(
             dummy_seed=config.seed if source.is_dummy else None,
             trust_remote_code=config.trust_remote_code,
             tables={n: subject.built.buffers[n] for n in subject.captured.parameters.tables},
+            adapters=subject.adapters,
         )
         detail += [_compared_with(reference, source)]
     with clock.phase("load kernels"):
@@ -93,30 +102,36 @@ def check_model(
         detail += [f"{len(subject.steps)} steps", f"-O{identity.level}"]
     if reference.has_noise:
         with clock.phase("run llmc in float32") as detail:
-            found.append(_compare_float32(identity, reference, longest_prompt))
+            found.append(_compare_float32(identity, reference, longest_prompt, adapters))
     diagnosis = None
     wrong = [comparison for comparison in found if not comparison.is_good]
     if wrong:
         with clock.phase("find the cause") as detail:
             diagnosis = wrong[-1].diagnose()  # float32 shows it more sharply
             detail += [str(culprit) for culprit in diagnosis.culprits]
-    certificate = _certificate(identity, found, diagnosis)
+    certificate = _certificate(identity, found, diagnosis, names)
     if certificate.key:
         CertificateStore(cache_dir()).save(certificate)
     if disable_culprits and certificate.is_fixable:
         return check_model(
-            fixed_config(config, certificate), longest_prompt=longest_prompt, on_phase=on_phase
+            fixed_config(config, certificate),
+            longest_prompt=longest_prompt,
+            adapters=adapters,
+            on_phase=on_phase,
         )
     return certificate
 
 
 def _compare_float32(
-    identity: Identity, reference: Reference, longest_prompt: int | None
+    identity: Identity,
+    reference: Reference,
+    longest_prompt: int | None,
+    adapters: Sequence[LoRARequest],
 ) -> Comparison:
     """The rewrite itself, free of the rounding that hides small mistakes in a short dtype."""
     exact = dataclasses.replace(identity, source=identity.source.in_dtype(torch.float32))
     return compare(
-        _subject(exact, longest_prompt, rounded_to=identity.source.dtype),
+        _subject(exact, longest_prompt, adapters, rounded_to=identity.source.dtype),
         Reference(exact=reference.exact, rounded=reference.exact),
         identity.options.switches,
         level=0,
@@ -135,7 +150,10 @@ def fixed_config(config: EngineConfig, certificate: Certificate) -> EngineConfig
 
 
 def _subject(
-    identity: Identity, longest_prompt: int | None, rounded_to: torch.dtype | None = None
+    identity: Identity,
+    longest_prompt: int | None,
+    adapters: Sequence[LoRARequest],
+    rounded_to: torch.dtype | None = None,
 ) -> Subject:
     """`rounded_to`: the weights are first rounded to this dtype, as those that serve are."""
     source = identity.source
@@ -152,6 +170,7 @@ def _subject(
         vocab_size=captured.vocab_size,
         max_len=source.model_len,
         longest=longest_prompt,
+        num_adapters=len(adapters),
     )
 
     def open_weights() -> WeightSource:
@@ -162,7 +181,7 @@ def _subject(
             weights = CheckpointWeights(built.module, source.open_tensors())
         return weights if rounded_to is None else RoundedWeights(weights, rounded_to)
 
-    return Subject(
+    subject = Subject(
         built=built,
         captured=captured,
         options=for_parameters(identity.options, source, built),
@@ -171,6 +190,37 @@ def _subject(
         sequences=sequences,
         steps=make_steps(sequences),
     )
+    if not adapters:
+        return subject
+    dtype = rounded_to or captured.dtype
+    return dataclasses.replace(subject, adapters=_read_adapters(subject, adapters, dtype))
+
+
+def _read_adapters(
+    subject: Subject, adapters: Sequence[LoRARequest], dtype: torch.dtype
+) -> tuple[LoraWeights, ...]:
+    """Raises InvalidRequestError for one that the model can't take."""
+    program = subject.rewrite(Variant(switches=subject.options.switches))
+    bound = {
+        node.name: torch.empty(node.meta["val"].shape, device="meta")
+        for node, _ in program.adapter_inputs()
+    }
+    shapes = target_shapes(lora_targets(program, bound))
+    rank = subject.options.pipeline.max_lora_rank
+    return tuple(read_adapter(one, open_adapter(one, shapes, rank), dtype) for one in adapters)
+
+
+def _digests(adapters: Sequence[LoRARequest], weights: Sequence[LoraWeights]) -> tuple[str, ...]:
+    """The adapters' names, each with a digest of its weights."""
+    made = []
+    for adapter, of_adapter in zip(adapters, weights, strict=True):
+        digest = hashlib.blake2b(digest_size=16)
+        for name, pair in sorted(of_adapter.items()):
+            digest.update(name.encode())
+            for tensor in pair:
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        made.append(f"{adapter.lora_name} {digest.hexdigest()}")
+    return tuple(made)
 
 
 def _load_kernels(device: torch.device) -> None:
@@ -186,16 +236,22 @@ def _compared_with(reference: Reference, source: ModelSource) -> str:
 
 
 def _certificate(
-    identity: Identity, found: Sequence[Comparison], diagnosis: Diagnosis | None
+    identity: Identity,
+    found: Sequence[Comparison],
+    diagnosis: Diagnosis | None,
+    adapters: tuple[str, ...],
 ) -> Certificate:
     """`found` begins with the comparison in the dtype that serves; one in float32 may follow."""
+    key = identity.key
+    if key and adapters:  # what is served without them is another matter
+        key = hashlib.blake2b(" ".join((key, *adapters)).encode(), digest_size=16).hexdigest()
     served = found[0]
     subject, source = served.subject, identity.source
     switches = identity.options.switches
     graph = subject.rewrite(Variant(switches=switches)).graph
     longest = max(s.prompt_len for s in subject.sequences)
     return Certificate(
-        key=identity.key,
+        key=key,
         certified=all(comparison.is_good for comparison in found),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         model=source.files.name,
@@ -204,6 +260,7 @@ def _certificate(
         device=str(source.device),
         opt_level=identity.level,
         weights=identity.weights,
+        adapters=adapters,
         versions=package_versions(),
         passes={p.name: switches.get(p.name, True) for p in identity.options.passes},
         kernels=kernels_of(graph),

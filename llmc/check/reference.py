@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from llmc.check.tokens import TokenSequence
 from llmc.compiler.heads import without_head
 from llmc.errors import CheckpointError
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
+from llmc.weights.lora import LoraWeights
 from llmc.weights.quantized.quantization_config import StoredQuantization
 from llmc.weights.tensors import open_tensors
 
@@ -64,9 +65,11 @@ def run_reference(
     dummy_seed: int | None,
     trust_remote_code: bool,
     tables: Mapping[str, Tensor],
+    adapters: Sequence[LoraWeights] = (),
 ) -> Reference:
     """`layers` is the name of the module's list of decoder layers, "" where there is none.
     `tables`: buffers that follow from the config, which `exact` takes without rounding.
+    `adapters` are the LoRA adapters that sequences name, from the first on.
 
     With `dummy_seed` the weights are made up, the same as the step's. Those that are `stored`
     quantized are handed over as numbers: a quantizer's own kernels would compute otherwise.
@@ -81,13 +84,13 @@ def run_reference(
     else:
         module = _load(path, copy.deepcopy(hf_config), dtype, trust_remote_code)
     module = module.to(device).eval()
-    rounded = _run(module, sequences, layers, device)
+    rounded = _run(module, sequences, layers, device, adapters)
     exact = rounded
     if dtype != torch.float32 and _float32_fits(module, device):
         module = module.float()
         for name, table in tables.items():
             module.get_buffer(name).copy_(table)
-        exact = _run(module, sequences, layers, device)
+        exact = _run(module, sequences, layers, device, adapters)
     del module
     gc.collect()
     return Reference(exact=exact, rounded=rounded)
@@ -180,8 +183,34 @@ def _fill(source: WeightSource, tensors: Mapping[str, Tensor]) -> None:
         source.fill(name, tensor.data)
 
 
+@contextlib.contextmanager
+def _adapted(module: nn.Module, adapter: LoraWeights | None) -> Iterator[None]:
+    """The module with an adapter: each linear's output plus B A of its input, as PEFT has it."""
+
+    def added(a: Tensor, b: Tensor) -> Callable[..., Tensor]:
+        def hook(linear: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+            low = nn.functional.linear(args[0], a.to(output.device, output.dtype))
+            return output + nn.functional.linear(low, b.to(output.device, output.dtype))
+
+        return hook
+
+    handles = [
+        module.get_submodule(name.removesuffix(".weight")).register_forward_hook(added(a, b))
+        for name, (a, b) in (adapter or {}).items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _run(
-    module: nn.Module, sequences: Sequence[TokenSequence], layers: str, device: torch.device
+    module: nn.Module,
+    sequences: Sequence[TokenSequence],
+    layers: str,
+    device: torch.device,
+    adapters: Sequence[LoraWeights],
 ) -> Run:
     found: list[Tensor] = []
 
@@ -197,7 +226,8 @@ def _run(
         for sequence in sequences:
             found.clear()
             ids = torch.tensor([sequence.token_ids], device=device)
-            with torch.inference_mode():
+            adapter = adapters[sequence.adapter - 1] if sequence.adapter else None
+            with torch.inference_mode(), _adapted(module, adapter):
                 out: Any = module(input_ids=ids, use_cache=False)
             logits.append(out.logits[0].to("cpu", torch.float32, copy=True))
             for layer, value in zip(hidden, found, strict=True):

@@ -18,6 +18,7 @@ from llmc.errors import CompileError
 from llmc.kernels.prepare_step import work_lines
 from llmc.kernels.prompts import Prompts
 from llmc.passes.inputs import (
+    AdapterInput,
     CacheInput,
     ConstantInput,
     StateInput,
@@ -88,6 +89,9 @@ def bind(
             bound[node.name] = _poisoned(state)
         elif isinstance(role, ConstantInput):
             bound[node.name] = role.tensor.to(device)
+        elif isinstance(role, AdapterInput):  # slots of LoRA adapters, none of which is there
+            value = node.meta["val"]
+            bound[node.name] = torch.zeros(value.shape, dtype=value.dtype, device=device)
         elif role is not None and not isinstance(role, StepInput | WeightInput):
             raise CompileError(
                 f"the certificate can't be made yet for steps with a {type(role).__name__}"
@@ -178,5 +182,6 @@ def row_tables(
         ids = torch.tensor(sequence.token_ids, dtype=torch.int32)
         rows.tables["history"][row, : len(ids)] = ids.to(device)
         rows.tables["prompt_len"][row] = sequence.prompt_len
+        rows.tables["adapter"][row] = sequence.adapter
         rows.tables["position_offset"][row] = geometry.position_offset(sequence)
     return rows

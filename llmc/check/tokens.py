@@ -22,14 +22,17 @@ _TEXTS = (
 )
 _DECODES = 6
 _PROMPTS = (1, 13, 37, 64)
+MOST_ADAPTERS = len(_PROMPTS) - 1  # beside the model alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
-    """`token_ids` begin with a prompt of `prompt_len`; the rest comes one by one, as decoded."""
+    """`token_ids` begin with a prompt of `prompt_len`; the rest comes one by one, as decoded.
+    `adapter` numbers the LoRA adapter that answers, from 1; 0 is the model alone."""
 
     token_ids: tuple[int, ...]
     prompt_len: int
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +50,11 @@ def make_sequences(
     vocab_size: int,
     max_len: int,
     longest: int | None = None,
+    num_adapters: int = 0,
 ) -> tuple[TokenSequence, ...]:
     """Texts in the model's own tokens, or numbers by a fixed rule where it has no tokenizer.
 
-    `longest` is the length of the longest prompt.
+    `longest` is the length of the longest prompt. Adapters, and none, take turns.
     """
     made = []
     for i, (text, length) in enumerate(zip(_TEXTS, _PROMPTS, strict=True)):
@@ -61,7 +65,11 @@ def make_sequences(
             ids = [(11 * i + 7 * j + i * j * 3 + 1) % vocab_size for j in range(total)]
         ids = (ids * (total // len(ids) + 1))[:total]
         prompt_len = max(1, total - _DECODES)
-        made.append(TokenSequence(token_ids=tuple(ids), prompt_len=prompt_len))
+        made.append(
+            TokenSequence(
+                token_ids=tuple(ids), prompt_len=prompt_len, adapter=i % (num_adapters + 1)
+            )
+        )
     return tuple(made)
 
 

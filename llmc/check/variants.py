@@ -30,8 +30,10 @@ from llmc.passes.canonicalize import canonicalize
 from llmc.passes.find_key_biases import find_key_biases
 from llmc.passes.find_linear_attention import find_linear_attention
 from llmc.passes.lower_kernels import lower_kernels
+from llmc.runner.adapter_store import fill_slot, lora_targets
 from llmc.weights.checkpoint import SomeOf
 from llmc.weights.load import WeightSource
+from llmc.weights.lora import LoraWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,16 @@ class Subject:
     cache_dir: Path
     sequences: tuple[TokenSequence, ...]
     steps: Sequence[Sequence[Chunk]]
+    adapters: Sequence[LoraWeights] = ()  # of LoRA, which sequences name from 1
+
+    def without_adapters(self) -> Subject:
+        alone = tuple(replace(sequence, adapter=0) for sequence in self.sequences)
+        return replace(self, sequences=alone, adapters=())
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """Passes without which the sequences can't be computed."""
+        return frozenset({"apply_lora"} if self.adapters else ())
 
     def matches(self, p: Pass) -> bool:
         """Whether a pass changes anything in this model."""
@@ -83,7 +95,8 @@ class Subject:
         return self._run(program, level=0, taps=buffers)
 
     def run_captured(self, passes: Sequence[Pass] = ()) -> list[Tensor]:
-        """The captured graph itself, one sequence at a time: no paging, no fusion, no kernel.
+        """The captured graph itself, one sequence at a time: no paging, no fusion, no kernel,
+        no adapter.
 
         But for what says nothing by itself: loops for one number of tokens, masks without numbers.
         """
@@ -105,6 +118,9 @@ class Subject:
     def _run(self, program: Program, level: int, taps: Sequence[Tensor] = ()) -> Run:
         geometry = self._geometry(num_groups=max(1, len(program.groups)))
         bound = self._bind(program.graph, geometry)
+        targets = lora_targets(program, bound)
+        for slot, weights in enumerate(self.adapters, start=1):
+            fill_slot(targets, slot, weights)
         logits, hidden = run_steps(
             self._step(program.graph, bound, level, geometry),
             self.sequences,

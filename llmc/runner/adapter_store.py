@@ -47,6 +47,24 @@ def lora_targets(program: Program, bound: Mapping[str, Tensor]) -> dict[str, lis
     return dict(targets)
 
 
+def target_shapes(targets: Mapping[str, list[LoraTarget]]) -> dict[str, tuple[int, int]]:
+    """N and K of each parameter [N, K] that adapters may be on."""
+    return {name: (some[0].b.shape[2], some[0].a.shape[2]) for name, some in targets.items()}
+
+
+def fill_slot(targets: Mapping[str, list[LoraTarget]], slot: int, weights: LoraWeights) -> None:
+    """Put an adapter into a slot, from 1, in place of the one that was there."""
+    for name, some in targets.items():
+        for target in some:
+            a, b = target.a[slot - 1], target.b[slot - 1]
+            b.zero_()  # so that what an earlier adapter left in A counts for nothing
+            given = weights.get(name)
+            if given is not None:
+                rank = given[0].shape[0]
+                a[:rank].copy_(given[0])
+                b[:rank].copy_(given[1].T)
+
+
 class AdapterStore:
     """Implements the engine's AdapterLoader protocol; `copy` is for the runner.
 
@@ -65,7 +83,7 @@ class AdapterStore:
         self._targets = targets
         self._max_rank = max_rank
         self._max_in_memory = max_in_memory
-        self._shapes = {n: (t[0].b.shape[2], t[0].a.shape[2]) for n, t in targets.items()}
+        self._shapes = target_shapes(targets)
         self._checked: OrderedDict[LoRARequest, dict[str, LoraPart]] = OrderedDict()
         # read or being read; least recently used first
         self._read: OrderedDict[LoRARequest, Future[LoraWeights]] = OrderedDict()
@@ -105,13 +123,4 @@ class AdapterStore:
 
     def copy(self, slot: int, adapter: LoRARequest) -> None:
         """Put an adapter that has been read into a slot, from 1."""
-        weights = self._read[adapter].result()
-        for name, targets in self._targets.items():
-            for target in targets:
-                a, b = target.a[slot - 1], target.b[slot - 1]
-                b.zero_()  # so that what an earlier adapter left in A counts for nothing
-                given = weights.get(name)
-                if given is not None:
-                    rank = given[0].shape[0]
-                    a[:rank].copy_(given[0])
-                    b[:rank].copy_(given[1].T)
+        fill_slot(self._targets, slot, self._read[adapter].result())

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from functools import partial
@@ -37,6 +38,8 @@ from llmc.startup.model_files import find_local
 from llmc.text.tokenizer import Tokenizer, preload
 
 log = logging.getLogger(__name__)
+# Of absolute paths all but the last name: clients need not know where this machine has its models.
+_FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^/\s'\"]+/)*")
 
 ModelState = Literal["unloaded", "loading", "loaded", "asleep", "failed"]
 StartEngines = Callable[[EngineConfig], EngineProcesses]  # which have not been entered
@@ -54,7 +57,7 @@ class ServedModel:
     def __init__(self, name: str, config: EngineConfig, error: str = "") -> None:
         self.name = name
         self.config = config
-        self.error = error  # why it could not be loaded the last time
+        self.error = error  # why it could not be loaded the last time, for clients to see
         self.failed_at = time.monotonic() if error else 0.0
         self.used_at = 0.0
         self.num_users = 0  # requests that are being served
@@ -234,6 +237,7 @@ class ModelManager:
         model.used_at = time.monotonic()
         if model.error:
             log.error("%s could not be loaded: %s", model.name, model.error)
+            model.error = _FOLDERS.sub("", model.error)
             model.failed_at = model.used_at
             await model.close()
             raise _failed(model)

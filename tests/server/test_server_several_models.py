@@ -15,6 +15,7 @@ import pytest
 from live_models import LiveModels, live_models
 from scripted_process import wait_for
 
+from llmc.errors import CheckpointError
 from llmc.processes.engine_processes import EngineProcesses
 from llmc.server import model_manager
 from llmc.server.settings import ServerSettings
@@ -115,6 +116,19 @@ def test_a_model_that_does_not_start_harms_no_other(
     assert live.client.get("/ready").status_code == 200
     monkeypatch.setattr(model_manager, "RETRY_S", 0.0)  # another attempt, which fails again
     assert live.complete("broken").status_code == 503
+
+
+def test_clients_are_not_told_where_models_lie(
+    live: LiveModels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def load(*_: Any) -> None:
+        raise CheckpointError("no model at '/home/me/models/x': give a directory")
+
+    monkeypatch.setattr(model_manager, "RETRY_S", 0.0)
+    monkeypatch.setattr(live.manager.models["broken"], "load", load)
+    answer = live.complete("broken").json()["error"]["message"]
+    assert answer == "broken could not be loaded: no model at 'x': give a directory"
+    assert "/home/me/models/x" in caplog.text
 
 
 def test_a_killed_engine_is_restarted_and_harms_no_other(live: LiveModels) -> None:
