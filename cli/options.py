@@ -328,7 +328,9 @@ ENGINE_OPTIONS = (
         '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":4,"prompt_lookup_min":2} '
         "drafts what followed the last 4 to 2 tokens at their earlier occurrence; "
         '{"method":"draft_model","model":"DIR"} takes the tokens of a smaller model with the same '
-        "vocabulary. The answers stay the same.",
+        'vocabulary; {"method":"eagle3","model":"DIR"} those of an EAGLE-3 head that was trained '
+        'for the model; {"method":"mtp"} those of the layer for that in its own checkpoint. The '
+        "answers stay the same.",
     ),
     EngineOption(
         field="limit_mm_per_prompt",

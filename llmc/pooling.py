@@ -27,6 +27,7 @@ DENSE = "llmc_dense_{}"  # the name of a Dense layer in a module
 # The ids of tokens of the second text of a pair have this bit, for models that tell the two apart:
 # it goes where the ids go, and no vocabulary reaches it.
 SECOND_TEXT = 1 << 30
+DRAFTED = 1 << 30  # and, in a draft head's rows, those of tokens that it drew itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,26 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftHead:
+    """What drafts for a model of `vocab_size` tokens from its hidden states: a head in the form of
+    EAGLE-3 or, with `is_own_layer`, one more layer of the model itself, of which the rest says
+    nothing (compiler/draft_head.py).
+
+    An EAGLE-3 head reads `num_taps` hidden states of `width` values.
+    """
+
+    vocab_size: int
+    is_own_layer: bool = False
+    num_taps: int = 1
+    width: int = 0
+    draft_vocab_size: int = 0  # tokens that it may draw
+    has_id_map: bool = False  # they are some of the model's, in an order of their own
+    has_fc_bias: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False  # what is added to its attention's output is normed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
     """What is captured of a model (compiler/heads.py).
 
@@ -48,6 +69,7 @@ class Head:
     `image_levels`: rows of images may stand for embeddings of its tokens (1), and are added to the
     hidden states behind so many first layers (each further one). `position_axes`: how many
     positions each token then has; 0: one, its place in the text.
+    `draft`: it is no model but a head that drafts for one.
     """
 
     kind: Literal["lm", "hidden", "score"] = "lm"
@@ -56,6 +78,7 @@ class Head:
     token_types: bool = False
     image_levels: int = 0
     position_axes: int = 0
+    draft: DraftHead | None = None
 
     def position_shape(self, tokens: int) -> tuple[int, ...]:
         """Of the positions of so many tokens, in a batch of one."""

@@ -13,7 +13,8 @@ from typing import Literal
 
 from llmc.errors import ConfigError
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "eagle3", "mtp")
+_WITH_MODEL = ("draft_model", "eagle3")
 MAX_DRAFT = 32
 MAX_NGRAM = 32
 
@@ -26,9 +27,15 @@ class SpeculativeConfig:
 
     `draft_model`: they are what `model`, a smaller one of the same vocabulary, draws. `revision`
     and `quantization` are the draft model's, all other options those of the model that is served.
+
+    `eagle3`: they are what `model`, an EAGLE-3 head that was trained for the model that is served,
+    draws from its hidden states. The same keys.
+
+    `mtp`: they are what the layer for that draws which the checkpoint holds behind those of the
+    model (multi-token prediction).
     """
 
-    method: Literal["ngram", "draft_model"] = "ngram"
+    method: Literal["ngram", "draft_model", "eagle3", "mtp"] = "ngram"
     num_speculative_tokens: int = 4  # per request and step
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
@@ -62,13 +69,14 @@ class SpeculativeConfig:
 
     def _check_keys(self) -> None:
         """A key of another method would have no effect."""
-        if self.method == "draft_model" and not self.model:
+        if self.method in _WITH_MODEL and not self.model:
             raise ConfigError(
-                "speculative_config: method draft_model needs a model: a directory or a hub id"
+                f"speculative_config: method {self.method} needs a model: a directory or a hub id"
             )
         lookup_keys = ("prompt_lookup_max", "prompt_lookup_min")
         model_keys = ("model", "revision", "quantization")
-        for name in model_keys if self.method == "ngram" else lookup_keys:
+        unused = () if self.method in _WITH_MODEL else model_keys
+        for name in (*unused, *(() if self.method == "ngram" else lookup_keys)):
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"speculative_config: {name} means nothing to method {self.method}"

@@ -12,11 +12,15 @@ from llmc.kernels.step_inputs import BAD_WORD_TOKENS
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import aten, emit, val
 from llmc.passes.inputs import step_input
+from llmc.pooling import DRAFTED
 
 
 @graph_pass(required=True)
-def append_sampler(gm: fx.GraphModule) -> Notes:
+def append_sampler(gm: fx.GraphModule, *, is_head: bool = False) -> Notes:
     """Sample inside the graph, each logits row with the parameters of its request's table row.
+
+    A draft head's rows are one token behind those of the model that it is for, with whose random
+    numbers it draws; its tokens are marked as drafted.
 
     Before:
         return logits [S, V]
@@ -68,6 +72,9 @@ def append_sampler(gm: fx.GraphModule) -> Notes:
             words=table("bad_words"),
             places=BAD_WORD_TOKENS,
         )
+        position = emit(graph, aten.to.dtype, length, torch.int64)
+        if is_head:
+            position = emit(graph, aten.add.Scalar, position, 1)
         token = emit(
             graph,
             sample.overload,
@@ -77,7 +84,11 @@ def append_sampler(gm: fx.GraphModule) -> Notes:
             top_p=by_sample("top_p"),
             min_p=by_sample("min_p"),
             seed=by_sample("seed"),
-            position=emit(graph, aten.to.dtype, length, torch.int64),
+            position=position,
         )
+        if is_head:  # -1, no token, stays
+            is_token = emit(graph, aten.ge.Scalar, token, 0)
+            marked = emit(graph, aten.add.Scalar, token, DRAFTED)
+            token = emit(graph, aten.where.self, is_token, marked, token)
     output.args = ((token, logits),)
     return []

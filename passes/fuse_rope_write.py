@@ -81,7 +81,9 @@ def fuse_rope_write(gm: fx.GraphModule) -> Notes:
     notes = []
     for write in calls(graph, write_kv.overload):
         readers = arguments(write).key_cache.users
-        attend = next(u for u in readers if is_call(u, paged_attention.overload))
+        attend = next((u for u in readers if is_call(u, paged_attention.overload)), None)
+        if attend is None:  # hidden states that are kept for a draft head
+            continue
         reason = _fuse(graph, write, attend, tables)
         if reason:
             notes.append(f"{write.name}: {reason}")

@@ -59,6 +59,13 @@ class StateInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TapInput:
+    """A cache that `tap_states` made in the model that a draft head is for."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     """What a rank of a tensor-parallel engine holds of a tensor: a part of each section of `dim`.
 
@@ -130,7 +137,7 @@ class ConstantInput:
     shard: Shard | None = None
 
 
-Input = StepInput | CacheInput | StateInput | WeightInput | AdapterInput | ConstantInput
+Input = StepInput | CacheInput | StateInput | TapInput | WeightInput | AdapterInput | ConstantInput
 
 
 def input_of(node: Any) -> Input | None:

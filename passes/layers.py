@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from llmc.errors import CompileError
-from llmc.passes.edit import aten, emit, is_call
+from llmc.kernels.quantized_embedding import quantized_embedding
+from llmc.passes.edit import arguments, aten, emit, is_call, through
 from llmc.passes.inputs import StepInput, WeightInput, add_constant, input_of
 
 _NUMBERED = re.compile(r"^(.*?)\.(\d+)\.")
@@ -77,6 +78,21 @@ def copy_out(hidden: fx.Node, buffer: Tensor, name: str) -> None:
         size = emit(graph, aten.sym_size.int, tokens, 0)
         rows = emit(graph, aten.slice.Tensor, target, 0, 0, size)
         emit(graph, aten.copy_.default, rows, flat)
+
+
+def token_embedding(graph: fx.Graph) -> WeightInput | None:
+    """The weight of which every token of the step has a row; None where there is no one such."""
+    tokens = next(n for n in graph.nodes if input_of(n) == StepInput(name="token_ids"))
+    found: set[WeightInput] = set()
+    for node in graph.nodes:
+        if not is_call(node, aten.embedding.default, quantized_embedding.overload):
+            continue
+        given = arguments(node)
+        ids = given.indices if is_call(node, aten.embedding.default) else given.ids
+        role = input_of(given.weight)
+        if through(ids, aten.unsqueeze.default) is tokens and isinstance(role, WeightInput):
+            found.add(role)
+    return found.pop() if len(found) == 1 else None
 
 
 def find_layers(graph: fx.Graph) -> Layers:

@@ -12,6 +12,7 @@ from llmc.passes.append_sampler import append_sampler
 from llmc.passes.apply_lora import apply_lora
 from llmc.passes.base import Pass
 from llmc.passes.canonicalize import canonicalize
+from llmc.passes.feed_head import feed_head
 from llmc.passes.find_attention import find_attention
 from llmc.passes.find_convolutions import find_convolutions
 from llmc.passes.find_indexers import find_indexers
@@ -36,7 +37,9 @@ from llmc.passes.share_rotary import share_rotary
 from llmc.passes.slot_state import slot_state
 from llmc.passes.split_prompts import split_prompts
 from llmc.passes.take_image_rows import take_image_rows
-from llmc.pooling import Method
+from llmc.passes.tap_states import tap_states
+from llmc.passes.widen_logits import widen_logits
+from llmc.pooling import DraftHead, Method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,8 @@ class PipelineOptions:
     encoder: bool = False  # tokens see those after them too
     whole_images: Where = "none"  # layers in which a token of an image sees all of it
     tensor_parallel_size: int = 1  # ranks that compute a part of each layer
+    taps: tuple[int, ...] | None = None  # layers that a draft head reads (tap_states); None: none
+    draft_head: DraftHead | None = None  # what is compiled is one
 
 
 def pipeline(
@@ -72,6 +77,7 @@ def pipeline(
         canonicalize(),  # first: the others match on one spelling
         *(p for p in extra if p.place == "early"),  # see the model's own ops; ours fuse theirs too
         take_image_rows(),
+        *_taps(options),  # early: fusions take in what leaves a layer
         find_attention(  # what page_attention then pages
             max_positions=options.max_positions, encoder=options.encoder
         ),
@@ -94,9 +100,13 @@ def pipeline(
         find_positions(  # after those: what numbers keys for a mask is gone
             max_positions=options.max_positions
         ),
+        *_fed(options),
         last_token_logits(),
         # after last_token_logits: the selected rows
-        append_sampler() if options.pooling is None else pool(),
+        *_widened(options.draft_head),
+        append_sampler(is_head=options.draft_head is not None)
+        if options.pooling is None
+        else pool(),
         *processor_passes(processors),  # between the model and append_sampler's first op
         shard_linears(  # before what joins weights and fuses ops: it knows torch's own
             size=options.tensor_parallel_size
@@ -131,6 +141,22 @@ def _keeps_heads(options: PipelineOptions) -> str | None:
     if options.max_loras:
         return "adapters change keys and values"
     return None if options.whole_images == "none" else "tokens of an image see all of it"
+
+
+def _taps(options: PipelineOptions) -> tuple[Pass, ...]:
+    if options.taps is None:
+        return ()
+    return (tap_states(layers=options.taps, block_size=options.block_size),)
+
+
+def _fed(options: PipelineOptions) -> tuple[Pass, ...]:
+    return () if options.draft_head is None else (feed_head(block_size=options.block_size),)
+
+
+def _widened(head: DraftHead | None) -> tuple[Pass, ...]:
+    if head is None or not head.has_id_map:
+        return ()
+    return (widen_logits(vocab_size=head.vocab_size),)
 
 
 def _sums(pooling: Method | None) -> tuple[Pass, ...]:

@@ -14,6 +14,7 @@ pytest.importorskip("typer", reason="the command line's dependencies are not ins
 from llmc.config import EngineConfig
 from llmc.passes.lower_kernels import lower_kernels
 from llmc.passes.pipeline import PipelineOptions, pipeline
+from llmc.pooling import DraftHead
 from llmc.sampling_params import SamplingParams
 from llmc.server.settings import ServerSettings
 
@@ -103,6 +104,10 @@ def test_the_passes_are_those_of_the_pipeline() -> None:
     passes = [*pipeline(options), lower_kernels(prefer=())]
     pools = [p for p in pipeline(replace(options, pooling="mean")) if p.name.endswith("pool")]
     passes += pools
+    head = DraftHead(num_taps=3, width=8, vocab_size=9, draft_vocab_size=4, has_id_map=True)
+    known = {p.name for p in passes}
+    drafting = pipeline(replace(options, taps=(), draft_head=head))
+    passes += [p for p in drafting if p.name not in known]
     expected = [(p.name, "yes" if p.required else "no") for p in passes]
     assert rows == expected
 

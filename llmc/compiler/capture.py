@@ -133,7 +133,7 @@ def _capture(built: BuiltModel, device: torch.device, tokens: int) -> CapturedMo
 
 def _vocab_size(built: BuiltModel, output: fx.Node) -> int:
     """The ids that the model can read: the width of its logits, or the rows of its embedding."""
-    if built.head.kind == "lm":
+    if built.head.kind == "lm" and built.head.draft is None:
         return int(output.meta["val"].shape[-1])
     module: Any = built.module
     return int(module.get_input_embeddings().weight.shape[0])

@@ -4,8 +4,9 @@ lm:     the model as it is                            -> logits of the next toke
 hidden: the model without its head, then Dense layers -> [1, T, N]
 score:  a classifier's model and its head             -> [1, T, labels]
 
-Where these pool their tokens, `pool_tokens` marks it. All that follows is computed of every token,
-as if each were the only one of a text, so that the one that is wanted has its text's.
+A draft head (draft_head.py) is of the first kind. Where the others pool their tokens,
+`pool_tokens` marks it. All that follows is computed of every token, as if each were the only one of
+a text, so that the one that is wanted has its text's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmc.compiler.draft_head import make_head
 from llmc.errors import CheckpointError
 from llmc.kernels.place_rows import place_rows
 from llmc.kernels.pool_tokens import pool_tokens
@@ -36,6 +38,8 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
 
     Raises CheckpointError for a classifier of another form; else what transformers raises.
     """
+    if head.draft is not None:
+        return make_head(_generator(config), config, head.draft, **options)
     from transformers import AutoModelForSequenceClassification
 
     maker: Any = _generator(config)

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from llmc.passes.inputs import (
     CacheInput,
     ConstantInput,
     StateInput,
+    TapInput,
     WeightInput,
     input_of,
 )
@@ -39,6 +41,8 @@ from llmc.weights.load import CheckpointWeights, DirectWeights, WeightSource, ma
 from llmc.weights.parameters import Parameters
 
 log = logging.getLogger(__name__)
+
+NONE_GIVEN: Mapping[WeightInput, Tensor] = MappingProxyType({})  # weights that are there already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +124,13 @@ class Program:
             states=_states(graph),
             reports=tuple(reports),
         )
+
+    @property
+    def tap_shapes(self) -> list[tuple[int, ...]]:
+        """Of a draft head: those of a block in the caches that it reads of the other model."""
+        roles = ((input_of(node), node) for node in self.graph.graph.nodes)
+        shapes = {r.number: n.meta["val"].shape[1:] for r, n in roles if isinstance(r, TapInput)}
+        return [tuple(int(n) for n in shapes[number]) for number in sorted(shapes)]
 
     @property
     def vector_size(self) -> int:
@@ -237,24 +248,34 @@ def _states(graph: fx.GraphModule) -> tuple[StateSpec, ...]:
 
 
 def open_weights(
-    program: Program, tensors: Mapping[str, Readable], make_module: Callable[[], nn.Module]
+    program: Program,
+    tensors: Mapping[str, Readable],
+    make_module: Callable[[], nn.Module],
+    given: Mapping[WeightInput, Tensor] = NONE_GIVEN,
 ) -> DirectWeights | CheckpointWeights:
     """The checkpoint's tensors as the program's parameters, by name where that is all it takes.
 
     Otherwise transformers' rules convert them, which need the model's module (on meta).
     """
     if program.parameters.is_plain:
-        names = {part for _, role in program.weight_inputs() for part in role.parts}
+        wanted = (role for _, role in program.weight_inputs() if role not in given)
+        names = {part for role in wanted for part in role.parts}
         direct = DirectWeights(program.parameters, tensors)
         if direct.covers(names):
             return direct
     return CheckpointWeights(make_module(), tensors)
 
 
-def load_weights(program: Program, source: WeightSource, rank: int = 0) -> dict[str, Tensor]:
+def load_weights(
+    program: Program,
+    source: WeightSource,
+    rank: int = 0,
+    given: Mapping[WeightInput, Tensor] = NONE_GIVEN,
+) -> dict[str, Tensor]:
     """Every weight of the program in its final form, by placeholder name; of what is sharded, that
-    rank's part."""
-    source.check(part for _, role in program.weight_inputs() for part in role.parts)
+    rank's part. Those that are `given` are not read."""
+    wanted = (role for _, role in program.weight_inputs() if role not in given)
+    source.check(part for role in wanted for part in role.parts)
     return graph_weights(
         program.graph,
         program.parameters,
@@ -262,6 +283,7 @@ def load_weights(program: Program, source: WeightSource, rank: int = 0) -> dict[
         dtype=program.dtype,
         device=program.device,
         rank=rank,
+        given=given,
     )
 
 
@@ -273,9 +295,10 @@ def graph_weights(
     dtype: torch.dtype,
     device: torch.device,
     rank: int = 0,
+    given: Mapping[WeightInput, Tensor] = NONE_GIVEN,
 ) -> dict[str, Tensor]:
     """The same for any graph of a model, whose dtype is `dtype`."""
-    made: dict[WeightInput, Tensor] = {}
+    made = dict(given)
     weights = {}
     for node in graph.graph.nodes:
         role = input_of(node)
@@ -294,11 +317,12 @@ def bind(
     caches: Sequence[tuple[Tensor, Tensor]],
     states: Sequence[Tensor] = (),
     rank: int = 0,
+    taps: Sequence[Tensor] = (),
 ) -> dict[str, Tensor]:
     """The tensor of every placeholder that is no step input, on this rank.
 
     `caches[layer]` is (key, value); `states` are in the order of the program's. Slots of adapters
-    are made here, and are empty.
+    are made here, and are empty. `taps` are caches of the model that a draft head is for.
     """
     slots = {spec.call: state for spec, state in zip(program.states, states, strict=True)}
     bound: dict[str, Tensor] = dict(weights)
@@ -308,6 +332,8 @@ def bind(
             bound[node.name] = caches[role.layer][0 if role.part == "key" else 1]
         elif isinstance(role, StateInput):
             bound[node.name] = slots[role.call]
+        elif isinstance(role, TapInput):
+            bound[node.name] = taps[role.number]
         elif isinstance(role, AdapterInput):
             value = node.meta["val"]
             bound[node.name] = torch.zeros(

@@ -24,6 +24,7 @@ from llmc.passes.inputs import (
     Shard,
     StateInput,
     StepInput,
+    TapInput,
     WeightInput,
 )
 
@@ -169,6 +170,8 @@ def _dump_role(node: fx.Node, constants: _Constants) -> Json:
         return {"kind": "cache", "layer": role.layer, "part": role.part}
     if isinstance(role, StateInput):
         return {"kind": "state", "call": role.call, "op": role.op}
+    if isinstance(role, TapInput):
+        return {"kind": "tap", "number": role.number}
     if isinstance(role, WeightInput):
         return {
             "kind": "weight",
@@ -194,6 +197,8 @@ def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
             return CacheInput(layer=role["layer"], part=role["part"])
         case "state":
             return StateInput(call=role["call"], op=role["op"])
+        case "tap":
+            return TapInput(number=role["number"])
         case "weight":
             low = role["quantized"]
             return WeightInput(

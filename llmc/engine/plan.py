@@ -56,6 +56,8 @@ class RowWork:
     With `is_scored` (a prompt whose log-probabilities are wanted) each token whose next one is
     known is scored: all of them inside the prompt, all but the last at its end.
 
+    With `kept_blocks` the new blocks follow the first so many of the row's, in place of others.
+
     With a `snapshot` the recurrent state that the row then has is copied there.
     """
 
@@ -64,6 +66,7 @@ class RowWork:
     num_tokens: int
     sample: bool
     new_blocks: Sequence[int] = ()  # physical block ids appended to the row's block table
+    kept_blocks: int | None = None  # None: all
     draft_token_ids: Sequence[int] = ()
     entered_token_ids: Sequence[int] = ()  # never together with draft tokens
     is_scored: bool = False

@@ -24,7 +24,6 @@ from llmc.inspect.stages import Stage, change, run_stages
 from llmc.passes.group_caches import widest
 from llmc.passes.inputs import StepInput
 from llmc.startup.compile import rewrite_options
-from llmc.startup.pooling import head_of
 from llmc.startup.resolve import ModelSource, pick_device, resolve
 from llmc.weights.quantized.kept_quantized import KeptWeights, expected_weights, kept_parameters
 from llmc.weights.tensors import weight_files
@@ -81,9 +80,7 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
     start = time.perf_counter()
     built, shortened, stages = None, None, None
     for keep_all in (True,) if all_layers else (False, True):
-        built = build_model(
-            source.load_hf_config(), source.dtype, head_of(source.pooling), source.model_len
-        )
+        built = build_model(source.load_hf_config(), source.dtype, source.head, source.model_len)
         parameters = sum(p.numel() for p in built.module.parameters())
         options = rewrite_options(source, _kept(source, built))
         shortened = shorten(built.module, built.config, keep_all=keep_all)

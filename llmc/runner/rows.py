@@ -240,10 +240,12 @@ class RowTables:
             out.add(self._places["history"].at(work.row, first), tokens)
 
     def append_blocks(self, work: RowWork, out: Segments) -> None:
-        """Add the row's new blocks at the end of its block table."""
+        """Add the row's new blocks at the end of its block table, or of what it keeps of it."""
         self._check_row(work.row, work.start + work.num_tokens)
         if work.new_blocks:
             count = self.num_blocks[work.row]
+            if work.kept_blocks is not None:
+                count = min(count, work.kept_blocks)
             most = self.max_blocks * self.num_groups
             if count + len(work.new_blocks) > most:
                 raise ValueError(

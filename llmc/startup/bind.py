@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, fx
 
 from llmc.compiler.lower import lower
@@ -14,6 +15,7 @@ from llmc.engine.kv.layout import WHOLE, AttentionWindow, CacheLayout
 from llmc.engine.kv.swap import SwapCost, SwapRoom
 from llmc.errors import ConfigError
 from llmc.kernels.cpu.pages import touch_in_background
+from llmc.passes.tap_states import tap_names
 from llmc.runner import kv_cache
 from llmc.runner.adapter_store import AdapterStore, lora_targets
 from llmc.runner.device import open_device
@@ -61,8 +63,11 @@ def bind_model(
     max_model_len: int,
     num_snapshots: int = 0,
     images: ImageModel | None = None,
+    target: BoundModel | None = None,
 ) -> BoundModel:
-    """The runner that serves. On a GPU every kernel that a step may need is compiled here."""
+    """The runner that serves. On a GPU every kernel that a step may need is compiled here.
+
+    `target`: what a draft head drafts for."""
     made = make_runner(
         model,
         profile.graph,
@@ -71,6 +76,7 @@ def bind_model(
         max_model_len=max_model_len,
         num_snapshots=num_snapshots,
         images=images,
+        target=target,
     )
     runner = made.runner
     if model.program.device.type == "cuda":
@@ -93,8 +99,10 @@ def make_runner(
     num_snapshots: int = 0,
     can_swap: bool = True,
     images: ImageModel | None = None,
+    target: BoundModel | None = None,
 ) -> BoundModel:
-    """Allocates the cache and binds `graph`, the program with its kernels chosen; runs nothing.
+    """Allocates the cache and binds `graph`, the program with its kernels chosen; runs nothing. A
+    draft head without a `target` reads zeros.
 
     The other ranks of a tensor-parallel engine are told to do the same.
     """
@@ -119,10 +127,10 @@ def make_runner(
         vocab_size=program.vocab_size,
         device=program.device,
         extra=RowStates(program.processors, program.vocab_size).tables,
-        num_groups=cache_layout(model).num_groups,
+        num_groups=num_tables(model),
     )
     rank = 0 if mode.ranks is None else mode.ranks.rank
-    bound = bind(program, model.weights, caches, states, rank)
+    bound = bind(program, model.weights, caches, states, rank, _taps(program, num_blocks, target))
     # those of sparse indexers have keys alone
     halves = [half for layer in caches for half in layer if half.numel()]
     adapters = _adapters(config, program, bound)
@@ -168,6 +176,21 @@ def _adapters(
         max_rank=config.max_lora_rank,
         max_in_memory=config.max_cpu_loras or config.max_loras,
     )
+
+
+def _taps(program: Program, num_blocks: int, target: BoundModel | None) -> list[Tensor]:
+    """The caches that a draft head reads: the target's, which has as many blocks."""
+    if target is not None and program.tap_shapes:
+        return [target.bound[name] for name in tap_names(target.program.graph.graph)]
+    return [
+        torch.zeros(num_blocks, *shape, dtype=program.dtype, device=program.device)
+        for shape in program.tap_shapes
+    ]
+
+
+def num_tables(model: LoadedModel) -> int:
+    """Block tables of a row: of each group of layers and, for a draft head, of the target."""
+    return cache_layout(model).num_groups + bool(model.program.tap_shapes)
 
 
 def cache_layout(model: LoadedModel) -> CacheLayout:

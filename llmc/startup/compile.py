@@ -18,6 +18,7 @@ from torch import nn
 
 from llmc.compiler.cache import ProgramCache, config_digest, program_key
 from llmc.compiler.program import (
+    NONE_GIVEN,
     Program,
     RewriteOptions,
     load_weights,
@@ -25,13 +26,13 @@ from llmc.compiler.program import (
     rewrite,
 )
 from llmc.errors import CompileError
+from llmc.passes.inputs import WeightInput
 from llmc.passes.logits_processors import user_processors
 from llmc.passes.pipeline import PipelineOptions
 from llmc.passes.see_whole_images import Where
 from llmc.passes.user import user_passes
 from llmc.pooling import Head, Method
 from llmc.runner import kv_cache
-from llmc.startup.pooling import head_of
 from llmc.startup.resolve import ModelSource
 from llmc.weights.checkpoint import Readable
 from llmc.weights.load import DummyWeights, WeightSource, check_tables
@@ -76,13 +77,15 @@ def rewrite_options(source: ModelSource, kept: KeptWeights | None = None) -> Rew
             max_loras=config.max_loras if config.enable_lora else 0,
             max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
             pooling=_method(source),
-            encoder=head_of(source.pooling).encoder,
+            encoder=source.head.encoder,
             tensor_parallel_size=config.tensor_parallel_size,
+            taps=source.taps,
+            draft_head=source.draft_head,
         ),
         switches=config.passes,
         extra=user_passes(config.extra_passes),
         processors=user_processors(config.logits_processors),
-        head=head_of(source.pooling),
+        head=source.head,
     )
 
 
@@ -175,7 +178,7 @@ def build_as_stored(source: ModelSource, head: Head | None = None) -> BuiltModel
     from llmc.compiler.attention_fallback import build_model
     from llmc.weights.parameters import describe_parameters
 
-    head = head or head_of(source.pooling)
+    head = head or source.head
     built = build_model(source.load_hf_config(), source.dtype, head, source.model_len)
     names = _stored_apart(source, describe_parameters(built.module).aliases)
     if names is None:
@@ -233,26 +236,34 @@ class LoadedModel:
         return list({id(weight): weight for weight in self.weights.values()}.values())
 
 
-def load_model(model: CompiledModel, rank: int = 0) -> LoadedModel:
-    """The weights, or the parts of them that this rank of a tensor-parallel engine holds.
+def load_model(
+    model: CompiledModel, rank: int = 0, given: Mapping[WeightInput, torch.Tensor] = NONE_GIVEN
+) -> LoadedModel:
+    """The weights, or the parts of them that this rank of a tensor-parallel engine holds. Those
+    that are `given` are not read.
 
     Raises CheckpointError where the checkpoint lacks a weight, or has it in another shape.
     """
+    weights = load_weights(model.program, open_source(model, given), rank, given)
+    return LoadedModel(source=model.source, program=model.program, weights=weights)
+
+
+def open_source(
+    model: CompiledModel, given: Mapping[WeightInput, torch.Tensor] = NONE_GIVEN
+) -> WeightSource:
+    """Where the program's weights are read from, or drawn."""
     source, program = model.source, model.program
 
     def make_module() -> nn.Module:
         return (model.built or build_as_stored(source)).module
 
-    opened: WeightSource
     if source.is_dummy:
-        opened = DummyWeights(source.config.seed)
-    else:
-        tensors = source.open_tensors()
-        opened = plain = open_weights(program, tensors, make_module)
-        check_tables(plain, program.parameters.tables)
-        if source.stored is not None and source.config.quantization is None:
-            roles = (role for _, role in program.weight_inputs())
-            kept = {p for r in roles if r.quantized and r.quantized.kept for p in r.parts}
-            tell_widened(tensors, (t for name in kept for t in plain.stored(name)))
-    weights = load_weights(program, opened, rank)
-    return LoadedModel(source=source, program=program, weights=weights)
+        return DummyWeights(source.config.seed)
+    tensors = source.open_tensors()
+    opened = open_weights(program, tensors, make_module, given)
+    check_tables(opened, program.parameters.tables)
+    if source.stored is not None and source.config.quantization is None:
+        roles = (role for _, role in program.weight_inputs())
+        kept = {p for r in roles if r.quantized and r.quantized.kept for p in r.parts}
+        tell_widened(tensors, (t for name in kept for t in opened.stored(name)))
+    return opened

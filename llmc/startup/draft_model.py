@@ -1,22 +1,29 @@
-"""The draft model of `speculative_config`, started beside the model that it drafts for."""
+"""The draft model or head of `speculative_config`, started beside the model that it drafts for."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from llmc.engine.options import EngineLimits
 from llmc.engine.spec_decode.draft_model import DraftModel, DraftModelSpeculation
 from llmc.errors import CheckpointError, ConfigError
+from llmc.passes.inputs import WeightInput
+from llmc.passes.layers import token_embedding
+from llmc.passes.tap_states import tap_names
 from llmc.speculative_config import SpeculativeConfig
-from llmc.startup.compile import CompiledModel, LoadedModel, load_model
+from llmc.startup.compile import CompiledModel, LoadedModel, load_model, open_source
 from llmc.startup.config_facts import FactsCache
+from llmc.startup.eagle3 import EMBEDDING, layers_of, resolve_head
+from llmc.startup.mtp import resolve_mtp
 from llmc.startup.resolve import ModelSource, resolve
 from llmc.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
 
+    from llmc.compiler.program import Program
     from llmc.runner.model_runner import ModelRunner
     from llmc.startup.sizing import PoolSize
 
@@ -25,10 +32,10 @@ _FOREIGN = 0.01
 
 
 def resolve_draft(target: ModelSource, facts_cache: FactsCache | None = None) -> ModelSource | None:
-    """The draft model that the target's config names, if any. ConfigError where their vocabularies
-    differ."""
+    """The draft model or head that the target's config names, if any. ConfigError where their
+    vocabularies differ."""
     drafting = target.config.speculative_config
-    if drafting is None or drafting.method != "draft_model":
+    if drafting is None or drafting.method == "ngram":
         return None
     config = dataclasses.replace(
         target.config,
@@ -43,6 +50,12 @@ def resolve_draft(target: ModelSource, facts_cache: FactsCache | None = None) ->
         # its rows are planned without groups of layers (engine/spec_decode/draft_model.py)
         passes={**target.config.passes, "group_caches": False},
     )
+    if drafting.method in ("eagle3", "mtp"):
+        config = dataclasses.replace(config, max_model_len=target.model_len, kv_cache_dtype="auto")
+        if drafting.method == "mtp":
+            own = {name: getattr(target.config, name) for name in ("model", "quantization")}
+            return resolve_mtp(target, dataclasses.replace(config, **own))
+        return resolve_head(target, dataclasses.replace(config, load_format="auto"), facts_cache)
     source = resolve(config, target.device, facts_cache=facts_cache)
     model_len = min(source.model_len, target.model_len)
     config = dataclasses.replace(config, max_model_len=model_len)
@@ -51,8 +64,42 @@ def resolve_draft(target: ModelSource, facts_cache: FactsCache | None = None) ->
     return source
 
 
-def load_draft(compiled: CompiledModel) -> LoadedModel:
-    """As load_model; ConfigError where the draft model can't be rolled back."""
+def tapped(target: ModelSource, draft: ModelSource | None) -> ModelSource:
+    """The model with the hidden states kept that a head reads. They are of whole texts, so no layer
+    frees blocks behind its window."""
+    if draft is None or draft.draft_head is None:
+        return target
+    passes = {**target.config.passes, "group_caches": False}
+    config = dataclasses.replace(target.config, passes=passes)
+    taps = (-1,) if draft.draft_head.is_own_layer else layers_of(draft.files)
+    return dataclasses.replace(target, config=config, taps=taps)
+
+
+def check_width(draft: ModelSource | None, target: ModelSource, program: Program) -> None:
+    """ConfigError where a head reads hidden states of another size than the target's."""
+    head = draft.draft_head if draft is not None else None
+    if draft is None or head is None or head.is_own_layer:
+        return
+    nodes = {node.name: node for node in program.graph.graph.nodes}
+    width = nodes[tap_names(program.graph.graph)[0]].meta["val"].shape[3]
+    if width != head.width:
+        raise ConfigError(
+            f"the draft head {draft.files.name!r} reads hidden states of {head.width} values, and "
+            f"those of {target.files.name!r} have {width}; take one that was trained for it"
+        )
+
+
+def load_draft(compiled: CompiledModel, target: CompiledModel, loaded: LoadedModel) -> LoadedModel:
+    """As load_model; ConfigError where the draft model can't be rolled back. Heads share weights
+    with the target: its embedding, if they have none, or all that a layer of it has no own of."""
+    head = compiled.source.draft_head
+    if head is not None:
+        held = {role: loaded.weights[node.name] for node, role in target.program.weight_inputs()}
+        roles = {role for _, role in compiled.program.weight_inputs()}
+        given = {role: weight for role, weight in held.items() if role in roles}
+        if not head.is_own_layer:  # its names are its own
+            given = embedding_of(compiled, target, held)
+        return load_model(compiled, given=given)
     if compiled.program.states:
         raise ConfigError(
             f"the draft model {compiled.source.files.name!r} has recurrent layers, which keep one "
@@ -101,6 +148,35 @@ def draft_in_flight(drafting: SpeculativeConfig, device: torch.device) -> int:
     return 1 if device.type == "cpu" else drafting.num_speculative_tokens + 1
 
 
+def embedding_of(
+    head: CompiledModel, target: CompiledModel, held: Mapping[WeightInput, torch.Tensor]
+) -> dict[WeightInput, torch.Tensor]:
+    """The target's embedding, of the weights that are `held` of it, as the head's weight; nothing
+    where the head has its own."""
+    if EMBEDDING in head.source.open_tensors():
+        return {}
+    import torch
+
+    node, role = next(
+        (node, role) for node, role in head.program.weight_inputs() if role.parts == (EMBEDDING,)
+    )
+    like = node.meta["val"]
+    found = token_embedding(target.program.graph.graph)
+    name = found.parts[0] if found is not None else ""
+    has = target.program.parameters.shapes.get(name)
+    if found is None or has != tuple(like.shape):
+        raise CheckpointError(
+            f"the draft head {head.source.files.name!r} has no {EMBEDDING}, and that of "
+            f"{target.source.files.name!r} has the shape {has and list(has)} in place of "
+            f"{list(like.shape)}"
+        )
+    plain = held.get(WeightInput(parts=(name,)))
+    if plain is None or plain.dtype != like.dtype:  # it is held in few bits
+        plain = torch.empty(like.shape, dtype=like.dtype, device=head.program.device)
+        open_source(target).fill(name, plain)
+    return {role: plain}
+
+
 def speculate(
     drafting: SpeculativeConfig,
     draft: LoadedModel,
@@ -122,6 +198,7 @@ def speculate(
         runner,
         limits,
         target_vocab_size=target.program.vocab_size,
+        is_head=draft.source.draft_head is not None,
         enable_prefix_caching=config.enable_prefix_caching,
     )
     return DraftModelSpeculation(drafting, model)

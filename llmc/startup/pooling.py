@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, ConfigError
-from llmc.pooling import DENSE, LM, METHODS, Activation, Dense, Head, Method, PoolingInfo
+from llmc.pooling import DENSE, METHODS, Activation, Dense, Head, Method, PoolingInfo
 from llmc.startup.config_facts import ConfigFacts
 from llmc.startup.model_files import (
     ModelFiles,
@@ -244,7 +244,3 @@ def dense_names(pooling: Pooling | None) -> dict[str, tuple[Path, str]]:
         for i, folder in enumerate(pooling.dense_folders)
         for part in (("weight", "bias") if pooling.head.dense[i].bias else ("weight",))
     }
-
-
-def head_of(pooling: Pooling | None) -> Head:
-    return LM if pooling is None else pooling.head

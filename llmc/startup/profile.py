@@ -18,7 +18,7 @@ from llmc.kernels.cpu.levels import pick_level
 from llmc.runner import kv_cache
 from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
-from llmc.startup.bind import StepMode, cache_layout, make_runner
+from llmc.startup.bind import StepMode, cache_layout, make_runner, num_tables
 from llmc.startup.compile import LoadedModel
 from llmc.startup.sizing import ModelProfile, PeakMemory
 from llmc.startup.verify_packing import LENGTHS, verify_packing
@@ -74,10 +74,10 @@ def _kept_bytes(model: LoadedModel) -> int:
 def _measured(
     model: LoadedModel, graph: fx.GraphModule, mode: StepMode, tokens: int
 ) -> ModelProfile:
-    config, program, layout = model.source.config, model.program, cache_layout(model)
+    config, program = model.source.config, model.program
     short = _PROFILE_TOKENS_CPU if mode.kernels_built else _PROFILE_TOKENS_REFERENCE
     probed = min(tokens, short) if program.device.type == "cpu" else tokens
-    groups, blocks = layout.num_groups, -(-probed // config.block_size)
+    groups, blocks = num_tables(model), -(-probed // config.block_size)
     probe = make_runner(
         model,
         graph,

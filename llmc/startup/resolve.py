@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, ConfigError
 from llmc.passes.user_names import check_user_code
+from llmc.pooling import LM, DraftHead, Head
 from llmc.startup.config_facts import ConfigFacts, FactsCache, describe, token_ids
 from llmc.startup.model_files import (
     ModelFiles,
@@ -50,8 +51,17 @@ class ModelSource:
     dtype: torch.dtype
     stored: StoredQuantization | None  # None: the checkpoint's weights are plain
     pooling: Pooling | None  # None: it generates text
+    taps: tuple[int, ...] | None = None  # layers whose inputs are kept for a draft head: tap_states
+    draft_head: DraftHead | None = None  # what this is, if no model
     load_hf_config: Callable[[], Any]  # imports transformers, once
     open_tensors: Callable[[], Mapping[str, Readable]]  # the checkpoint's; opened once
+
+    @property
+    def head(self) -> Head:
+        """What is captured of it."""
+        if self.draft_head is not None:
+            return Head(draft=self.draft_head)
+        return LM if self.pooling is None else self.pooling.head
 
     @property
     def dtype_name(self) -> str:
@@ -119,7 +129,7 @@ def check_paths(config: EngineConfig) -> None:
     check_user_code(config.extra_passes, "pass")
     check_user_code(config.logits_processors, "class")
     drafting = config.speculative_config
-    for name in (config.model, drafting.model if drafting is not None else config.model):
+    for name in (config.model, (drafting and drafting.model) or config.model):
         files = find_local(replace(config, model=name, speculative_config=None))
         if files is not None:
             load_quantization(files)  # reads config.json

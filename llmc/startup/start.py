@@ -128,6 +128,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         from llmc.cache_dir import cache_dir
         from llmc.compiler.cache import ProgramCache
         from llmc.kernels.cpu.threads import limit_threads
+        from llmc.startup import draft_model
         from llmc.startup.architecture_certificate import (
             ArchitectureCertificates,
             architecture_key,
@@ -137,7 +138,6 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         from llmc.startup.bind import StepMode, bind_model
         from llmc.startup.compile import compile_model, keep, load_model
         from llmc.startup.config_facts import FactsCache
-        from llmc.startup.draft_model import draft_in_flight, load_draft, resolve_draft, speculate
         from llmc.startup.images import ImageModel, NoImages, load_images
         from llmc.startup.profile import profile_model
         from llmc.startup.sizing import size_pools
@@ -152,7 +152,8 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         certificate_key = architecture_key(source)
         known = ArchitectureCertificates(cache_dir()).load(certificate_key)
         source, disabled = without_culprits(source, known)
-        draft_source = resolve_draft(source, facts)
+        draft_source = draft_model.resolve_draft(source, facts)
+        source = draft_model.tapped(source, draft_source)
         detail += [source.files.name, source.dtype_name, str(device)]
 
     if disabled:
@@ -167,6 +168,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
     with clock.phase("compile") as detail:
         compiled = compile_model(source, programs)
         program = compiled.program
+        draft_model.check_width(draft_source, source, program)
         matched = sum(1 for r in program.reports if r.changed)
         notes = [program.capture_note] if program.capture_note else []
         layers = [f"{program.num_layers} layers"] if program.num_layers else []  # with a cache
@@ -199,8 +201,8 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
     if drafting is not None and draft_source is not None:
         with clock.phase("draft model") as detail:
             compiled_models.append(compile_model(draft_source, programs))
-            models.append(load_draft(compiled_models[-1]))
-            in_flight.append(draft_in_flight(drafting, device))
+            models.append(draft_model.load_draft(compiled_models[-1], compiled, model))
+            in_flight.append(draft_model.draft_in_flight(drafting, device))
             detail += [draft_source.files.name, f"{models[-1].weight_bytes / 2**20:.0f} MiB"]
 
     with clock.phase("profile"):
@@ -224,8 +226,9 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         caches = _caches_prefixes(model)
         state_bytes = model.state_bytes if caches else 0
         pool = size_pools(config, device, profiles, source.model_len, ranks, state_bytes)
-        bound = [
-            bind_model(
+        bound: list[BoundModel] = []
+        for one, profile, mode in zip(models, profiles, modes, strict=True):
+            made = bind_model(
                 one,
                 profile,
                 mode,
@@ -233,9 +236,9 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
                 max_model_len=min(pool.max_model_len, one.source.model_len),
                 num_snapshots=pool.num_snapshots,
                 images=images if one is model and isinstance(images, ImageModel) else None,
+                target=bound[0] if bound else None,
             )
-            for one, profile, mode in zip(models, profiles, modes, strict=True)
-        ]
+            bound.append(made)
         detail += _cache_details(model, pool, bound[0])
         if state_bytes and not pool.num_snapshots:
             log.info(
@@ -251,7 +254,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         speculation = (
             NgramSpeculation(drafting)
             if len(models) == 1
-            else speculate(drafting, models[1], bound[1].runner, model, pool)
+            else draft_model.speculate(drafting, models[1], bound[1].runner, model, pool)
         )
     whole_images = isinstance(images, ImageModel) and images.info.most_rows > 0
     engine = _make_engine(model, profiles[0], bound[0], pool, speculation, whole_images)

@@ -246,6 +246,13 @@ def test_structured_answers_are_not_followed() -> None:
             "prompt_lookup_min means nothing to method draft_model",
         ),
         ({"method": "draft_model", "model": 3}, "model must be a name, got 3"),
+        ({"method": "eagle3"}, "method eagle3 needs a model"),
+        (
+            {"method": "eagle3", "model": "x", "prompt_lookup_max": 2},
+            "prompt_lookup_max means nothing to method eagle3",
+        ),
+        ({"method": "mtp", "model": "x"}, "model means nothing to method mtp"),
+        ({"method": "mtp", "quantization": "int8"}, "quantization means nothing to method mtp"),
     ],
 )
 def test_keys_of_another_method_are_refused(given: dict[str, Any], message: str) -> None:

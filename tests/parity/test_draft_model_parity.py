@@ -253,4 +253,4 @@ def test_recurrent_layers_are_refused(target: Path) -> None:
     program: Any = SimpleNamespace(states=("a state",))
     compiled = CompiledModel(source=source(target, target), program=program, key="", built=None)
     with pytest.raises(ConfigError, match="'target' has recurrent layers"):
-        load_draft(compiled)
+        load_draft(compiled, compiled, program)

@@ -10,6 +10,7 @@ from tiny_graphs import Values, apply, roles, run, step
 from llmc.kernels.step_inputs import BAD_WORD_TOKENS, ROW_TABLES
 from llmc.passes.append_sampler import append_sampler
 from llmc.passes.inputs import StepInput
+from llmc.pooling import DRAFTED
 
 
 def test_appends_two_ops_and_keeps_the_logits() -> None:
@@ -67,3 +68,22 @@ def test_a_draw_depends_on_the_seed_of_the_row(seed: int) -> None:
     later = changed | {"length": step(torch.tensor([5, 6], dtype=torch.int32))}
     after, _ = run(sampled, Values.of(**later))
     assert after[0] == token[0] and after[1] != token[1]
+
+
+def test_a_draft_heads_tokens_are_marked_and_drawn_for_the_place_behind() -> None:
+    """Its rows are a token behind the model's, whose random numbers it shares."""
+    draws = {"temperature": torch.ones(ROWS), "seed": torch.arange(ROWS)}
+    lengths = inputs(**draws)["length"].tensor
+    head, _ = apply(graph(), append_sampler(is_head=True))
+    plain, _ = apply(graph(), append_sampler())
+    token, _ = run(head, Values.of(**inputs(**draws)))
+    later = inputs(**draws) | {"length": step(lengths + 1)}
+    want, _ = run(plain, Values.of(**later))
+    assert token.tolist() == [DRAFTED + t for t in want.tolist()]
+
+
+def test_a_draft_head_marks_no_token_where_there_is_none() -> None:
+    head, _ = apply(graph(), append_sampler(is_head=True))
+    nan = inputs() | {"x": step(torch.full_like(X.tensor, torch.nan))}
+    token, _ = run(head, Values.of(**nan))
+    assert token.tolist() == [-1] * len(token)

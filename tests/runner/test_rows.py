@@ -245,6 +245,16 @@ def test_blocks_are_appended_row_by_row() -> None:
     assert rows.block_table[2, :1].tolist() == [1]
 
 
+def test_blocks_may_take_the_place_of_others() -> None:
+    rows = tables()
+    append_blocks(rows, [RowWork(row=1, start=0, num_tokens=9, sample=True, new_blocks=(9, 4, 7))])
+    again = RowWork(row=1, start=9, num_tokens=1, sample=True, new_blocks=(5, 6), kept_blocks=1)
+    append_blocks(rows, [again])
+    assert rows.block_table[1].tolist()[:3] == [9, 5, 6]
+    append_blocks(rows, [RowWork(row=1, start=10, num_tokens=1, sample=True, new_blocks=(8,))])
+    assert rows.block_table[1].tolist()[:4] == [9, 5, 6, 8]
+
+
 def test_a_row_mask_stands_until_it_is_replaced_or_lifted() -> None:
     rows = tables()
     fill(rows, new_row(1, allowed_token_ids=[5]))

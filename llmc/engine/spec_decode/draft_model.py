@@ -9,6 +9,15 @@
 The draft model has its own runner, rows, blocks and prefix cache: preemption in the target's engine
 does not touch what it has computed. It draws as the target does, with the request's parameters,
 seed and positions: with the same noise two models that nearly agree mostly draw the same token.
+
+A draft *head* reads hidden states of the target, which keeps them beside its keys and values. Place
+i of its rows has token i + 1, and the hidden states of the target's place i:
+
+    target   a b c d        computed a b c; drew d
+    head     b c d          of d it reads what the target made of c, and draws e;
+                   e        of e there is nothing yet: it reads what itself made of d
+
+So all that it drafts is computed again, with the target's states, once these are there.
 """
 
 from __future__ import annotations
@@ -22,116 +31,22 @@ from collections.abc import Collection, Iterable, Sequence
 from llmc.engine.kv.block_pool import BlockPool
 from llmc.engine.kv.row_table import RowTable, new_row
 from llmc.engine.options import EngineLimits
-from llmc.engine.plan import PendingStep, RowWork, Runner, StepPlan
+from llmc.engine.plan import PendingStep, Runner, StepPlan
 from llmc.engine.request import BlockTable, Request, RequestState
+from llmc.engine.spec_decode.draft_sequence import DraftSequence
 from llmc.engine.spec_decode.policy import SpeculationPolicy
 from llmc.engine.spec_decode.speculation import Drafter, Speculation
+from llmc.pooling import DRAFTED
 from llmc.sampling_params import SamplingParams
 from llmc.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
-NEAR = 8  # tokens: a sequence that is behind by no more catches up in its first draft step
 _MAX_FAILURES = 3  # after that the draft model is switched off
 
 
-class DraftSequence(Drafter):
-    """How far the draft model is with one request, and the draft tokens that it proposed last.
-
-    tokens known   a b c            computed a b c, then d e without knowing; proposed d e f
-    known later    a b c d x        settled: computed a b c d, and x is to be entered in place of e
-
-    `target` is the request that is served. `request` is its twin here, with the row, the blocks and
-    the number of computed tokens; it shares the target's list of tokens.
-    """
-
-    def __init__(
-        self, speculation: Speculation, model: DraftModel, target: Request, request: Request
-    ) -> None:
-        super().__init__(speculation)
-        self.target = target
-        self.request = request
-        self.num_wanted = 0  # draft tokens in the step that is being planned
-        self.num_entered = 0  # tokens that its row in the runner holds correctly
-        self.num_sent_blocks = 0  # blocks that the runner knows of; 0: it knows no row either
-        self.num_known = 0  # tokens that the draft tokens follow
-        self.tokens: list[int] = []  # the draft tokens
-        self.is_at_end = False  # no draft token can follow these
-        self._model = model
-
-    def expects_draft(self, request: Request) -> bool:
-        return self.num_wanted > 0 and self.is_near
-
-    def propose(self, request: Request, most: int) -> Sequence[int]:
-        return self.tokens[:most] if self.num_known == len(self.target.token_ids) else ()
-
-    def on_finish(self, request: Request, error: str | None) -> None:
-        self._model.remove(self)
-
-    @property
-    def num_behind(self) -> int:
-        """Tokens before the newest that have not been computed."""
-        return max(0, len(self.target.token_ids) - 1 - self.request.num_computed)
-
-    @property
-    def is_near(self) -> bool:
-        return self.num_behind <= NEAR
-
-    def settle(self) -> None:
-        """Accepted draft tokens stay computed; the others will be overwritten."""
-        tokens, place = self.target.token_ids, self.num_known
-        for token in self.tokens:
-            if place == len(tokens) or tokens[place] != token:
-                break
-            place += 1
-        if self.num_known:
-            self.request.num_computed = min(self.request.num_computed, place)
-            self.num_entered = min(self.num_entered, place)
-        self._drop_tokens()
-
-    def begin_draft(self, budget: int) -> int:
-        """Tokens to compute for the first draft token; 0 if they exceed the budget.
-
-        The newest token, if no other, is computed and entered again: another one may have been
-        drawn in its place.
-        """
-        num_known = len(self.target.token_ids)
-        start = min(self.request.num_computed, num_known - 1)
-        if num_known - start > budget:
-            return 0
-        self.request.num_computed, self.num_known = start, num_known
-        self.num_entered = min(self.num_entered, num_known - 1)
-        return num_known - start
-
-    def plan(self, num_tokens: int, *, sample: bool) -> RowWork:
-        """Work on the next tokens, with those tokens and blocks that the runner does not know."""
-        request = self.request
-        assert request.row is not None
-        start = request.num_computed
-        end = request.num_computed = start + num_tokens
-        work = RowWork(
-            row=request.row,
-            start=start,
-            num_tokens=num_tokens,
-            sample=sample,
-            new_blocks=request.table.blocks[self.num_sent_blocks :],
-            entered_token_ids=self.target.token_ids[self.num_entered : end],
-        )
-        self.num_sent_blocks = len(request.table.blocks)
-        self.num_entered = max(self.num_entered, end)
-        return work
-
-    def forget(self) -> None:
-        """The row is gone, and all that was computed in it."""
-        self._drop_tokens()
-        self.request.num_computed = self.num_entered = self.num_sent_blocks = 0
-
-    def _drop_tokens(self) -> None:
-        self.tokens, self.num_known, self.is_at_end = [], 0, False
-
-
 class DraftModel:
-    """Rows and blocks of the draft model over a runner of these limits.
+    """Rows and blocks of the draft model, or head, over a runner of these limits.
 
     `target_vocab_size` is the width of the target's logits: of the padding tokens at the end of the
     vocabulary one model may have more than the other.
@@ -143,9 +58,11 @@ class DraftModel:
         limits: EngineLimits,
         *,
         target_vocab_size: int,
+        is_head: bool = False,
         enable_prefix_caching: bool = True,
     ) -> None:
         self.runner = runner
+        self.is_head = is_head
         self.pool = BlockPool(limits.num_blocks, limits.block_size, enable_prefix_caching)
         self._limits = limits
         self._target_vocab_size = target_vocab_size
@@ -158,17 +75,25 @@ class DraftModel:
         """A request arrives. It gets a row when it is first computed."""
         request = Request(
             request_id=target.request_id,
-            token_ids=target.token_ids,
-            num_prompt_tokens=target.num_prompt_tokens,
+            token_ids=target.token_ids[1:] if self.is_head else target.token_ids,
+            num_prompt_tokens=target.num_prompt_tokens - self.is_head,
             sampling=self._sampling(target.sampling),
             seed=target.seed,
             max_total_tokens=target.max_total_tokens,
             stop_token_ids=target.stop_token_ids,
-            cache_salt=target.cache_salt,
+            cache_salt=self._salt(target),
             row_state=target.row_state if self._has_all_tokens else {},
-            table=BlockTable(digests=target.table.digests),  # of the same tokens
+            # those of the same tokens
+            table=BlockTable(digests=[] if self.is_head else target.table.digests),
         )
         return DraftSequence(speculation, self, target, request)
+
+    def _salt(self, target: Request) -> bytes:
+        """What else than the tokens in its rows decides a head's keys and values."""
+        if not self.is_head:
+            return target.cache_salt
+        images = b"".join(image.digest for image in target.images)
+        return b"%d %s %s" % (target.token_ids[0], images, target.cache_salt)
 
     def _sampling(self, sampling: SamplingParams) -> SamplingParams:
         """What a draft token depends on, without ids that a narrower model may not have."""
@@ -195,8 +120,10 @@ class DraftModel:
 
     def max_draft_tokens(self, sequence: DraftSequence) -> int:
         """How many draft tokens the draft model's context and vocabulary allow now."""
-        tokens = sequence.target.token_ids
         sequence.settle()
+        tokens = sequence.request.token_ids
+        if not tokens:
+            return 0
         if not self._has_all_tokens and any(
             token >= self._limits.vocab_size for token in tokens[sequence.num_entered :]
         ):
@@ -212,8 +139,8 @@ class DraftModel:
         chosen: list[tuple[DraftSequence, int]] = []
         prompts: set[tuple[int, ...]] = set()
         for sequence in sequences:
-            target = sequence.target
-            prompt = tuple(target.token_ids[: target.num_prompt_tokens])
+            request = sequence.request
+            prompt = tuple(request.token_ids[: request.num_prompt_tokens])
             if budget == 0 or prompt in prompts or not self._allocate(sequence):
                 continue
             prompts.add(prompt)
@@ -268,7 +195,7 @@ class DraftModel:
         for sequence, _ in chosen:
             if not sequence.num_sent_blocks:
                 new_rows.append(new_row(sequence.request))
-                sequence.num_entered = len(sequence.target.token_ids)
+                sequence.num_entered = len(sequence.request.token_ids)
         plan = StepPlan(
             step=self._num_steps,
             work=[sequence.plan(num_tokens, sample=sample) for sequence, num_tokens in chosen],
@@ -284,6 +211,7 @@ class DraftModel:
         vocabulary, was drawn."""
         drawing, step = self._in_flight.popleft()
         for sequence, token in zip(drawing, step.result().token_ids, strict=True):
+            token = None if token is None else token & (DRAFTED - 1)
             if token is None or token >= self._target_vocab_size:
                 sequence.is_at_end = True
             elif not sequence.is_at_end:
@@ -294,7 +222,7 @@ class DraftModel:
     def _allocate(self, sequence: DraftSequence, num_more: int = 0) -> bool:
         """Give a sequence a row, blocks for its tokens and, if there are any, for some more."""
         sequence.settle()
-        request, num_known = sequence.request, len(sequence.target.token_ids)
+        request, num_known = sequence.request, len(sequence.request.token_ids)
         if request.row is None:
             request.num_tokens = num_known
             if not (self._has_row(request) or (self._make_room() and self._has_row(request))):
@@ -369,6 +297,8 @@ class DraftModelSpeculation(Speculation):
         start = self.policy.clock()
         try:
             behind = [sequence for sequence in wanted if not sequence.is_near]
+            if self.model.is_head:  # a step in flight may be computing what it reads
+                behind = [sequence for sequence in behind if not sequence.target.num_in_flight]
             if behind:
                 self.model.catch_up(behind)
             self.model.draft(s for s in wanted if s.is_near and not s.target.num_in_flight)
