@@ -21,6 +21,7 @@ from llmc.kernels import (  # noqa: F401
     collectives,
     decayed_softmax,
     delta_rule,
+    draft_states,
     encoder_attention,
     fused_linear,
     image_attention,
@@ -46,10 +47,11 @@ from llmc.kernels.fp8 import FP8
 from llmc.kernels.registry import OPS, Case, Impl, Op
 
 CPU = torch.device("cpu")
-# What talks to other ranks is torch.distributed's (tests/kernels/test_collectives.py), and the
-# marker of attention never runs. What reads images runs in few steps, in torch.
+# What talks to other ranks is torch.distributed's (tests/kernels/test_collectives.py), and markers
+# never run. What reads images runs in few steps, in torch.
 COLLECTIVES = {"all_reduce", "all_gather", "first_rank", "embed_shard"}
-WITHOUT_KERNELS = {"attention", "place_rows", "pool_tokens", "image_attention", *COLLECTIVES}
+MARKERS = {"attention", "pool_tokens", "draft_states"}
+WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", *COLLECTIVES}
 WITHOUT_CPP = {*WITHOUT_KERNELS, "encoder_attention"}  # torch's attention serves each text
 WITHOUT_TRITON = {*WITHOUT_KERNELS, "bmm"}  # whose GPU version is torch's: cuBLAS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
