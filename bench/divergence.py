@@ -6,8 +6,9 @@
 MODEL is the default model where none is named. The text is a chapter on the language that Python
 ships (`pydoc_data`). The yardstick is transformers' own model with every weight of the file widened
 to float32. Told are each engine's perplexity and its mean divergence (KL, in nats a token) from the
-yardstick. A distribution is taken as the probabilities of the 20 tokens that llmc finds likeliest
-at a place, and of all others together: what the HTTP APIs of both tell.
+yardstick. A distribution is taken as the probabilities of the 20 tokens that the engine finds
+likeliest at a place, and of all others together: what the HTTP APIs of both tell. llmc runs three
+times: as it is, with `activation_bits=8` and with 32.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from bench.peer_engines import Transformers
 from llmc import LLM, SamplingParams
+from llmc.config import ActivationBits
 from llmc.load_test.machine import describe_machine, package_versions
 from llmc.load_test.report import context, write_json
 from llmc.startup.default_model import default_model_path
@@ -36,18 +38,22 @@ from llmc.text.tokenizer import Tokenizer
 TOPIC = "objects"
 NEAR = 20
 
+LLMC: dict[str, ActivationBits] = {"llmc": 16, "llmc, 8 bits": 8, "llmc, exact": 32}
+
 Places = list[dict[int, float]]  # log-probabilities at each place, of tokens by their ids
 
 
-def by_llmc(path: Path, text: str, count: int) -> tuple[list[int], Places]:
-    """(the text's first tokens, what llmc says of each but the first)."""
-    ids = Tokenizer.load(model_directory(path)).encode(text)[:count]
-    with LLM(str(path), device="cpu", max_num_seqs=1, max_model_len=2 * count) as llm:
+def by_llmc(path: Path, ids: Sequence[int], bits: ActivationBits) -> Places:
+    """Of the tokens that it finds likeliest, and of the one that comes."""
+    length = 2 * len(ids)
+    with LLM(
+        str(path), device="cpu", max_num_seqs=1, max_model_len=length, activation_bits=bits
+    ) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=NEAR)
-        [output] = llm.generate([ids], params, progress=False)
+        [output] = llm.generate([list(ids)], params, progress=False)
     told = output.prompt_logprobs
     assert told is not None
-    return ids, [{i: p.logprob for i, p in (place or {}).items()} for place in told[1:]]
+    return [{i: p.logprob for i, p in (place or {}).items()} for place in told[1:]]
 
 
 def by_llama_cpp(path: Path, ids: Sequence[int], threads: int, vocab_size: int) -> Places:
@@ -83,24 +89,27 @@ def by_float32(path: Path, ids: Sequence[int], threads: int) -> Tensor:
     return logits.double().log_softmax(-1)
 
 
-def divergence(want: Tensor, have: Places, near: Sequence[Sequence[int]]) -> float:
-    """Mean KL of places, over the tokens that are near and all others as one."""
+def divergence(want: Tensor, have: Places) -> float:
+    """Mean KL [nats] of places, over the likeliest tokens that were told and all others as one."""
     total = 0.0
-    for row, place, tokens in zip(want, have, near, strict=True):
-        p = row[list(tokens)].exp()
+    for row, place in zip(want, have, strict=True):
+        tokens = sorted(place, key=place.__getitem__)[-NEAR:]
+        p = row[tokens].exp()
         q = torch.tensor([place[token] for token in tokens], dtype=torch.float64).exp()
         rest_p, rest_q = ((1 - x.sum()).clamp(min=1e-12)[None] for x in (p, q))
         p, q = torch.cat((p, rest_p)), torch.cat((q, rest_q))
         total += float((p * (p / q).log()).sum())
-    return total / len(near)
+    return total / len(have)
 
 
 def measure(path: Path, count: int, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    ids, ours = by_llmc(path, topics[TOPIC], count)
-    near = [sorted(place, key=place.__getitem__)[-NEAR:] for place in ours]
+    ids = Tokenizer.load(model_directory(path)).encode(topics[TOPIC])[:count]
     want = by_float32(path, ids, threads)
-    engines = {"llmc": ours, "llama.cpp": by_llama_cpp(path, ids, threads, want.shape[1])}
+    engines = {
+        **{name: by_llmc(path, ids, bits) for name, bits in LLMC.items()},
+        "llama.cpp": by_llama_cpp(path, ids, threads, want.shape[1]),
+    }
     own = want.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     return {
         "file": path.name,
@@ -111,7 +120,7 @@ def measure(path: Path, count: int, threads: int) -> dict[str, Any]:
         **{
             name: {
                 "perplexity": _perplexity(places, ids),
-                "mean_kl": divergence(want, places, near),
+                "mean_kl": divergence(want, places),
             }
             for name, places in engines.items()
         },
@@ -125,9 +134,9 @@ def _perplexity(places: Places, ids: Sequence[int]) -> float:
 
 def print_table(result: Mapping[str, Any]) -> None:
     print(f"{result['file']}, {result['num_tokens']} tokens")
-    for name in ("float32", "llmc", "llama.cpp"):
+    for name in ("float32", *LLMC, "llama.cpp"):
         kl, perplexity = result[name].get("mean_kl"), result[name]["perplexity"]
-        print(f"{name:10} perplexity {perplexity:.4f}", end="\n" if kl is None else ", ")
+        print(f"{name:18} perplexity {perplexity:.4f}", end="\n" if kl is None else ", ")
         if kl is not None:
             print(f"KL {kl:.2e} nats a token")
 

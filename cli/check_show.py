@@ -95,9 +95,9 @@ def _measurements(certificate: Certificate) -> Table:
     )
     for changed in certificate.changed:
         row(
-            f"with {changed.name}, compared with the model with it",
-            f"{changed.logits.relative:.1e}",
-            f"{changed.limit.relative:.1e}",
+            f"with {changed.name}, compared with {changed.beside}",
+            f"{changed.logits.relative:.1e}, KL {changed.logits.kl_mean:.1e}",
+            f"{changed.limit.relative:.1e}, KL {changed.limit.kl:.1e}",
             "",
             changed.is_good,
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llmc.kernels.quantized_linear import (
     CHANNELS,
+    EXACT_BITS,
     Format,
     mxfp4_draw,
     quantization_of,
@@ -33,13 +34,14 @@ def quantized_expert_linear(
     bias: Tensor | None,
     expert: Tensor,
     minimum: Tensor | None = None,
+    x_bits: int = EXACT_BITS,
 ) -> Tensor:
     """x [S, K], expert [S] -> x[s] w[expert[s]]^T + bias[expert[s]], [S, N] in x's dtype.
 
     weight [E, N / 16, lines, 64], scale, zero and minimum [E, N / 16, K / group, 16], bias [E, N]:
-    those of each expert are what `quantized_linear` takes. Rows of one expert are computed
-    together, so that each weight is read at most once. An expert outside [0, E) gives a row of
-    zeros.
+    those of each expert, and x_bits, are what `quantized_linear` takes. Rows of one expert are
+    computed together, so that each weight is read at most once. An expert outside [0, E) gives a
+    row of zeros.
     """
     out = x.new_zeros(x.shape[0], weight.shape[1] * CHANNELS)
     for e in expert.unique().tolist():
@@ -47,7 +49,7 @@ def quantized_expert_linear(
             continue
         own = [None if part is None else part[e] for part in (zero, bias, minimum)]
         rows = (expert == e).nonzero()[:, 0]
-        out[rows] = quantized_linear.reference(x[rows], weight[e], scale[e], *own)
+        out[rows] = quantized_linear.reference(x[rows], weight[e], scale[e], *own, x_bits)
     return out
 
 
@@ -81,4 +83,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         bias = torch.randn(experts, n, generator=gen).to(device, dtype) if n == 48 else None
         x = torch.randn(rows, k, generator=gen).to(device, dtype)
         expert = torch.randint(-1, experts, (rows,), generator=gen).to(device)
-        yield x, weight.to(device), scale.to(device), zero, bias, expert, minimum
+        given = x, weight.to(device), scale.to(device), zero, bias, expert, minimum
+        yield given
+        if format in ("int4", "int8"):
+            yield *given, 8 if format == "int4" else 16

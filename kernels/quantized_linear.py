@@ -27,6 +27,7 @@ Part = Literal["weight", "scale", "zero", "minimum"]
 FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")  # that `quantize` makes
 CHANNELS = 16  # of a block
 INPUTS = 32  # the depth is a multiple of this
+EXACT_BITS = 24  # of x in float32: it is not rounded
 GROUPS = (128, 64, 32)  # inputs that share a scale in int4
 _LINE = 4  # bytes of each channel
 _ZERO = 8  # the int4 value that stands for 0 where no zero points are given
@@ -58,6 +59,7 @@ def quantized_linear(
     zero: Tensor | None,
     bias: Tensor | None,
     minimum: Tensor | None = None,
+    x_bits: int = EXACT_BITS,
 ) -> Tensor:
     """x [..., K] -> x w^T + bias [..., N] in x's dtype, with w[n, k] = (q[n, k] - zero) * scale.
 
@@ -68,10 +70,42 @@ def quantized_linear(
     w = q * scale + minimum.
     A scale of uint8 is an exponent: 2 ** (scale - 127), 255 is NaN; q are then codes of e2m1 in
     uint8, and there is neither zero nor minimum. Summed in float32 and rounded once.
+    x_bits: EXACT_BITS; or 16 where q are integers, or 8 where they are those of uint8: then x is
+    what `round_inputs` makes of it.
     """
     w = dequantize(weight, scale, zero, minimum)
-    y = F.linear(x.float(), w, None if bias is None else bias.float())
-    return y.to(x.dtype)
+    x32 = x.float()
+    if x_bits < EXACT_BITS:
+        x32 = round_inputs(x32, x_bits, x.shape[-1] // scale.shape[1])
+    return F.linear(x32, w, None if bias is None else bias.float()).to(x.dtype)
+
+
+def takes_bits(weight: Tensor, scale: Tensor, bits: int) -> int:
+    """The fewest `x_bits` from `bits` on for a weight of `quantized_linear`, or of experts."""
+    if weight.dtype == torch.uint8 and scale.dtype != torch.uint8:
+        return bits
+    return max(bits, 16) if weight.dtype == torch.int8 else EXACT_BITS
+
+
+def round_inputs(x: Tensor, bits: int, group: int) -> Tensor:
+    """x [..., K] float32 -> the same in fixed point of 8 or 16 bits, float32.
+
+    32 inputs have a scale, or 16 where `group`, the inputs of a group of the weight, is no multiple
+    of 32: their largest magnitude over 127, or the least power of two by which 16 bits hold it.
+    Inputs beside one that is not finite become NaN.
+    """
+    parts = x.unflatten(-1, (-1, INPUTS if group % INPUTS == 0 else INPUTS // 2))
+    largest = parts.abs().amax(-1, keepdim=True)
+    if bits == 8:
+        scale = largest / 127
+    else:
+        part, exponent = torch.frexp(largest)
+        exponent = exponent - 15 + (part * 2**15 > 2**15 - 2).int()
+        scale = ((exponent + 127) << 23).view(torch.float32)
+    inverse = torch.where(largest > 1e-30, 1 / scale, 0)
+    inverse = torch.where(largest.isfinite(), inverse, torch.nan)
+    rounded: Tensor = (parts * inverse).round() * scale
+    return rounded.flatten(-2)
 
 
 def dequantize(
@@ -259,11 +293,36 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             minimum = (spread - middle) * scale.to(device).float()
             yield x, weight.to(device), scale.float().to(device), None, bias, minimum
             yield x, weight.to(device), scale.half().to(device), None, bias, minimum.half()
+    yield from _rounded_cases(gen, device, dtype)
     for count in (1, 3, 7, 20, 40):
         codes, exponents = mxfp4_draw(gen, 48, 96)
         bias = torch.randn(48, generator=gen).to(device, dtype)
         x = torch.randn(count, 96, generator=gen).to(device, dtype)
         yield x, codes.to(device), exponents.to(device), None, bias
+
+
+def _rounded_cases(
+    gen: torch.Generator, device: torch.device, dtype: torch.dtype
+) -> Iterator[Case]:
+    drawn = (("int4", 96, 8), ("int4", 128, 8), ("int4", 96, 16), ("int8", 288, 16))
+    for name, k, bits in drawn:
+        format: Format = name  # type: ignore[assignment]
+        to = quantization_of(format, 48, k)
+        assert to is not None
+        weight, scale = quantize(torch.randn(48, k, generator=gen) * k**-0.5, to)
+        drawn_zero = torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8)
+        zero = drawn_zero.to(device) if name == "int4" else None
+        groups = (3, k // 16, CHANNELS)
+        fine = (0.5 + torch.rand(groups, generator=gen)) * scale.float().abs().mean()
+        minimum = (torch.randn(groups, generator=gen) - (7.5 if name == "int4" else 0)) * fine
+        bias = torch.randn(48, generator=gen).to(device, dtype)
+        for rows in (1, 2, 3, 5, 13, 40):
+            x = torch.randn(rows, k, generator=gen)
+            x[0, :40] = 0
+            x[-1, 50] = 30
+            x = x.to(device, dtype)
+            yield x, weight.to(device), scale.to(device), zero, bias, None, bits
+            yield x, weight.to(device), fine.to(device), None, None, minimum.to(device), bits
 
 
 def mxfp4_draw(gen: torch.Generator, *size: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from llmc.errors import ConfigError
 from llmc.pooling import POOLINGS, TASKS
@@ -23,6 +23,7 @@ QUANTIZATIONS = ("int8", "int4", "fp8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 EXECUTOR_BACKENDS = ("mp", "ray")
 DEVICES = ("auto", "cpu", "cuda")
+ActivationBits = Literal[8, 16, 32]
 SchedulingPolicy = Literal["fcfs", "priority"]
 SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = ("fcfs", "priority")
 
@@ -58,6 +59,7 @@ class EngineConfig:
     device: str = "auto"
     load_format: str = "auto"
     quantization: Literal["int8", "int4", "fp8", "none"] | None = None  # None: as it is stored
+    activation_bits: ActivationBits = 16  # of what meets integer weights, where those multiply
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -106,6 +108,8 @@ class EngineConfig:
         _one_of("load format", self.load_format, LOAD_FORMATS)
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
+        if self.activation_bits not in get_args(ActivationBits):
+            raise ConfigError(f"activation_bits must be 8, 16 or 32, got {self.activation_bits!r}")
         _positive("max_model_len", self.max_model_len)
         _positive("max_num_seqs", self.max_num_seqs)
         if self.max_num_seqs > MOST_SEQS:

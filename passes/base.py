@@ -33,7 +33,8 @@ class Pass:
 
     `required` ones can't be switched off: the engine needs what they insert. The rest is for
     passes of users: where they run (user.py), whether they mean to change what the model answers,
-    and whether their result may be kept for the next start.
+    and whether their result may be kept for the next start. `rounds`: one of ours that computes the
+    same in fewer bits.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Pass:
     required: bool = False
     place: Place = "early"
     changes_model: bool = False
+    rounds: bool = False
     cached: bool = True
 
     def run(self, gm: fx.GraphModule) -> Notes:
@@ -79,6 +81,7 @@ def graph_pass(
     required: bool = False,
     place: Place = "early",
     changes_model: bool = False,
+    rounds: bool = False,
     cached: bool = True,
 ) -> Callable[[PassFn], Callable[..., Pass]]:
     """Make a pass factory of a function `(gm, *, options) -> notes`; calling it binds the options.
@@ -102,6 +105,7 @@ def graph_pass(
                 required=required,
                 place=place,
                 changes_model=changes_model,
+                rounds=rounds,
                 cached=cached,
             )
 
@@ -121,13 +125,8 @@ def histogram(gm: fx.GraphModule) -> Counter[str]:
 
 
 def _edges(gm: fx.GraphModule) -> int:
-    """A number that differs where a node, or what a node reads, does."""
-    return hash(
-        tuple(
-            (n.name, n.target, *(source.name for source in n.all_input_nodes))
-            for n in gm.graph.nodes
-        )
-    )
+    """A number that differs where a node, or what a node is given, does."""
+    return hash(tuple((n.name, n.target, repr(n.args), repr(n.kwargs)) for n in gm.graph.nodes))
 
 
 def check_names(switches: Mapping[str, bool], passes: Iterable[Pass]) -> None:

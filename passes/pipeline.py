@@ -31,6 +31,7 @@ from llmc.passes.merge_linears import merge_linears
 from llmc.passes.page_attention import page_attention
 from llmc.passes.pool import pool, running_pool
 from llmc.passes.quantize_linears import quantize_linears
+from llmc.passes.round_activations import round_activations
 from llmc.passes.see_whole_images import Where, see_whole_images
 from llmc.passes.shard_linears import shard_linears
 from llmc.passes.share_rotary import share_rotary
@@ -53,6 +54,7 @@ class PipelineOptions:
     kv_cache_dtype: str = "auto"  # a name of fp8.CACHE_DTYPES, or the model's own
     quantization: Format | None = None
     kept: tuple[tuple[str, Quantization], ...] = ()  # weights that stay as they are stored
+    activation_bits: int | None = None  # of what meets those, or new ones; None: not rounded
     max_loras: int = 0  # LoRA adapters that steps can use at a time
     max_lora_rank: int = 0
     pooling: Method | None = None  # None: tokens are sampled
@@ -127,6 +129,7 @@ def pipeline(
         quantize_linears(  # after merge_linears: whole merged weights
             format=options.quantization, kept=options.kept
         ),
+        round_activations(bits=options.activation_bits),  # after quantize_linears: its linears
         fuse_linears(  # after the norms and activations that it takes in
             unwanted=None if options.device_type == "cuda" else "fusing serves GPUs"
         ),

@@ -16,6 +16,7 @@ from llmc.kernels.causal_conv import causal_conv
 from llmc.kernels.choose_blocks import choose_blocks
 from llmc.kernels.choose_keys import choose_keys
 from llmc.kernels.cpu.build import is_loaded
+from llmc.kernels.cpu.levels import multiplies_integers
 from llmc.kernels.decayed_softmax import decayed_softmax
 from llmc.kernels.delta_rule import delta_rule
 from llmc.kernels.expert_linear import expert_linear
@@ -28,7 +29,7 @@ from llmc.kernels.prepare_step import prepare_step
 from llmc.kernels.process_logits import process_logits
 from llmc.kernels.quantized_embedding import quantized_embedding
 from llmc.kernels.quantized_expert_linear import quantized_expert_linear
-from llmc.kernels.quantized_linear import quantized_linear
+from llmc.kernels.quantized_linear import EXACT_BITS, quantized_linear
 from llmc.kernels.record_tokens import record_tokens
 from llmc.kernels.registry import Fn, Impl, Op
 from llmc.kernels.rms_norm import add_rms_norm, rms_norm
@@ -119,8 +120,11 @@ def _bmm(*, self: Tensor, mat2: Tensor) -> bool:
     return _takes(self) and mat2.dtype == self.dtype and mat2.device == self.device and dense
 
 
-def _quantized_linear(*, x: Tensor, weight: Tensor, bias: Tensor | None, **others: object) -> bool:
-    return _takes(x, bias) and weight.device.type == "cpu" and weight.is_contiguous()
+def _quantized_linear(
+    *, x: Tensor, weight: Tensor, bias: Tensor | None, x_bits: int, **others: object
+) -> bool:
+    fits = x_bits == EXACT_BITS or multiplies_integers()
+    return fits and _takes(x, bias) and weight.device.type == "cpu" and weight.is_contiguous()
 
 
 def _quantized_embedding(

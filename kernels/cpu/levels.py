@@ -90,6 +90,17 @@ def supported() -> tuple[Level, ...]:
     return tuple(level for level in ladder(platform.machine()) if level.needs <= features)
 
 
+def multiplies_integers() -> bool:
+    """Whether the kernels of the level in use take inputs that are rounded to integers."""
+    return pick_level() in X86_64
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the level in use has products of bfloat16."""
+    level = pick_level()
+    return level is not None and not level.needs.isdisjoint({"avx512_bf16", "bf16"})
+
+
 def pick_level() -> Level | None:
     """What $LLMC_CPU_TARGET names, else the highest supported; None where there is none.
 

@@ -69,7 +69,7 @@ LowBitArgs weight_args(const Tensor& weight, const Tensor& scale, const optional
 
 LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& scale,
                      const optional<Tensor>& zero, const optional<Tensor>& bias,
-                     const optional<Tensor>& minimum) {
+                     const optional<Tensor>& minimum, int64_t x_bits) {
   LowBitArgs a = weight_args(weight, scale, zero, minimum);
   TORCH_CHECK(x.dim() >= 1 && x.size(-1) == a.depth && a.depth > 0, "weight ", weight.sizes(),
               " has ", a.depth, " inputs and does not fit x ", x.sizes());
@@ -78,6 +78,13 @@ LowBitArgs make_args(const Tensor& x, const Tensor& weight, const Tensor& scale,
   a.x_stride = a.depth;
   a.rows = x.numel() / a.depth;
   a.bias = bias_data(bias, x, a.channels);
+  const bool is_int4 = a.format == Format::int4;
+  TORCH_CHECK(x_bits == kExactBits ||
+                  (kernels->rounds_x() && ((x_bits == 16 && (is_int4 || a.format == Format::int8)) ||
+                                           (x_bits == 8 && is_int4))),
+              "x_bits must be ", kExactBits, ", or on x86 16 for integers or 8 for those of 4 bits, got ",
+              x_bits);
+  a.x_bits = int(x_bits);
   return a;
 }
 
@@ -106,15 +113,15 @@ void by_stretches(const LowBitArgs& a, const Tensor& x, const optional<Tensor>& 
 
 Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& scale,
                         const optional<Tensor>& zero, const optional<Tensor>& bias,
-                        const optional<Tensor>& minimum) {
+                        const optional<Tensor>& minimum, int64_t x_bits) {
   const Tensor input = x.contiguous();
-  LowBitArgs a = make_args(input, weight, scale, zero, bias, minimum);
+  LowBitArgs a = make_args(input, weight, scale, zero, bias, minimum, x_bits);
   auto sizes = x.sizes().vec();
   sizes.back() = a.channels;
   Tensor out = at::empty(sizes, x.scalar_type());
   if (out.numel() == 0) return out;
   a.out = out.data_ptr();
-  const bool is_bf16 = a.dtype == Dtype::bf16;
+  const bool is_bf16 = a.dtype == Dtype::bf16 && x_bits == kExactBits;
   if (is_bf16 && a.rows > kFewRows && kernels->widens_weights())
     by_stretches(a, input, bias, out);
   else if (is_bf16 && !a.minimum && a.rows > kFewPairRows && kernels->has_pair_rows())
@@ -126,7 +133,8 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
 
 Tensor quantized_expert_linear(const Tensor& x, const Tensor& weight, const Tensor& scale,
                                const optional<Tensor>& zero, const optional<Tensor>& bias,
-                               const Tensor& expert, const optional<Tensor>& minimum) {
+                               const Tensor& expert, const optional<Tensor>& minimum,
+                               int64_t x_bits) {
   TORCH_CHECK(weight.dim() == 4 && scale.dim() == 4 && scale.size(0) == weight.size(0),
               "quantized_expert_linear: weight ", weight.sizes(), " and scale ", scale.sizes(),
               " must both be [experts, N / 16, ..., ...]");
@@ -136,7 +144,7 @@ Tensor quantized_expert_linear(const Tensor& x, const Tensor& weight, const Tens
   return by_expert(x, expert, weight.size(0), weight.size(1) * kChannels,
                    [&](const Tensor& rows, int64_t k) {
                      return quantized_linear(rows, weight.select(k), scale.select(k), of(zero, k),
-                                             of(bias, k), of(minimum, k));
+                                             of(bias, k), of(minimum, k), x_bits);
                    });
 }
 

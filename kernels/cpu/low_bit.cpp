@@ -9,6 +9,7 @@
 namespace llmc {
 namespace {
 
+constexpr int64_t kMaxRoundedRows = 2;  // of x that is rounded: more are quicker by integer rows
 constexpr int64_t kAhead = 2048;  // bytes of the weight to ask for before they are read
 
 template <class Reader>
@@ -147,6 +148,11 @@ void run(const LowBitArgs& a) {
 #ifdef __AVX2__
   // integers spend less on a value of the weight and more on a row of x
   [[maybe_unused]] const bool is_narrow = a.dtype != Dtype::f32;
+  if (a.x_bits < kExactBits) {
+    if constexpr (kFormat == Format::int4)
+      return a.x_bits > 8 ? by_blocks<NibbleReader<2>>(a) : by_blocks<NibbleReader<1>>(a);
+    if constexpr (kFormat == Format::int8) return by_blocks<WordReader<1>>(a);
+  }
 #if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
   if constexpr (kFormat == Format::int8 || kFormat == Format::int4)
     if (is_narrow) return by_blocks<ByteReader<kFormat>>(a);
@@ -169,6 +175,7 @@ void run(const LowBitArgs& a) {
 }  // namespace
 
 void quantized_linear(const LowBitArgs& a) {
+  if (a.x_bits < kExactBits && a.rows > kMaxRoundedRows) return quantized_integer_rows(a);
   const bool is_widened = a.dtype == Dtype::bf16 && widens_weights();
   if (a.rows > kMaxFewRows && !is_widened) return quantized_many_rows(a);
   switch (a.format) {

@@ -14,6 +14,7 @@
 namespace llmc {
 
 constexpr int64_t kChannels = 16, kLineBytes = 64;
+constexpr int kExactBits = 24;  // of x as it is
 constexpr int64_t kMinGroup = 16, kDepthStep = 32;  // inputs; groups and depths are multiples
 
 enum class Format { int8, int4, fp8, mxfp4 };
@@ -31,6 +32,7 @@ struct LowBitArgs {
   void* out;  // [rows, channels] dense
   int64_t rows, depth, channels, group, x_stride;
   int threads;
+  int x_bits;  // to which x is rounded, relative to the largest of a stretch: 8, 16, or kExactBits
 
   int64_t lines() const { return depth / (is_4_bit(format) ? 8 : 4); }  // of a block
   int64_t groups() const { return depth / group; }
@@ -43,6 +45,8 @@ constexpr int64_t kMaxFewRows = 8;  // that are multiplied together
 constexpr int64_t kMaxFewRows = 4;
 #endif
 void quantized_many_rows(const LowBitArgs&);
+bool rounds_x();                           // whether x_bits may be fewer here
+void quantized_integer_rows(const LowBitArgs&);
 bool has_pair_rows();                      // whether this one serves bf16 here, for more
 void quantized_pair_rows(const LowBitArgs&);
 bool widens_weights();                     // whether these two serve here, for many rows

@@ -23,7 +23,7 @@ LLMC_INLINE v16i round_to_int(const Pair<float, Half>& x) {
   return {round_to_int(x.lo), round_to_int(x.hi)};
 }
 
-// x [count] as signed digits, the lowest first, that stand for it times a power of two.
+// x [count] as signed digits, the lowest first, that stand for it times a scale.
 template <class Digit, int kDigits, int kBits = 8 * sizeof(Digit)>
 struct FixedPoint {
   std::array<std::array<Digit, 128>, kDigits> digit;
@@ -58,8 +58,9 @@ struct FixedPoint {
     packed = {scale, scale * float(std::accumulate(lane, lane + kLanes, 0))};
   }
 
-  // The least power of two by which the digits can hold `largest`.
+  // The least power of two by which the digits can hold `largest`; one byte alone takes all there is.
   static float scale_for(float largest) {
+    if (kDigits * kBits == 8) return largest / 127;
     constexpr int kTotal = kBits * kDigits - 1;
     float limit = 0;  // every digit at its largest
     for (int d = 0; d < kDigits; ++d)
@@ -101,6 +102,7 @@ using Register = __m512i;
 LLMC_INLINE Register multiply_bytes(Register w, Register x) { return _mm512_maddubs_epi16(w, x); }
 LLMC_INLINE Register multiply_words(Register w, Register x) { return _mm512_madd_epi16(w, x); }
 LLMC_INLINE Register add_words(Register a, Register b) { return _mm512_add_epi16(a, b); }
+LLMC_INLINE Register subtract_words(Register a, Register b) { return _mm512_sub_epi16(a, b); }
 LLMC_INLINE Register every_word(int x) { return _mm512_set1_epi16(short(x)); }
 LLMC_INLINE Register every_pair(int32_t x) { return _mm512_set1_epi32(x); }
 LLMC_INLINE Register shift_up(Register x) { return _mm512_slli_epi16(x, 8); }
@@ -110,6 +112,7 @@ using Register = __m256i;
 LLMC_INLINE Register multiply_bytes(Register w, Register x) { return _mm256_maddubs_epi16(w, x); }
 LLMC_INLINE Register multiply_words(Register w, Register x) { return _mm256_madd_epi16(w, x); }
 LLMC_INLINE Register add_words(Register a, Register b) { return _mm256_add_epi16(a, b); }
+LLMC_INLINE Register subtract_words(Register a, Register b) { return _mm256_sub_epi16(a, b); }
 LLMC_INLINE Register every_word(int x) { return _mm256_set1_epi16(short(x)); }
 LLMC_INLINE Register every_pair(int32_t x) { return _mm256_set1_epi32(x); }
 LLMC_INLINE Register shift_up(Register x) { return _mm256_slli_epi16(x, 8); }

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmc.kernels.quantized_expert_linear import quantized_expert_linear
-from llmc.kernels.quantized_linear import CHANNELS
+from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS
 from llmc.kernels.triton.configs import low_bit_expert_config
 from llmc.kernels.triton.define import define, needs_upcast
 from llmc.kernels.triton.expert_linear import rows_of_tile, sorted_rows, tiles_of
@@ -85,6 +85,7 @@ def plan(
     bias: Tensor | None,
     expert: Tensor,
     minimum: Tensor | None = None,
+    x_bits: int = EXACT_BITS,  # no fewer: `supports` says so
 ) -> Plan[Tensor]:
     rows, depth = x.shape
     experts, channels = weight.shape[0], weight.shape[1] * CHANNELS

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.quantized_linear import CHANNELS, quantized_linear
+from llmc.kernels.quantized_linear import CHANNELS, EXACT_BITS, quantized_linear
 from llmc.kernels.triton import dependent_launch
 from llmc.kernels.triton.define import define, interpreted, needs_upcast, same_dtype, takes
 from llmc.kernels.triton.dependent_launch import prefetch
@@ -145,6 +145,7 @@ def plan(
     zero: Tensor | None,
     bias: Tensor | None,
     minimum: Tensor | None = None,
+    x_bits: int = EXACT_BITS,  # no fewer: `supports` says so
 ) -> Plan[Tensor]:
     kind = format_of(weight, scale)
     per_word = 8 if weight.dtype == torch.uint8 else 4
@@ -190,10 +191,11 @@ def _tiles(config: LinearConfig) -> dict[str, int]:
 
 
 def supports(
-    *, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, **others: object
+    *, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, x_bits: int, **others: object
 ) -> bool:
     return (
         takes(x, bias)
+        and x_bits == EXACT_BITS
         and same_dtype(x, bias)
         and format_of(weight, scale) is not None
         and weight.device.type == x.device.type

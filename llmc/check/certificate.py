@@ -46,9 +46,11 @@ class LayerResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResult:
-    """A pass that means to change the model: the step against the captured graph, both with it."""
+    """A pass that means to change the model, or that rounds; `beside`: what the step is compared
+    with, the captured graph with the pass, or the step without it."""
 
     name: str
+    beside: str
     logits: LogitsDeviation
     limit: Tolerance
     is_good: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -102,7 +102,8 @@ def compare(
     subject: Subject, reference: Reference, switches: Mapping[str, bool], level: int
 ) -> Comparison:
     """Run the step without the passes that mean to change the model, and compare it with
-    transformers; with each of those, compare it with the captured graph after the same pass."""
+    transformers; with each of those, compare it with the captured graph after the same pass. What
+    passes round is compared with the step in which they do not, as it is served."""
     stated = TOLERANCES[str(subject.built.dtype).removeprefix("torch.")]
     noise = None
     if reference.has_noise:
@@ -112,7 +113,8 @@ def compare(
         for p in subject.options.passes
         if p.changes_model and switches.get(p.name, True) and subject.matches(p)
     ]
-    off = dict.fromkeys((p.name for p in changing), False)
+    rounding = [p for p in subject.options.passes if p.rounds and switches.get(p.name, True)]
+    off = dict.fromkeys((p.name for p in (*changing, *rounding)), False)
     plain = Variant(switches={**switches, **off})
     variant = Variant(switches=plain.switches, level=level)
     tapped, note = _run_tapped(subject, reference, plain)
@@ -131,7 +133,10 @@ def compare(
         logits=logits,
         compiled=compiled,
         layers=_layer_results(tapped, reference, stated) if tapped else (),
-        changed=_compare_changed(subject, changing, switches, stated),
+        changed=(
+            *_compare_changed(subject, changing, off, switches, stated),
+            *_compare_rounded(subject, rounding, switches, level),
+        ),
         notes=tuple(notes),
     )
 
@@ -173,18 +178,53 @@ def _layer_results(run: Run, reference: Reference, stated: Tolerance) -> tuple[L
 
 
 def _compare_changed(
-    subject: Subject, changing: Sequence[Pass], switches: Mapping[str, bool], stated: Tolerance
+    subject: Subject,
+    changing: Sequence[Pass],
+    off: Mapping[str, bool],
+    switches: Mapping[str, bool],
+    stated: Tolerance,
 ) -> tuple[ChangedResult, ...]:
     results = []
     subject = subject.without_adapters()
     for p in changing:
         if p.place == "late":
             continue
-        others = {q.name: False for q in changing if q is not p}
         wanted = subject.run_captured((p,))
-        have = subject.run(Variant(switches={**switches, **others}))
+        have = subject.run(Variant(switches={**switches, **off, p.name: True}))
         found = logits_deviation(wanted, have, 2 * stated.relative)
         results.append(
-            ChangedResult(name=p.name, logits=found, limit=stated, is_good=within(found, stated))
+            ChangedResult(
+                name=p.name,
+                beside="the model with it",
+                logits=found,
+                limit=stated,
+                is_good=within(found, stated),
+            )
+        )
+    return tuple(results)
+
+
+def _compare_rounded(
+    subject: Subject, rounding: Sequence[Pass], switches: Mapping[str, bool], level: int
+) -> tuple[ChangedResult, ...]:
+    """Inputs in 8 bits may cost what bfloat16 may, those in 16 bits what float16 may."""
+    bits = subject.options.pipeline.activation_bits
+    limit = TOLERANCES["bfloat16" if bits == 8 else "float16"]
+    results = []
+    for p in rounding:
+        variant = Variant(switches=switches, level=level)
+        if not subject.changes(p, variant):
+            continue
+        without = replace(variant, switches={**switches, p.name: False})
+        wanted, have = subject.run(without), subject.run(variant)
+        found = logits_deviation(wanted, have, 2 * limit.relative)
+        results.append(
+            ChangedResult(
+                name=p.name,
+                beside="the step without it",
+                logits=found,
+                limit=limit,
+                is_good=within(found, limit),
+            )
         )
     return tuple(results)

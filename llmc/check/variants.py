@@ -72,6 +72,10 @@ class Subject:
         _, (_, report) = run_passes(self.captured.graph, (canonicalize(), p))
         return report.changed
 
+    def changes(self, p: Pass, variant: Variant) -> bool:
+        """Whether one of its passes changes anything behind the others."""
+        return any(r.name == p.name and r.changed for r in self.rewrite(variant).reports)
+
     def rewrite(self, variant: Variant, extra: Sequence[Pass] = ()) -> Program:
         """The graph after the passes and, last, with its kernels chosen. `extra` passes run behind
         those of users."""

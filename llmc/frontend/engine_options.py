@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
-from llmc.config import EngineConfig, SchedulingPolicy
+from llmc.config import ActivationBits, EngineConfig, SchedulingPolicy
 from llmc.engine.messages import (
     AddRequest,
     EngineState,
@@ -43,6 +43,7 @@ class EngineOptions(TypedDict, total=False):
     device: str
     load_format: str
     quantization: Literal["int8", "int4", "fp8", "none"] | None
+    activation_bits: ActivationBits
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -100,7 +100,12 @@ def _measured(
         probe.execute(plan)
         prefill_seconds = time.perf_counter() - start
     if not program.from_cache and not program.one_text:
-        verify_packing(probe, program.dtype, in_pieces=not model.source.facts.is_encoder)
+        verify_packing(
+            probe,
+            program.dtype,
+            in_pieces=not model.source.facts.is_encoder,
+            rounds=config.activation_bits == 8,
+        )
     return _profile(model, graph, activations + graph_bytes, prefill_seconds / probed)
 
 

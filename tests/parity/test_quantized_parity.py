@@ -55,7 +55,7 @@ def quantized_reference(path: Path, format: Format) -> Any:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_quantized_weights_are_computed_with_exactly(checkpoint: Path, format: Format) -> None:
-    running = tiny_engine.start(checkpoint, quantization=format)
+    running = tiny_engine.start(checkpoint, quantization=format, activation_bits=32)
     (report,) = [r for r in running.started.info.pass_reports if "quantize_linears" in r]
     assert "+[9 llmc.quantized_linear.default]" in report, "two layers of four, and the head"
     exact, original = quantized_reference(checkpoint, format), load_reference(checkpoint)
@@ -75,7 +75,7 @@ def test_the_quantized_weights_are_computed_with_exactly(checkpoint: Path, forma
 def test_so_are_those_of_routed_experts(family: str, format: Format, tmp_path: Path) -> None:
     """gpt_oss has them by input, with biases."""
     path = save_checkpoint(family, tmp_path / family, **SIZES)
-    running = tiny_engine.start(path, quantization=format)
+    running = tiny_engine.start(path, quantization=format, activation_bits=32)
     (report,) = [r for r in running.started.info.pass_reports if "quantize_linears" in r]
     assert "4 llmc.quantized_expert_linear.default" in report, "two layers of two"
     exact, asked = quantized_reference(path, format), prompts((3, 9, 17))

@@ -30,7 +30,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same_as_transformers(stored: Path, wide: Path, **options: Any) -> Running:
-    running = tiny_engine.start(stored, **options)
+    running = tiny_engine.start(stored, activation_bits=32, **options)
     asked = prompts((3, 9, 17))
     got = tiny_engine.generate(running.engine(), asked, 6)
     model = load_reference(wide)

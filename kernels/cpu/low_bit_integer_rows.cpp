@@ -1,0 +1,294 @@
+// quantized_linear for several rows by products of integers, on x86, where x may be rounded: to 16
+// bits, of which two inputs meet the weight in one instruction, or to 8 bits, of which four do. A
+// piece of a block of channels meets the first rows of x as it is unpacked; what was unpacked stays
+// in the L1 cache for the other rows.
+#include "arena.h"
+#include "low_bit.h"
+#include "low_bit_integers.h"
+#include "parallel.h"
+
+namespace llmc {
+
+#ifdef __AVX2__
+namespace {
+
+constexpr int64_t kPiece = 256;            // inputs: at most 8 KB once they are unpacked
+constexpr int64_t kPassBytes = 256 << 10;  // of x: what stays in the L2 cache
+constexpr int64_t kMaxPass = 504;          // rows whose sums fit on the stack
+constexpr int64_t kStretch = 32;           // inputs of x that are rounded together, or 16
+constexpr int kParts = kLineBytes / sizeof(Register);
+#ifdef LLMC_AVX512
+constexpr int64_t kMaxRows = 12, kRowStep = 4;  // multiplied together; fewer are filled up
+#else
+constexpr int64_t kMaxRows = 6, kRowStep = 1;
+#endif
+
+// A line is unpacked to kSteps registers, each of which meets one word of x. Sums are of a stretch.
+
+template <Format kFormat>
+struct Words {  // input j and input j + kSteps of a line are a pair of 16 bits
+  static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 2;
+  static constexpr bool kFoldsZero = false;
+  LLMC_INLINE Register get(Register line, int step, Register zero) {
+    if constexpr (kFormat == Format::int8)
+      return shift_down(step ? line : shift_up(line));
+    else
+      return subtract_words((Register)((vu)line >> (4 * step) & 0x000f000fu), zero);
+  }
+  LLMC_INLINE Register add(Register sum, Register w, Register x) {
+#if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
+    return _mm512_dpwssd_epi32(sum, w, x);
+#else
+    return (Register)((vi)sum + (vi)multiply_words(w, x));
+#endif
+  }
+  LLMC_INLINE vf total(Register sum) { return convert<vf>((vi)sum); }
+  static Packed pack(const float* x, int64_t count, int64_t width, int32_t* to) {
+    const FixedPoint<int16_t, 1> fixed(x, count);
+    const int16_t* digit = fixed.digit[0].data();
+    for (int64_t i = 0; i < count; i += kInputs, digit += kInputs)
+#pragma GCC unroll 4
+      for (int j = 0; j < kSteps; ++j, to += width)
+        *to = int32_t(uint32_t(digit[j + kSteps]) << 16 | uint16_t(digit[j]));
+    return fixed.packed;
+  }
+};
+
+struct Nibbles {  // the lower ones of a line's bytes, which meet its even inputs, then the upper ones
+  static constexpr int kInputs = 8, kSteps = 2;
+  static constexpr bool kFoldsZero = true;  // what stands for 0 is taken off with the minimums
+  LLMC_INLINE Register get(Register line, int step, Register) {
+    return (Register)((vu)line >> (4 * step) & 0x0f0f0f0fu);
+  }
+#if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
+  LLMC_INLINE Register add(Register sum, Register w, Register x) {
+    return _mm512_dpbusd_epi32(sum, w, x);
+  }
+  LLMC_INLINE vf total(Register sum) { return convert<vf>((vi)sum); }
+#else
+  LLMC_INLINE Register add(Register sum, Register w, Register x) {
+    return add_words(sum, multiply_bytes(w, x));  // at most 32 * 15 * 127 / 2 in 16 bits
+  }
+  LLMC_INLINE vf total(Register sum) {
+    return convert<vf>((vi)multiply_words(sum, every_word(1)));
+  }
+#endif
+  static Packed pack(const float* x, int64_t count, int64_t width, int32_t* to) {
+    DigitWords<1> words[kStretch / 4];
+    const Packed packed = pack_nibbles(x, count, words);
+    for (int64_t i = 0; i < count / 4; ++i) to[i * width] = words[i].digit[0];
+    return packed;
+  }
+};
+
+// What the stretches of a piece of one block are scaled by, and what is added for the sums of x.
+struct Stretches {
+  alignas(64) float scale[kPiece / kMinGroup][kChannels], minimum[kPiece / kMinGroup][kChannels];
+  alignas(64) uint32_t zero[kPiece / kMinGroup][kChannels];  // twice, in 16 bits
+
+  void read(const LowBitArgs& a, int64_t block, int64_t k, int64_t stretch, int64_t count,
+            bool folds_zero) {
+    for (int64_t s = 0; s < count; ++s) {
+      const int64_t group = (k + s * stretch) / a.group;
+      const v16f factor = scale_of(a, block, group);
+      v16f least = minimum_of(a, block, group);
+      store(scale[s], factor);
+      if (a.format == Format::int4) {
+        const v16f nought = zero_of(a, block, group);
+        if (folds_zero)
+          least -= nought * factor;
+        else
+          store_as(zero[s], (v16u)convert<v16i>(nought) * 0x10001u);
+      }
+      store(minimum[s], least);
+    }
+  }
+};
+
+struct PackedRows {  // M rows of x: [word][M], and of what their stretches became [stretch][M]
+  int32_t* words;
+  float *scale, *sum;
+};
+
+template <int M>
+void add_minimums(const Stretches& weight, const float* x, int64_t count, float* sums) {
+  vf acc[M][kParts];
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int p = 0; p < kParts; ++p) acc[m][p] = load_as<vf>(sums + m * kChannels + p * kNative);
+  for (int64_t s = 0; s < count; ++s, x += M)
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+      for (int p = 0; p < kParts; ++p)
+        acc[m][p] += load_as<vf>(weight.minimum[s] + p * kNative) * x[m];
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int p = 0; p < kParts; ++p) store_as(sums + m * kChannels + p * kNative, acc[m][p]);
+}
+
+// A piece by M rows. The first rows of all unpack its lines to `piece`, which the others read.
+template <class Reader, int M, bool kFirst>
+void multiply(const uint8_t* line, Register* piece, const Stretches& weight, const PackedRows& rows,
+              int64_t stretch, int64_t count, bool has_minimum, float* sums) {
+  const int32_t* x = rows.words;
+  for (int64_t s = 0; s < count; ++s) {
+    Register acc[M][kParts] = {};
+    for (int64_t k = 0; k < stretch; k += Reader::kInputs, line += kLineBytes) {
+      if (kFirst) __builtin_prefetch(line + 2048, 0, 3);
+#pragma GCC unroll 4
+      for (int step = 0; step < Reader::kSteps; ++step, piece += kParts, x += M) {
+        Register w[kParts];
+#pragma GCC unroll 2
+        for (int p = 0; p < kParts; ++p) {
+          if constexpr (kFirst)
+            piece[p] = Reader::get(load_as<Register>(line + p * sizeof(Register)), step,
+                                   load_as<Register>(weight.zero[s] + p * kNative));
+          w[p] = piece[p];
+        }
+#pragma GCC unroll 12
+        for (int m = 0; m < M; ++m) {
+          const Register both = every_pair(x[m]);
+#pragma GCC unroll 2
+          for (int p = 0; p < kParts; ++p) {
+            acc[m][p] = Reader::add(acc[m][p], w[p], both);
+            asm volatile("" : "+v"(acc[m][p]));  // or GCC mixes several steps, and spills
+          }
+        }
+      }
+    }
+    const float* const scale = rows.scale + s * M;
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+      for (int p = 0; p < kParts; ++p) {
+        float* const to = sums + m * kChannels + p * kNative;
+        const vf both = load_as<vf>(weight.scale[s] + p * kNative) * scale[m];
+        store_as(to, load_as<vf>(to) + Reader::total(acc[m][p]) * both);
+      }
+  }
+  if (has_minimum) add_minimums<M>(weight, rows.sum, count, sums);
+}
+
+using Multiply = decltype(&multiply<Nibbles, 4, false>);
+
+template <class Reader, bool kFirst>
+Multiply multiply_rows(int64_t rows) {
+#ifdef LLMC_AVX512
+  constexpr Multiply kAll[] = {multiply<Reader, 4, kFirst>, multiply<Reader, 8, kFirst>,
+                               multiply<Reader, 12, kFirst>};
+#else
+  constexpr Multiply kAll[] = {multiply<Reader, 1, kFirst>, multiply<Reader, 2, kFirst>,
+                               multiply<Reader, 3, kFirst>, multiply<Reader, 4, kFirst>,
+                               multiply<Reader, 5, kFirst>, multiply<Reader, 6, kFirst>};
+#endif
+  return kAll[rows / kRowStep - 1];
+}
+
+// Rows [row, row + rows) of x, in groups of about as many rows, each packed by itself.
+struct Pass {
+  int64_t row, rows, stretch, row_words, stretches;
+  PackedRows all;
+
+  int64_t groups() const { return (rows + kMaxRows - 1) / kMaxRows; }
+  int64_t first(int64_t group) const {
+    const int64_t steps = (rows + kRowStep - 1) / kRowStep;
+    return steps * group / groups() * kRowStep;
+  }
+  int64_t width(int64_t group) const { return first(group + 1) - first(group); }
+  PackedRows packed(int64_t group, int64_t s) const {  // from stretch s on
+    const int64_t done = first(group), at = done * stretches + s * width(group);
+    return {all.words + done * row_words + s * (row_words / stretches) * width(group),
+            all.scale + at, all.sum + at};
+  }
+};
+
+template <class Reader>
+void pack_group(const LowBitArgs& a, const Pass& x, int64_t group) {
+  const int64_t width = x.width(group);
+  alignas(64) float values[kStretch];
+  for (int64_t m = 0; m < width; ++m) {
+    const int64_t row = x.first(group) + m;
+    for (int64_t s = 0; s < x.stretches; ++s) {
+      const PackedRows to = x.packed(group, s);
+      with_type(a.dtype, [&](auto t) __attribute__((always_inline)) {
+        const auto* from = static_cast<const decltype(t)*>(a.x) + (x.row + row) * a.x_stride;
+        for (int64_t i = 0; i < x.stretch; i += kLanes)
+          store(values + i, row < x.rows ? load(from + s * x.stretch + i) : v16f{});
+      });
+      const Packed stretch = Reader::pack(values, x.stretch, width, to.words + m);
+      to.scale[m] = stretch.scale;
+      to.sum[m] = stretch.sum;
+    }
+  }
+}
+
+template <class Reader>
+void block_rows(const LowBitArgs& a, const Pass& x, int64_t block) {
+  Register piece[kPiece / 2 * kParts];
+  alignas(64) float sums[(kMaxPass + kMaxRows) * kChannels];
+  Stretches weight;
+  const int64_t groups = x.groups();
+  const bool has_minimum = a.minimum || (Reader::kFoldsZero && a.format == Format::int4);
+  std::memset(sums, 0, x.first(groups) * kChannels * sizeof(float));
+  const uint8_t* line = a.weight + block * a.lines() * kLineBytes;
+  for (int64_t k = 0; k < a.depth; k += kPiece) {
+    const int64_t inputs = std::min(kPiece, a.depth - k), count = inputs / x.stretch;
+    weight.read(a, block, k, x.stretch, count, Reader::kFoldsZero);
+    for (int64_t g = 0; g < groups; ++g) {
+      const auto run =
+          g ? multiply_rows<Reader, false>(x.width(g)) : multiply_rows<Reader, true>(x.width(g));
+      run(line, piece, weight, x.packed(g, k / x.stretch), x.stretch, count, has_minimum,
+          sums + x.first(g) * kChannels);
+    }
+    line += inputs / Reader::kInputs * kLineBytes;
+  }
+  for (int64_t m = 0; m < x.rows; ++m)
+    write_block(a, x.row + m, block, load(sums + m * kChannels));
+}
+
+template <class Reader>
+void by_passes(const LowBitArgs& a) {
+  Pass x{};
+  x.stretch = stretch_of(a, kStretch);
+  x.stretches = a.depth / x.stretch;
+  x.row_words = a.depth / Reader::kInputs * Reader::kSteps;
+  const int64_t most = std::clamp<int64_t>(kPassBytes / (4 * x.row_words), 4 * kMaxRows, kMaxPass);
+  const int64_t passes = (a.rows + most - 1) / most, blocks = a.channels / kChannels;
+  const int64_t room = (a.rows + passes - 1) / passes + kRowStep;
+  static thread_local Arena arena;
+  arena.reset(4 * room * (x.row_words + 2 * x.stretches) + 4096);
+  x.all = {arena.take<int32_t>(room * x.row_words), arena.take<float>(room * x.stretches),
+           arena.take<float>(room * x.stretches)};
+  const int threads = worth_threads(blocks * a.depth * (8 + a.rows), blocks, a.threads);
+  for (int64_t p = 0; p < passes; ++p) {
+    x.row = a.rows * p / passes;
+    x.rows = a.rows * (p + 1) / passes - x.row;
+    parallel_items(x.groups(), threads, [&](int64_t g) { pack_group<Reader>(a, x, g); });
+    parallel_pieces(blocks, threads, [&](int64_t block) { block_rows<Reader>(a, x, block); });
+  }
+}
+
+}  // namespace
+
+bool rounds_x() {
+  return true;
+}
+
+void quantized_integer_rows(const LowBitArgs& a) {
+  if (a.format == Format::int8) return by_passes<Words<Format::int8>>(a);
+  a.x_bits > 8 ? by_passes<Words<Format::int4>>(a) : by_passes<Nibbles>(a);
+}
+
+#else
+
+bool rounds_x() {
+  return false;
+}
+void quantized_integer_rows(const LowBitArgs&) {}  // never called
+
+#endif
+
+}  // namespace llmc
