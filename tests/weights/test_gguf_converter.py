@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from converted_cases import CASES
+from converted_cases import CASES as FIRST
 from converted_gguf import make_module, write_converted
+from converted_more import MORE
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,6 +20,7 @@ from llmc.startup.gguf_files import model_directory
 from llmc.weights.gguf.reader import read_header
 from llmc.weights.tensors import open_tensors
 
+CASES = FIRST | MORE
 IDS = torch.tensor([[5, 9, 123, 33, 14, 77, 31, 32, 88, 90, 20, 21, 22, 23, 55, 56, 57, 1, 0, 99]])
 
 
