@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from llmc.errors import CheckpointError, reason_of
 
 _KIND = "longrope"
+_PARTS = {1: ("polar",), 2: ("cos", "sin")}
 
 
 def long_text_from(text_config: Any) -> int | None:
@@ -78,17 +79,21 @@ def use_tables(module: nn.Module, buffers: dict[str, Tensor], context: int) -> b
 
 
 class RotaryTables(nn.Module):
-    """(cos, sin) [1, T, D] for position_ids [1, T], from tables [rows, D] float32."""
+    """(cos, sin) [1, T, D] for position_ids [1, T], from tables [rows, D] float32; of a model that
+    turns complex numbers those, complex64 [1, T, D / 2]."""
 
-    def __init__(self, tables: dict[str | None, tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, tables: dict[str | None, tuple[Tensor, ...]]) -> None:
         super().__init__()
-        for kind, (cos, sin) in tables.items():
-            self.register_buffer(_name("cos", kind), cos, persistent=False)
-            self.register_buffer(_name("sin", kind), sin, persistent=False)
+        for kind, parts in tables.items():
+            for part, values in zip(_PARTS[len(parts)], parts, strict=True):
+                self.register_buffer(_name(part, kind), values, persistent=False)
 
     def forward(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        if hasattr(self, _name("polar", layer_type)):
+            numbers = F.embedding(position_ids, getattr(self, _name("polar", layer_type)))
+            return torch.view_as_complex(numbers.unflatten(-1, (-1, 2)))
         cos = F.embedding(position_ids, getattr(self, _name("cos", layer_type)))
         sin = F.embedding(position_ids, getattr(self, _name("sin", layer_type)))
         return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
@@ -100,17 +105,19 @@ def _name(part: str, layer_type: str | None) -> str:
 
 def _tables(
     rotary: nn.Module, layer_type: str | None, trained: int, context: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """What the model's own code gives for the longest short text, then for the longest one."""
     given = {} if layer_type is None else {"layer_type": layer_type}
     lengths = [min(trained, context)] + ([context] if context > trained else [])
     x = torch.empty(1, 1, 1)
-    parts: list[tuple[Tensor, Tensor]] = []
+    texts: list[tuple[Tensor, ...]] = []
     with torch.no_grad():
         for length in lengths:
-            cos, sin = rotary(x, position_ids=torch.arange(length)[None], **given)
-            parts.append((cos[0].float(), sin[0].float()))
-    return torch.cat([cos for cos, _ in parts]), torch.cat([sin for _, sin in parts])
+            found = rotary(x, position_ids=torch.arange(length)[None], **given)
+            if isinstance(found, Tensor):
+                found = (torch.view_as_real(found).flatten(-2),)
+            texts.append(tuple(part[0].float() for part in found))
+    return tuple(torch.cat(parts) for parts in zip(*texts, strict=True))
 
 
 def _parameters(text_config: Any) -> Iterator[dict[str, Any]]:

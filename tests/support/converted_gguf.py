@@ -273,8 +273,10 @@ def write_converted(
         if value is not None:
             metadata.setdefault(key, value)
     rope = getattr(config, "rope_parameters", None) or {}
-    if "rope_theta" in rope:
-        metadata.setdefault("rope.freq_base", rope["rope_theta"])
+    for layers, key in (("full_attention", "freq_base"), ("sliding_attention", "freq_base_swa")):
+        of_layers = rope.get(layers, rope if key == "freq_base" else {})
+        if "rope_theta" in of_layers:
+            metadata.setdefault(f"rope.{key}", of_layers["rope_theta"])
     for key, value in metadata.items():
         name = f"{case.architecture}.{key}"
         if value is None:
@@ -327,6 +329,9 @@ def _stored(case: Case, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _named(names: Any, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A tensor's name in a file; joined matrices of experts are two there."""
+    if name.startswith(("blk.", "rope_")):  # has it already
+        yield name, value
+        return
     layer = next((word for word in name.split(".") if word.isdecimal()), None)
     if name.endswith("experts.gate_up_proj"):
         for kind, half in zip(("gate", "up"), value.chunk(2, dim=1), strict=True):

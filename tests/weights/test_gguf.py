@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
@@ -232,6 +233,26 @@ def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
     assert tokenizer.tokens(tokenizer.encode("baba")) == ["<s>", "\u2581", "b", "aba"]
     assert tokenizer.tokens(tokenizer.encode("\u00e4")) == ["<s>", "\u2581", "<0xC3>", "<0xA4>"]
     assert tokenizer.decode(tokenizer.encode("ab \u00e4")) == "ab \u00e4"
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "want"),
+    [
+        ("kimi-k2", "Ab\u4e16c's 12345", ["Ab", "\u4e16", "c's", "\u0120", "123", "45"]),
+        ("afmoe", "a1234567\u4e16b", ["a", "1", "234", "567", "\u4e16", "b"]),
+        ("dbrx", "Ab's 12345", ["Ab", "'s", "\u0120", "123", "45"]),
+    ],
+)
+def test_text_is_split_by_the_files_rule(
+    rule: str, text: str, want: list[str], tmp_path: Path
+) -> None:
+    def change(writer: GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.pre"].value = rule
+
+    folder = model_directory(write_gguf(tmp_path / "m.gguf", "llama", edit=change))
+    splits = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).pre_tokenizer
+    found = [text[start:end] for _, (start, end) in splits.pre_tokenize_str(text)]
+    assert [part.replace(" ", "\u0120") for part in found] == want
 
 
 @pytest.mark.parametrize("template", ["{% for m in", "{{ a b }}", "{% endif %}"])

@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from converted_cases import CASES
+from converted_cases import CASES as FIRST
 from converted_gguf import make_module, write_converted
+from converted_more import MORE
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llmc import LLM, SamplingParams
 from llmc.errors import CheckpointError
 from llmc.startup.gguf_files import model_directory
 from llmc.weights.gguf.reader import read_header
 from llmc.weights.tensors import open_tensors
 
+CASES = FIRST | MORE
 IDS = torch.tensor([[5, 9, 123, 33, 14, 77, 31, 32, 88, 90, 20, 21, 22, 23, 55, 56, 57, 1, 0, 99]])
 
 
@@ -90,6 +93,9 @@ def test_rows_of_two_tensors_keep_their_bits(tmp_path: Path) -> None:
             "'deepseek2' whose queries are scaled by their position are not served",
         ),
         ("states or attention", {"rope.scaling.finetuned": True}, "with rotary positions"),
+        ("chunks", {"attention.sliding_window": 0}, "do not say which layers have rotary"),
+        ("gates of attention", {"expert_gating_func": 1}, "'afmoe' with a softmax over experts"),
+        ("more keys in a window", {"attention.value_scale": None}, "not say how values are scaled"),
         (
             "linear attention",
             {"ssm.inner_size": 0},
@@ -104,6 +110,52 @@ def test_what_transformers_has_no_model_for_is_refused(
     path = write_converted(tmp_path / "m.gguf", case, make_module(case))
     with pytest.raises(CheckpointError, match=message):
         model_directory(path)
+
+
+def test_a_class_that_transformers_does_not_register_is_named(tmp_path: Path) -> None:
+    case = replace(CASES["latent"], architecture="mistral4")
+    path = write_converted(tmp_path / "m.gguf", case, make_module(case))
+    with pytest.raises(CheckpointError, match="'mistral4' are not served: transformers has its"):
+        model_directory(path)
+
+
+def test_rows_that_are_cut_keep_their_bits(tmp_path: Path) -> None:
+    """Of queries and keys whose rotary halves lie side by side, too."""
+    case = CASES["joined heads in pairs"]
+    module = make_module(case)
+    path = write_converted(tmp_path / "m.gguf", case, module, GGMLQuantizationType.Q8_0, "attn_")
+    found = open_tensors(model_directory(path), None, torch.float32)
+    for kind in "qkv":
+        name = f"model.layers.1.self_attn.{kind}_proj.weight"
+        part: Any = found[name]
+        assert part.kept_as() is not None
+        raw = quantize(module.state_dict()[name].numpy(), GGMLQuantizationType.Q8_0)
+        want = torch.from_numpy(dequantize(raw, GGMLQuantizationType.Q8_0))
+        assert torch.equal(part.read(), want)
+
+
+def test_a_joined_tensor_of_other_sizes_is_refused(tmp_path: Path) -> None:
+    case = replace(
+        CASES["interleaved halves, joined heads"], metadata={"attention.head_count_kv": 4}
+    )
+    path = write_converted(tmp_path / "m.gguf", case, make_module(case))
+    with pytest.raises(CheckpointError, match=r"no place in .*'blk.0.attn_qkv.weight'"):
+        model_directory(path)
+
+
+def test_an_engine_turns_complex_numbers_by_the_files_factors(tmp_path: Path) -> None:
+    case = CASES["chunks"]
+    path = write_converted(tmp_path / "m.gguf", case, make_module(case))
+    prompt = IDS[0].tolist()
+    with torch.no_grad():
+        want = read_back(path)(IDS, use_cache=False).logits[0].log_softmax(-1)
+    with LLM(str(path), dtype="float32", opt_level=0, max_model_len=64) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        [output] = llm.generate([prompt], params, progress=False)
+    told = output.prompt_logprobs
+    assert told is not None
+    for i, token in enumerate(prompt[1:]):
+        assert told[i + 1][token].logprob == pytest.approx(float(want[i, token]), abs=2e-5)  # type: ignore[index]
 
 
 def test_numbers_of_the_metadata_are_there_for_each_layer(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from copy import deepcopy
 from statistics import NormalDist
 from typing import Any
 
@@ -34,6 +35,7 @@ _SCALING_FIELDS = {
 }
 _COUNT = re.compile(r"_(count|count_kv|length)$")
 _ROTARY = ("rope_theta", "rope_local_base_freq")  # which configs take, but hold otherwise
+_ROPE_THETA = 10000.0  # where a file is silent
 _COMMON = {  # for processors of architectures that transformers has no map of
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
@@ -55,8 +57,16 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     values = _ours(header)
     fields = _fields(header.architecture, values)
     known = default.to_dict()
-    config = {**fields, "model_type": default.model_type, **rule.get("values", {})}
+    known |= {other: known.get(name) for other, name in default.attribute_map.items()}
+    config = {**fields, "model_type": default.model_type}
+    if "head_dim" in known:
+        config |= _head_dim(values)
+    _add_flags(config, header, known)
+    config |= deepcopy(rule.get("values", {}))
     _add_rules(config, values, header, known)
+    for key, paths in rule.get("fields", {}).items():
+        for path in paths if key in values else ():
+            _put(config, path, values[key])
     for field, (one, operation, other) in rule.get("computed", {}).items():
         config[field] = _computed(values, one, operation, other)
     _add_layers(config, values, known, header)
@@ -86,13 +96,31 @@ def _fields(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _head_dim(values: Mapping[str, Any]) -> dict[str, int]:
+    """Where a file is silent it is this, whatever a config's default."""
+    heads, hidden = values.get("attention.head_count"), values.get("embedding_length")
+    if type(heads) is int and type(hidden) is int and heads > 0:
+        return {"head_dim": hidden // heads}
+    return {}
+
+
+def _put(config: dict[str, Any], path: str, value: Any) -> None:
+    """At a path with dots."""
+    *parents, field = path.split(".")
+    for parent in parents:
+        config = config.setdefault(parent, {})
+    config[field] = value
+
+
 def _computed(values: Mapping[str, Any], one: str, operation: str, other: str | int) -> int:
-    """Of two numbers, each of the first key that the metadata has among those between bars."""
+    """Of two numbers, each of the first key that the metadata has among those between bars; of
+    one by layer the least."""
 
     def number(keys: str | int) -> Any:
         if isinstance(keys, int):
             return keys
-        return next((values[key] for key in keys.split("|") if key in values), None)
+        found = next((values[key] for key in keys.split("|") if key in values), None)
+        return min(found, default=None) if isinstance(found, list) else found
 
     left, right = number(one), number(other)
     if not (type(left) is int and type(right) is int and left > 0 and right > 0):
@@ -100,7 +128,7 @@ def _computed(values: Mapping[str, Any], one: str, operation: str, other: str | 
             f"the metadata has {shown(left)} as {one} and {shown(right)} as {other}, of which "
             "both should be positive"
         )
-    return left // right if operation == "/" else left - right
+    return {"/": left // right, "-": left - right, "+": left + right}[operation]
 
 
 def _ours(header: GgufHeader) -> dict[str, Any]:
@@ -139,14 +167,17 @@ def _decimal(value: float) -> float:
     return float(str(short)) if short == value else value
 
 
-def _add_rules(
-    config: dict[str, Any], values: Mapping[str, Any], header: GgufHeader, known: Mapping[str, Any]
-) -> None:
+def _add_flags(config: dict[str, Any], header: GgufHeader, known: Mapping[str, Any]) -> None:
     for names, fields in rules()["flags"].items():
         is_there = any(name in header.tensors for name in names.split("|"))
         config.update({f: is_there for f in fields if f in known})
     for tensor, fields in rules()["absent_flags"].items():
         config.update({f: tensor not in header.tensors for f in fields if f in known})
+
+
+def _add_rules(
+    config: dict[str, Any], values: Mapping[str, Any], header: GgufHeader, known: Mapping[str, Any]
+) -> None:
     for tensor, field in rules()["rows"].items():
         if tensor in header.tensors and field in known:
             config[field] = header.tensors[tensor].shape[0]
@@ -168,8 +199,9 @@ def _add_layers(
     """
     layers = values["block_count"]
     rule = rule_of(header)
-    if kinds := rule.get("layers"):
-        config["layer_types"] = [_kind(header, i, kinds) for i in range(layers)]
+    for field, name in (("layer_types", "layers"), ("mlp_layer_types", "mlp_layers")):
+        if kinds := rule.get(name):
+            config[field] = [_kind(header, i, kinds) for i in range(layers)]
     for field, tensor in rule.get("periods", {}).items():
         found = [i for i in range(layers) if f"blk.{i}.{tensor}" in header.tensors]
         first, second = (*found, layers, layers)[:2]
@@ -180,7 +212,7 @@ def _add_layers(
         pattern = [bool((i + 1) % pattern) for i in range(layers)]
     if isinstance(pattern, list) and "layer_types" in known:
         config["layer_types"] = [
-            "sliding_attention" if windowed else "full_attention" for windowed in pattern
+            "sliding_attention" if windowed else "full_attention" for windowed in pattern[:layers]
         ]
     if config.get("sliding_window") == 0:
         config["sliding_window"] = None
@@ -217,10 +249,13 @@ def _add_rotary(
     rope = known.get("rope_parameters") or {}
     if not rope:
         return
-    if "partial_rotary_factor" in rope and (width := values.get("rope.dimension_count")):
-        heads, hidden = values.get("attention.head_count"), values.get("embedding_length")
-        head_dim = config.get("head_dim") or (hidden // heads if heads and hidden else None)
-        if head_dim:
+    config.setdefault("rope_theta", _ROPE_THETA)
+    head_dim = config.get("head_dim") or _head_dim(values).get("head_dim")
+    if head_dim and (width := values.get("rope.dimension_count")):
+        of_kinds = (config.get("rope_parameters", {}).get(kind) for kind in rope)
+        for kind in (k for k in of_kinds if k is not None):
+            kind["partial_rotary_factor"] = width / head_dim
+        if "partial_rotary_factor" in rope:
             config["partial_rotary_factor"] = width / head_dim
     scaling = _scaling(config, values, header)
     if scaling.get("rope_type") == "yarn" and "truncate" in rope:
@@ -237,6 +272,8 @@ def _scaling(
 ) -> dict[str, Any]:
     own = {k.removeprefix("rope.scaling."): v for k, v in values.items() if "rope.scaling." in k}
     scaling = {field: own[key] for key, field in _SCALING_FIELDS.items() if key in own}
+    for key, fields in rule_of(header).get("scaling", {}).items():
+        scaling |= dict.fromkeys(fields, own[key]) if key in own else {}
     kind = own.get("type", "none")
     if "rope_factors_long.weight" in header.tensors:
         scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])

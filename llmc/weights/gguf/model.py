@@ -32,7 +32,7 @@ def write_index(
     def order(name: str) -> tuple[str | None, bool]:
         """Of the rows of a parameter: a key of `orders`, None where it takes more to make it; and
         whether it is turned."""
-        shapes = {part: header.tensors[part].shape for part in parameters.parts[name]}
+        shapes = {part.name: part.shape for part in parameters.parts[name]}
         found = undo.order(shapes, parameters.shapes[name])
         if found is None:
             return None, False
@@ -54,7 +54,7 @@ def write_index(
                 "order": order(name),
                 "parts": [
                     [t.name, files[t.file], t.shape, int(t.type), t.offset, t.num_bytes]
-                    for t in (header.tensors[p] for p in parts)
+                    for t in parts
                 ],
             }
             for name, parts in parameters.parts.items()

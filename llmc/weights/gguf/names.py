@@ -13,7 +13,7 @@ from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from llmc.errors import CheckpointError, reason_of
 from llmc.weights.gguf.processors import processor_of
-from llmc.weights.gguf.reader import GgufHeader, shown
+from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo, shown
 from llmc.weights.gguf.rules import rule_of, rules, squashed
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
@@ -28,7 +28,7 @@ class ParameterMap:
     `numbers`: of parameters that the metadata has.
     """
 
-    parts: Mapping[str, tuple[str, ...]]
+    parts: Mapping[str, tuple[GgufTensorInfo, ...]]
     numbers: Mapping[str, float]
     shapes: Mapping[str, tuple[int, ...]]
 
@@ -67,7 +67,8 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
     parts: dict[str, list[str]] = {}
     unknown = []
     ranks = {tensor: i for i, tensor in enumerate(names)}
-    for name in header.tensors:
+    stored_as = dict(_cut(header.tensors, names, shapes))
+    for name in stored_as:
         tensor = _known(names, name)
         if tensor is not None and names[tensor] in shapes:
             parts.setdefault(names[tensor], []).append(name)
@@ -88,14 +89,16 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
             f"for: {', '.join(missing[:5])}"
         )
     for parameter, tensors in parts.items():
-        stored = [list(header.tensors[name].shape) for name in tensors]
+        stored = [list(stored_as[name].shape) for name in tensors]
         if sum(math.prod(shape) for shape in stored) != math.prod(shapes[parameter]):
             raise CheckpointError(
                 f"{parameter} has shape {', '.join(map(str, stored))} in {file}, its metadata asks "
                 f"for {list(shapes[parameter])}"
             )
     return ParameterMap(
-        parts={n: tuple(p) for n, p in parts.items()}, numbers=numbers, shapes=shapes
+        parts={n: tuple(stored_as[t] for t in p) for n, p in parts.items()},
+        numbers=numbers,
+        shapes=shapes,
     )
 
 
@@ -160,17 +163,46 @@ def unstacked(header: GgufHeader) -> GgufHeader:
         if whole is None or len(whole.shape) != 3 or whole.shape[0] > _MOST_STACKED:
             continue  # which then has no place
         del tensors[name]
-        count, *shape = whole.shape
-        for i in range(count):
-            part, num_bytes = f"{parameter}.{i}.weight", whole.num_bytes // count
-            tensors[part] = replace(
-                whole,
-                name=part,
-                shape=tuple(shape),
-                offset=whole.offset + i * num_bytes,
-                num_bytes=num_bytes,
-            )
+        for i in range(whole.shape[0]):
+            one = _rows(whole, i, 1, f"{parameter}.{i}.weight")
+            tensors[one.name] = replace(one, shape=one.shape[1:])
     return replace(header, tensors=tensors)
+
+
+def _rows(whole: GgufTensorInfo, start: int, count: int, name: str) -> GgufTensorInfo:
+    size = whole.num_bytes // whole.shape[0]
+    return replace(
+        whole,
+        name=name,
+        shape=(count, *whole.shape[1:]),
+        offset=whole.offset + start * size,
+        num_bytes=count * size,
+    )
+
+
+def _cut(
+    tensors: Mapping[str, GgufTensorInfo],
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Iterator[tuple[str, GgufTensorInfo]]:
+    """Tensors by name; those that are several parameters' rows, one after another, as one each."""
+    for name, whole in tensors.items():
+        found = [
+            (part, shapes[names[part]][0])
+            for joined, kinds in rules()["cut"].items()
+            if f".{joined}." in name and _known(names, name) is None
+            for kind in kinds
+            if (part := name.replace(joined, kind)) not in tensors
+            and names.get(part) in shapes
+        ]
+        rows_fit = sum(rows for _, rows in found) == whole.shape[0]
+        if not rows_fit or whole.num_bytes % whole.shape[0]:
+            yield name, whole  # which then has no place, where it is none of the model's
+            continue
+        start = 0
+        for part, rows in found:
+            yield part, _rows(whole, start, rows, part)
+            start += rows
 
 
 def _add_names(names: dict[str, str], shapes: Iterable[str]) -> None:

@@ -26,15 +26,13 @@ class Processor:
     """`inner` is transformers', which asks for fields of `config`.
 
     `steps`: pattern of a tensor's name -> name of a step; `joined` those of parameters of several
-    tensors, by the first. `alternate`: experts' gate and up rows alternate, else one follows the
-    other.
+    tensors, whose rows follow one another, by the first.
     """
 
     inner: Any
     config: Config
     steps: Mapping[str, str]
     joined: Mapping[str, str]
-    alternate: bool
 
     def undo(self, parts: Sequence[tuple[str, Array]]) -> Array:
         """A parameter of the tensors (name, numbers) that make it up, in their order."""
@@ -42,10 +40,7 @@ class Processor:
         if len(numbers) == 1:
             return numbers[0]
         name = parts[0][0]
-        if self.alternate:
-            whole = np.stack(numbers, -1).reshape(*numbers[0].shape[:-1], -1)
-        else:
-            whole = np.concatenate(numbers, -1 if name.endswith(".bias") else -2)
+        whole = np.concatenate(numbers, -1 if name.endswith(".bias") else -2)
         return self._steps(self.joined, name, whole)
 
     def _undo_one(self, name: str, numbers: Array) -> Array:
@@ -113,6 +108,8 @@ def _values_behind_keys(numbers: Array, config: Config) -> Array:
 _STEPS: Mapping[str, Callable[[Array, Config], Array]] = {
     "turned": lambda numbers, _: numbers.swapaxes(-1, -2),
     "logarithm of negative": lambda numbers, _: np.log(-numbers),
+    "alternating": lambda numbers, _: np.stack(np.split(numbers, 2, -1), -1).reshape(numbers.shape),
+    "squeezed": lambda numbers, _: numbers.squeeze(),
     "one less": lambda numbers, _: numbers - 1,
     "heads by group": _heads_by_group,
     "states by group": _states_by_group,
@@ -135,5 +132,4 @@ def processor_of(architecture: str, config: Config) -> Processor:
         config=config,
         steps=rule.get("steps", {}),
         joined=rule.get("joined", {}),
-        alternate=rule.get("alternate", False),
     )

@@ -47,6 +47,8 @@ def rule_of(header: GgufHeader) -> dict[str, Any]:
     """
     name = header.architecture
     known = {squashed(a): (a, model) for a, model in architectures().items()}
+    if why := rules()["refused"].get(name):
+        raise CheckpointError(f"GGUF files of architecture {shown(name)} are not served: {why}")
     if squashed(name) not in known:
         raise CheckpointError(
             f"GGUF files of architecture {shown(name)} are not served: neither transformers nor "
@@ -63,9 +65,10 @@ def rule_of(header: GgufHeader) -> dict[str, Any]:
         ):
             rule |= variant
     if why := rule.get("refused"):
+        because = rule.get("because", "transformers has no such model")
         raise CheckpointError(
-            f"GGUF files of architecture {shown(name)} {why} are not served, for transformers has "
-            "no such model; take the safetensors checkpoint"
+            f"GGUF files of architecture {shown(name)} {why} are not served, for {because}; take "
+            "the safetensors checkpoint"
         )
     return rule
 

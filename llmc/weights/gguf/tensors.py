@@ -24,6 +24,7 @@ from llmc.weights.gguf.processors import Processor, processor_of
 from llmc.weights.gguf.reader import GgufTensorInfo
 
 _AT_ONCE = 1 << 20  # values that are widened in one go
+_PROBED = 4  # columns: those of two groups of two show any other order
 
 Floats = NDArray[np.float32]
 RowOrder = NDArray[np.int64] | slice
@@ -69,9 +70,10 @@ class Undo:
         count, start = sum(rows.values()), 0
         probes = []
         first = np.arange(experts, dtype=np.float64)[:, None] * count
+        of_columns = np.arange(_PROBED)
         for part, length in rows.items():
-            numbers = 2 * (first + np.arange(start, start + length))
-            columns = np.stack((numbers, numbers + 1), axis=-1)  # [E, rows, 2]
+            numbers = _PROBED * (first + np.arange(start, start + length))
+            columns = numbers[..., None] + of_columns  # [E, rows, _PROBED]
             probes.append((part, {1: columns[0, :, 0], 2: columns[0], 3: columns}[len(shape)]))
             start += length
         try:
@@ -81,20 +83,20 @@ class Undo:
         depths = {p[-1] for p in parts.values()}
         if len(shape) == 1 and moved.shape == shape:
             found, turned = moved[None], False
-        elif moved.shape == (*shape[:-2], count, 2) and shape[-2:] == (count, *depths):
-            found, turned = moved.reshape(experts, count, 2), False
-        elif moved.shape == (*shape[:-2], 2, count) and shape[-2:] == (*depths, count):
-            found, turned = moved.swapaxes(-1, -2).reshape(experts, count, 2), True
+        elif moved.shape == (*shape[:-2], count, _PROBED) and shape[-2:] == (count, *depths):
+            found, turned = moved.reshape(experts, count, _PROBED), False
+        elif moved.shape == (*shape[:-2], _PROBED, count) and shape[-2:] == (*depths, count):
+            found, turned = moved.swapaxes(-1, -2).reshape(experts, count, _PROBED), True
         else:
             return None
         numbers = found if len(shape) == 1 else found[:, :, 0]
         with np.errstate(all="ignore"):
-            order = (numbers / 2 - first).astype(np.int64)
+            order = (numbers / _PROBED - first).astype(np.int64)
         is_alike = np.array_equal(order, np.broadcast_to(order[0], order.shape))
         is_order = np.array_equal(np.sort(order[0]), np.arange(count))
-        if not is_alike or not is_order or not np.array_equal(numbers, 2 * (first + order)):
+        if not is_alike or not is_order or not np.array_equal(numbers, _PROBED * (first + order)):
             return None
-        if len(shape) > 1 and not np.array_equal(found[:, :, 1], numbers + 1):
+        if len(shape) > 1 and not np.array_equal(found, numbers[..., None] + of_columns):
             return None
         return order[0], turned
 
