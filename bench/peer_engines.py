@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 MAX_MODEL_LEN = 2048
 MAX_REQUESTS = 32
@@ -42,6 +42,8 @@ class Engine(ABC):
 
 
 class Llmc(Engine):
+    activation_bits: Literal[8, 16] = 16
+
     def __init__(self, path: Path, threads: int) -> None:
         import torch
 
@@ -56,6 +58,7 @@ class Llmc(Engine):
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=MAX_REQUESTS,
             enable_prefix_caching=False,
+            activation_bits=self.activation_bits,
         )
 
     def run(self, job: Job) -> None:
@@ -69,7 +72,12 @@ class Llmc(Engine):
 
     def settings(self) -> str:
         info = self._llm.info
-        return f"defaults: {info.dtype}, {info.weight_bytes / 2**20:.0f} MiB of weights"
+        bits = "defaults" if self.activation_bits == 16 else f"{self.activation_bits} bits"
+        return f"{bits}: {info.dtype}, {info.weight_bytes / 2**20:.0f} MiB of weights"
+
+
+class LlmcOf8Bits(Llmc):
+    activation_bits = 8
 
 
 class LlamaCpp(Engine):
@@ -176,6 +184,7 @@ class Transformers(Engine):
 
 ENGINES: dict[str, type[Engine]] = {
     "llmc": Llmc,
+    "llmc-8-bits": LlmcOf8Bits,
     "llama.cpp": LlamaCpp,
     "transformers": Transformers,
 }

@@ -4,7 +4,8 @@
     python -m bench.peers [--peer llama.cpp,transformers] [--type BF16] [--rounds 5] [--threads 2]
                           [--only decode,prefill-128] [--output-json FILE] [MODEL.gguf]
 
-MODEL is the default model where none is named. `--type` has its matrices written anew in another
+MODEL is the default model where none is named. `--peer llmc-8-bits` adds llmc with
+`activation_bits=8`. `--type` has its matrices written anew in another
 type first. Every engine has a process of its own, gets the same token ids, and answers greedily to
 the same lengths. Rounds go through the engines in turn, in another order each; medians are told,
 with every sample in the JSON. The machine's read bandwidth is measured in the same run, and decode

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from converted_cases import (
     LATENT,
-    LINEAR,
     LOCAL,
     MOE,
     OF_LATENT,
-    OF_LINEAR,
     SIZES,
 )
 from converted_gguf import Case, interleaved, latent, pairs
@@ -57,7 +55,8 @@ def joined_heads(change: Change) -> Change:
 def joined_experts(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
     """Gate and up matrices are one tensor, gates first."""
     if not name.endswith(("experts.gate_up_proj", "experts.gate_up_proj_bias")):
-        return interleaved(name, value, config) if hasattr(config, "swiglu_limit") else {name: value}
+        is_joined = hasattr(config, "swiglu_limit")
+        return interleaved(name, value, config) if is_joined else {name: value}
     end = "bias" if name.endswith("bias") else "weight"
     if hasattr(config, "swiglu_limit"):  # the model has them alternate, and turned
         parts = interleaved(name, value, config).values()
@@ -194,7 +193,9 @@ MORE = {
         architecture="hunyuan-moe", name="hunyuan_v1_moe",
         fields={
             **SIZES, "head_dim": 16, "num_experts": 4, "moe_topk": 2,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
+            "rope_parameters": {
+                "rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0,
+            },
         },
         metadata={
             "attention.key_length": None, "rope.freq_base": 10000.0 * 1000.0 ** (16 / 14),
@@ -284,10 +285,15 @@ MORE = {
     "delta attention or latent": Case(
         architecture="kimi-linear", name="kimi_linear",
         fields={
-            **{k: v for k, v in LATENT.items() if k not in ("n_routed_experts", "first_k_dense_replace")},
+            **{
+                k: v
+                for k, v in LATENT.items()
+                if k not in ("n_routed_experts", "first_k_dense_replace")
+            },
             "num_hidden_layers": 3, "num_local_experts": 4, "n_shared_experts": 1,
             "linear_head_dim": 16, "linear_num_heads": 4, "linear_conv_kernel_dim": 4,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"], "pad_token_id": 0,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "pad_token_id": 0,
             "mlp_layer_types": ["dense", "sparse", "sparse"], "routed_scaling_factor": 2.446,
         },
         metadata={

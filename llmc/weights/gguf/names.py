@@ -192,8 +192,7 @@ def _cut(
             for joined, kinds in rules()["cut"].items()
             if f".{joined}." in name and _known(names, name) is None
             for kind in kinds
-            if (part := name.replace(joined, kind)) not in tensors
-            and names.get(part) in shapes
+            if (part := name.replace(joined, kind)) not in tensors and names.get(part) in shapes
         ]
         rows_fit = sum(rows for _, rows in found) == whole.shape[0]
         if not rows_fit or whole.num_bytes % whole.shape[0]:
