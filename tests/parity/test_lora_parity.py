@@ -23,12 +23,17 @@ LINEARS = {
     "llama": {
         "attention": ["q_proj", "v_proj"],
         "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        "head": ["lm_head", "down_proj"],
+        "head": ["lm_head", "down_proj", "embed_tokens"],
+    },
+    "gemma3": {  # its embedding scales what it looks up
+        "attention": ["q_proj", "embed_tokens"],
+        "all": "all-linear",
+        "head": ["embed_tokens"],
     },
     "gpt2": {
         "attention": ["c_attn"],
         "all": ["c_attn", "c_proj", "c_fc"],
-        "head": ["lm_head"],
+        "head": ["lm_head", "wte", "wpe"],
     },
 }
 
@@ -70,8 +75,10 @@ class Subject:
         assert skipped <= NUM_TOKENS
 
 
-def make_subject(family: str, root: Path, **options: Any) -> Subject:
-    path = save_checkpoint(family, root / "model")
+def make_subject(family: str, root: Path, *, copies: bool = True, **options: Any) -> Subject:
+    """`copies`: an adapter has copies of the embedding and the head, as PEFT saves it by itself."""
+    changes = {"tie_word_embeddings": True} if family == "gemma3" else {}
+    path = save_checkpoint(family, root / "model", **changes)
     model = load_reference(path)
     on = LINEARS[family]
     is_conv = family == "gpt2"
@@ -87,7 +94,9 @@ def make_subject(family: str, root: Path, **options: Any) -> Subject:
         ),
         save_adapter(
             load_reference(path), root / "head", number=3, r=4, target_modules=on["head"],
-            rank_pattern={on["head"][0]: 6}, alpha_pattern={on["head"][0]: 3},
+            **({"ensure_weight_tying": True} if family == "gemma3" else
+               {"rank_pattern": {on["head"][0]: 6}, "alpha_pattern": {on["head"][0]: 3}}),
+            save_embedding_layers="auto" if copies else False,
         ),
     )  # fmt: skip
     expected = []
@@ -102,7 +111,7 @@ def make_subject(family: str, root: Path, **options: Any) -> Subject:
     return Subject(running=running, adapters=adapters, expected=tuple(expected))
 
 
-@pytest.fixture(scope="module", params=sorted(LINEARS))
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -132,10 +141,16 @@ def test_prefixes_are_cached_by_adapter(subject: Subject) -> None:
     assert engine.stats().prefix_cache_hits == len(subject.adapters) * 32
 
 
+def test_a_tied_embedding_that_scales_its_rows(tmp_path: Path) -> None:
+    subject = make_subject("gemma3", tmp_path)
+    test_adapters_change_the_answers(subject)
+    subject.check(subject.engine())
+
+
 @pytest.mark.parametrize("quantization", ["int8"])
 def test_over_quantized_weights(quantization: str, tmp_path: Path) -> None:
     """What an adapter adds is what it adds to the weights in full, within their rounding."""
-    subject = make_subject("llama", tmp_path, quantization=quantization)
+    subject = make_subject("llama", tmp_path, copies=False, quantization=quantization)
     reports = subject.running.started.info.pass_reports
     assert any("quantized_linear" in one for one in reports)
     params = SamplingParams(temperature=0.0, logprobs=0, max_tokens=1, ignore_eos=True)
