@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ _KEY = re.compile(
 )
 _REPEATED_GROUP = re.compile(r"\)[*+{]")  # such a pattern can take for ever
 _MOST = 1e6  # that a rank or an alpha can be
+# How A and B began; others, such as PiSSA, take a part out of the model's weights.
+_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 _COMPARED_AT_ONCE = 16 << 20  # bytes
 # What changes nothing in the answer, or is in the tensors anyway.
 _HARMLESS = frozenset(
@@ -116,6 +118,8 @@ def open_adapter(
         )
         for (module, op), pair in pairs.items()
     }
+    if config.get("ensure_weight_tying"):
+        _check_ties(adapter, parts, targets)
     return StoredAdapter(parts=parts, copies=copies)
 
 
@@ -145,6 +149,23 @@ def read_adapter(
     except (CheckpointError, OSError) as error:
         raise _refused(adapter, reason_of(error)) from error
     return weights
+
+
+def _check_ties(
+    adapter: LoRARequest, parts: Iterable[LoraPlace], targets: Iterable[LoraPlace]
+) -> None:
+    """Older versions of PEFT leave the head's part out, which newer ones make anew."""
+    ties = {
+        place.op
+        for place in parts
+        if {LoraPlace(place.weight, op) for op in get_args(AdaptedOp)} <= set(targets)
+    }
+    if ties == {"embedding"}:
+        raise _refused(
+            adapter,
+            "it has ensure_weight_tying and nothing on the head, which is tied to the embedding; "
+            "load it with the newest PEFT and save it again",
+        )
 
 
 def _check_copy(adapter: LoRARequest, name: str, copy: StoredTensor, own: Tensor | None) -> None:
@@ -202,12 +223,19 @@ def _check_features(adapter: LoRARequest, config: Mapping[str, Any]) -> None:
         raise _refused(adapter, f"its peft_type is {config.get('peft_type')!r:.40}, not 'LORA'")
     if config.get("bias", "none") != "none":
         raise _refused(adapter, f"it trains biases (bias={config['bias']!r:.40})")
+    start = config.get("init_lora_weights", True)
+    if start is not None and start not in _STARTS:
+        raise _refused(
+            adapter,
+            f"its init_lora_weights is {start!r:.40}, which changes weights of the model; convert "
+            "it with save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+        )
     unknown = sorted(name for name, value in config.items() if value and name not in _HARMLESS)
     if unknown:
         raise _refused(
             adapter,
-            f"it uses {', '.join(map(str, unknown))[:200]}; only plain LoRA on linears is served, "
-            "with use_rslora, rank_pattern and alpha_pattern",
+            f"it uses {', '.join(map(str, unknown))[:200]}; only plain LoRA on linears and "
+            "embeddings is served, with use_rslora, rank_pattern and alpha_pattern",
         )
 
 

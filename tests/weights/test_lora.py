@@ -84,6 +84,22 @@ def test_a_copy_of_the_models_embedding(tmp_path: Path) -> None:
             read_adapter(adapter, stored, torch.float32, plain)
 
 
+def test_a_tied_embedding_without_the_heads_part(tmp_path: Path) -> None:
+    adapter = save(tmp_path, {**CONFIG, "ensure_weight_tying": True}, EMBEDDING)
+    assert open_adapter(adapter, TARGETS, 2).parts, "embedding and head are two weights"
+    tied = {
+        **TARGETS,
+        LoraPlace("head.weight", "embedding"): (8, 5),
+        LoraPlace("model.embed.weight"): (5, 8),
+        LoraPlace("head.weight"): (5, 8),
+    }
+    with pytest.raises(InvalidRequestError, match="nothing on the head"):
+        open_adapter(adapter, tied, 2)
+    head = {"head.lora_A.weight": torch.ones(2, 8), "head.lora_B.weight": torch.ones(5, 2)}
+    both = save(tmp_path, {**CONFIG, "ensure_weight_tying": True}, {**EMBEDDING, **head})
+    assert len(open_adapter(both, tied, 2).parts) == 2
+
+
 A, B = "base_model.model.model.q.lora_A.weight", "base_model.model.model.q.lora_B.weight"
 
 
@@ -97,6 +113,12 @@ A, B = "base_model.model.model.q.lora_A.weight", "base_model.model.model.q.lora_
         ({**CONFIG, "use_dora": True}, None, "it uses use_dora"),
         ({**CONFIG, "modules_to_save": ["lm_head"]}, None, "it uses modules_to_save"),
         ({**CONFIG, "bias": "all"}, None, "trains biases"),
+        ({**CONFIG, "init_lora_weights": "pissa"}, None, "init_lora_weights is 'pissa', which ch"),
+        ({**CONFIG, "init_lora_weights": "olora"}, None, "path_initial_model_for_weight_conver"),
+        ({**CONFIG, "init_lora_weights": ["eva"]}, None, r"init_lora_weights is \['eva'\]"),
+        ({**CONFIG, "target_parameters": ["experts.down_proj"]}, None, "it uses target_parameters"),
+        ({**CONFIG, "lora_bias": True}, None, "it uses lora_bias"),
+        ({**CONFIG, "bias": "lora_only"}, None, "trains biases"),
         ({**CONFIG, "some_new_method": {"a": 1}}, None, "it uses some_new_method"),
         ({**CONFIG, "r": 0}, None, "r in adapter_config.json is 0"),
         ({**CONFIG, "r": "2"}, None, "r in adapter_config.json is '2'"),
