@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmc.errors import InvalidRequestError
+from llmc.frontend.grammar_trial import make_trial
 from llmc.frontend.inputs import Input, InputProcessor, Prompt
 from llmc.frontend.pooling import Scoring
 from llmc.pooling import PoolingParams
-from llmc.processes.grammar_trial import make_trial
 from llmc.sampling_params import SamplingParams
 from llmc.text.chat import Message, Tool, check_tools, reasoning_format
 from llmc.text.infill import infill_prompt, need_marks
