@@ -30,7 +30,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 CONTEXT = 2048
 TINY_CONTEXT = 512
 CACHE_BYTES = {
-    None: 64 << 20,
+    None: 256 << 20,
     "tiny.json": 8 << 20,
     "qwen3-0.6b.json": 1400 << 20,
     "lfm2-tiny.json": 8 << 20,
