@@ -108,7 +108,7 @@ class InProcess:
         self._llm = llm
 
     async def ask(self, case: Case) -> Answer:
-        source = await self._llm.prepare(
+        source = await self._llm.prepare.prompt(
             {"prompt_token_ids": list(case.prompt), "cache_salt": case.salt}, case.params()
         )
         async with self._llm.submit(source, priority=case.priority) as stream:
@@ -131,7 +131,7 @@ class InProcess:
         salt = {"cache_salt": fields.pop("cache_salt")} if "cache_salt" in fields else {}
         try:
             params = SamplingParams(**{"max_tokens": 5, **fields})
-            source = await self._llm.prepare({"prompt_token_ids": ids, **salt}, params)
+            source = await self._llm.prepare.prompt({"prompt_token_ids": ids, **salt}, params)
         except InvalidRequestError:
             return
         raise SoakError(f"{fields} was taken: {source}")

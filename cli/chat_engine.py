@@ -40,9 +40,9 @@ class EngineBackend:
         defaults = dataclasses.replace(self._llm.get_default_sampling_params(), max_tokens=None)
         sampling = dataclasses.replace(defaults, **settings)
         if self.has_template:
-            return await self._llm.prepare_chat(messages, sampling)
+            return await self._llm.prepare.chat(messages, sampling)
         text = "\n".join(message["content"] for message in messages)
-        return await self._llm.prepare(text, sampling)
+        return await self._llm.prepare.prompt(text, sampling)
 
     async def answer(
         self, messages: Messages, settings: Mapping[str, Any]

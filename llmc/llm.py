@@ -14,7 +14,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack
 
 from llmc.config import EngineConfig
 from llmc.errors import (
@@ -25,16 +25,17 @@ from llmc.errors import (
     LlmcError,
     QueueFullError,
 )
+from llmc.frontend.arguments import as_conversations, as_list, for_each
 from llmc.frontend.beam_search import SearchingEngine, run_searches
 from llmc.frontend.engine_options import Engine, EngineOptions, load_tokenizer, make_config, start
-from llmc.frontend.inputs import Input, InputProcessor, Prompt, as_list
+from llmc.frontend.grammar_trial import make_trial
+from llmc.frontend.inputs import Input, InputProcessor, Prompt
 from llmc.frontend.interrupts import uninterrupted
 from llmc.frontend.outputs import ActiveRequest, OutputProcessor
 from llmc.frontend.pooling_methods import PoolingMethods
 from llmc.frontend.progress import GenerationProgress
 from llmc.lora_request import LoRARequest
 from llmc.outputs import BeamSearchOutput, RequestOutput
-from llmc.processes.grammar_trial import make_trial
 from llmc.sampling_params import BeamSearchParams, SamplingParams
 from llmc.text.chat import Message, Tool
 from llmc.text.tokenizer import Tokenizer
@@ -124,8 +125,8 @@ class LLM(PoolingMethods):
         """
         self._inputs.need_generation()
         items = as_list(prompts)
-        params = self._params(sampling_params, len(items), self.get_default_sampling_params())
-        adapters = _adapters(lora_request, len(items))
+        params = _params(sampling_params, self.get_default_sampling_params(), len(items))
+        adapters = for_each("lora_request", lora_request, len(items))
 
         def prepare(prompt: Prompt, sampling: SamplingParams, adapter: Any) -> Input:
             return self._inputs.process(prompt, sampling).with_adapter(adapter)
@@ -133,7 +134,7 @@ class LLM(PoolingMethods):
         jobs = [
             functools.partial(prepare, *each) for each in zip(items, params, adapters, strict=True)
         ]
-        ranks = _priorities(priority, len(items))
+        ranks = for_each("priority", priority, len(items))
         return self._run(jobs, items, progress if use_tqdm is None else use_tqdm, ranks)
 
     def chat(
@@ -156,9 +157,9 @@ class LLM(PoolingMethods):
         text, as the model writes them.
         """
         self._inputs.need_generation()
-        chats = _conversations(messages)
+        chats = as_conversations(messages)
         default = dataclasses.replace(self.get_default_sampling_params(), max_tokens=None)
-        params = self._params(sampling_params, len(chats), default)
+        params = _params(sampling_params, default, len(chats))
 
         render = functools.partial(
             self._inputs.render,
@@ -168,7 +169,7 @@ class LLM(PoolingMethods):
             template_kwargs=chat_template_kwargs,
         )
 
-        adapters = _adapters(lora_request, len(chats))
+        adapters = for_each("lora_request", lora_request, len(chats))
 
         def prepare(chat: Sequence[Message], sampling: SamplingParams, adapter: Any) -> Input:
             return self._inputs.process(render(chat), sampling).with_adapter(adapter)
@@ -273,25 +274,6 @@ class LLM(PoolingMethods):
             raise EngineDeadError("this LLM is closed; make a new one")
         return self._engine
 
-    def _params(
-        self, params: Params, count: int, default: SamplingParams
-    ) -> Sequence[SamplingParams]:
-        if params is None:
-            return [default] * count
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if not isinstance(params, list | tuple):
-            raise InvalidRequestError(
-                f"sampling_params must be SamplingParams or a list of them, got {params!r:.80}",
-                param="sampling_params",
-            )
-        if len(params) != count:
-            raise InvalidRequestError(
-                f"{len(params)} sampling_params for {count} prompts; give one, or one for each",
-                param="sampling_params",
-            )
-        return params
-
     def _run(
         self,
         prepare: Sequence[Callable[[], Input]],
@@ -393,37 +375,10 @@ class LLM(PoolingMethods):
                 self._abort(engine, request_id)
 
 
-def _priorities(priority: int | Sequence[int], count: int) -> Sequence[int]:
-    if isinstance(priority, int):
-        return [priority] * count
-    if len(priority) != count:
+def _params(given: Params, default: SamplingParams, count: int) -> Sequence[SamplingParams]:
+    if given is not None and not isinstance(given, SamplingParams | list | tuple):
         raise InvalidRequestError(
-            f"{len(priority)} priorities for {count} prompts; give one, or one for each",
-            param="priority",
+            f"sampling_params must be SamplingParams or a list of them, got {given!r:.80}",
+            param="sampling_params",
         )
-    return priority
-
-
-def _adapters(given: Adapters, count: int) -> Sequence[LoRARequest | None]:
-    if not isinstance(given, list | tuple):
-        return [cast(LoRARequest | None, given)] * count  # checked with each request
-    if len(given) != count:
-        raise InvalidRequestError(
-            f"{len(given)} lora_requests for {count} prompts; give one, or one for each",
-            param="lora_request",
-        )
-    return given
-
-
-def _conversations(
-    messages: Sequence[Message] | Sequence[Sequence[Message]],
-) -> list[Sequence[Message]]:
-    if isinstance(messages, list | tuple):
-        if not messages or isinstance(messages[0], Mapping):
-            return [cast(Sequence[Message], messages)]
-        if all(isinstance(chat, list | tuple) for chat in messages):
-            return [cast(Sequence[Message], chat) for chat in messages]
-    raise InvalidRequestError(
-        f"messages must be a list of messages, or a list of such lists; got {messages!r:.80}",
-        param="messages",
-    )
+    return for_each("sampling_params", default if given is None else given, count)

@@ -10,7 +10,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 CONTEXT = 2048
 TINY_CONTEXT = 512
 CACHE_BYTES = {
-    None: 64 << 20,
+    None: 256 << 20,
     "tiny.json": 8 << 20,
     "qwen3-0.6b.json": 1400 << 20,
     "lfm2-tiny.json": 8 << 20,
@@ -85,7 +85,10 @@ class Served:
 class Subject:
     """A started model. `engine` makes a fresh EngineCore on it."""
 
-    def __init__(self, started: Started, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, model: str | None, started: Started, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self.model = model  # the directory; None for the default model
         self.started = started
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -217,15 +220,25 @@ class Bench:
         """A 0.35B shape with recurrent layers and random weights; in miniature two layers."""
         return self._subject("hybrid", "lfm2-tiny.json" if self.is_tiny else "lfm2-350m.json")
 
-    def _subject(self, name: str, config: str | None) -> Subject:
+    @property
+    def large_lora(self) -> Subject:
+        """`large` with slots for eight LoRA adapters."""
+        config = "tiny.json" if self.is_tiny else "qwen3-0.6b.json"
+        return self._subject("large lora", config, enable_lora=True, max_loras=8)
+
+    def folder(self) -> Path:
+        """A directory that is there until the end."""
+        return Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+
+    def _subject(self, name: str, config: str | None, **options: Any) -> Subject:
         if name not in self._subjects:
-            self._subjects[name] = self._start(config)
+            self._subjects[name] = self._start(config, options)
         return self._subjects[name]
 
-    def _start(self, config: str | None) -> Subject:
+    def _start(self, config: str | None, asked: Mapping[str, Any]) -> Subject:
         model = None
         if config is not None:
-            model = self._stack.enter_context(tempfile.TemporaryDirectory())
+            model = str(self.folder())
             shutil.copy(CONFIGS / config, Path(model) / "config.json")
         rows, tokens = 32, 2048
         options: dict[str, Any] = {
@@ -238,8 +251,9 @@ class Bench:
             "opt_level": self._opt_level,
             "kv_cache_memory": CACHE_BYTES[config],
             "swap_space": CACHE_BYTES[config] // 3,
+            **asked,
         }
         started = start_engine(EngineConfig(**options))
         if started.upgrade is not None and not started.upgrade.wait(600):
             raise RuntimeError(f"the compilation failed: {started.upgrade.error}")
-        return Subject(started, rows, tokens)
+        return Subject(model, started, rows, tokens)

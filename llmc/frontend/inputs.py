@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 from llmc.engine import admission
 from llmc.errors import InvalidRequestError
@@ -337,20 +337,6 @@ class InputProcessor:
             f"`prompt_token_ids`; got {prompt!r:.80}",
             param="prompt",
         )
-
-
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt becomes a list of one. A list of numbers is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, list | tuple):
-        if prompts and isinstance(prompts[0], int | float):
-            return [cast(Prompt, prompts)]
-        return list(prompts)
-    raise InvalidRequestError(
-        f"prompts must be text, token ids, a dict or a list of these; got {prompts!r:.80}",
-        param="prompt",
-    )
 
 
 def _usable_defaults(recommended: Mapping[str, float | int]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from llmc.errors import InvalidRequestError
-from llmc.frontend.inputs import Input, InputProcessor, Prompt, as_list
+from llmc.frontend.arguments import as_list
+from llmc.frontend.inputs import Input, InputProcessor, Prompt
 from llmc.frontend.outputs import ActiveRequest
 from llmc.frontend.pooling import Scoring, check_params, classification
 from llmc.outputs import (

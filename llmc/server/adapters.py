@@ -131,7 +131,7 @@ def _inside(folder: Path, path: str) -> str:
 
 async def _try(llm: AsyncLLM, adapter: LoRARequest) -> None:
     """Draw one token with the adapter; InvalidRequestError where it can't be loaded."""
-    source = (await llm.prepare([0], _ONE_TOKEN)).with_adapter(adapter)
+    source = (await llm.prepare.prompt([0], _ONE_TOKEN)).with_adapter(adapter)
     async with llm.submit(source) as stream:
         while await stream.deltas():
             pass

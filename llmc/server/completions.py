@@ -60,9 +60,9 @@ async def create_completion(request: Request) -> GenerationResponse:
     )
     with blaming(body):
         if len(prompts) == 1:
-            sources = [await llm.prepare(prompts[0], sampling)]
+            sources = [await llm.prepare.prompt(prompts[0], sampling)]
         else:
-            sources = await llm.prepare_many(prompts, sampling)
+            sources = await llm.prepare.prompts(prompts, sampling)
     salt, adapter = cache_salt(request, body), adapter_named(request, model)
     sources = [source.salted(salt).with_adapter(adapter) for source in sources]
     call = CompletionCall(llm, body, model, sources)
@@ -86,7 +86,7 @@ async def _infill(llm: AsyncLLM, body: CompletionBody) -> tuple[list[Prompt], fr
                 param=name,
             )
     special = body.add_special_tokens
-    return await llm.infill(before, body.suffix or "", add_special_tokens=special)
+    return await llm.prepare.infill(before, body.suffix or "", add_special_tokens=special)
 
 
 def _prompt_logprobs(body: CompletionBody) -> int | None:

@@ -117,7 +117,7 @@ async def _embedded(
     if not texts:
         return json_response(made([], 0))
     with naming({"prompt": "input"}):
-        sources = await llm.prepare_pooled(texts, truncate=params.truncate_prompt_tokens)
+        sources = await llm.prepare.pooled(texts, truncate=params.truncate_prompt_tokens)
 
     def body(stream: Stream) -> dict[str, Any]:
         vectors = [list(embedding(values_of(one.vector), info, params)) for one in stream.requests]
@@ -184,7 +184,7 @@ async def _plain_turn(request: Request, body: ChatBody, prompt: Prompt) -> Turn:
     model = model_name(request, body.model)
     sampling = sampling_params(body, llm.inputs, max_tokens=body.max_tokens, logprobs=None)
     with blaming(body):
-        source = await llm.prepare(prompt, sampling)
+        source = await llm.prepare.prompt(prompt, sampling)
     return Turn(llm=llm, model=model, source=source.salted(cache_salt(request, body)))
 
 
@@ -192,7 +192,7 @@ async def _infill_turn(request: Request, body: ChatBody, suffix: str) -> Turn:
     """What comes between the prompt and the suffix, by the model's marks."""
     llm: AsyncLLM = request.app.state.llm
     llm.inputs.need_generation()
-    (prompt,), ends = await llm.infill([body.messages[-1]["content"]], suffix)
+    (prompt,), ends = await llm.prepare.infill([body.messages[-1]["content"]], suffix)
     body.stop_token_ids = sorted(ends)
     return await _plain_turn(request, body, prompt)
 

@@ -129,7 +129,7 @@ async def score(request: Request) -> GenerationResponse:
     llm: AsyncLLM = request.app.state.llm
     model = model_name(request, body.model)
     left, right = ([t] if isinstance(t, str) else t for t in (body.text_1, body.text_2))
-    scoring = await llm.prepare_scoring(left, right, params_of(body))
+    scoring = await llm.prepare.scoring(left, right, params_of(body))
     head = answer.Head("score", "list", model)
 
     def made(stream: Stream) -> dict[str, Any]:
@@ -147,7 +147,7 @@ async def rerank(request: Request) -> GenerationResponse:
     model = model_name(request, body.model)
     texts = [one.text if isinstance(one, Document) else one for one in body.documents]
     with naming({"text_1": "query", "text_2": "documents", "prompt": "documents"}):
-        scoring = await llm.prepare_scoring([body.query], texts, params_of(body))
+        scoring = await llm.prepare.scoring([body.query], texts, params_of(body))
     head = answer.Head("rerank", "list", model)
 
     def made(stream: Stream) -> dict[str, Any]:
@@ -182,7 +182,7 @@ async def respond(
             for one in prompts
         ]
     with naming({"prompt": "input"}):
-        sources = await llm.prepare_pooled(prompts, truncate=body.truncate_prompt_tokens)
+        sources = await llm.prepare.pooled(prompts, truncate=body.truncate_prompt_tokens)
     return submit(request, body, sources, made)
 
 

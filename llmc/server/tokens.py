@@ -30,7 +30,7 @@ async def tokenize(request: Request) -> Response:
         raise InvalidRequestError("send either prompt or messages", param="prompt")
     if body.prompt is not None:
         special = body.add_special_tokens is not False
-        tokens = await llm.encode(body.prompt, add_special_tokens=special)
+        tokens = await llm.prepare.encode(body.prompt, add_special_tokens=special)
     else:
         extra = body.chat_template_kwargs or {}
         tools = template_tools(body.tools)

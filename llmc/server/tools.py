@@ -63,7 +63,7 @@ async def tool_use(
     choice = _choice(body.tool_choice, [tool["function"]["name"] for tool in tools])
     if not tools or choice.mode == "none":
         return None
-    form = await llm.check_tools(tools)
+    form = await llm.prepare.tools(tools)
     given = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
     schemas = given if choice.names is None else {name: given[name] for name in choice.names}
     parallel = body.parallel_tool_calls and not choice.is_one

@@ -255,7 +255,7 @@ async def prepare_messages(
     messages = body.messages or ()
     for index, message in enumerate(messages):
         _check_message(f"messages[{index}]", message)
-    return await llm.prepare_chat(
+    return await llm.prepare.chat(
         messages,
         sampling,
         tools=tools,

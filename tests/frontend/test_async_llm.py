@@ -67,7 +67,7 @@ def test_outputs_grow_to_the_whole_text() -> None:
 
 def test_deltas_add_up_for_each_completion() -> None:
     async def body(llm: AsyncLLM, scripted: Scripted) -> None:
-        source = await llm.prepare("count", SamplingParams(n=2, max_tokens=200, logprobs=1))
+        source = await llm.prepare.prompt("count", SamplingParams(n=2, max_tokens=200, logprobs=1))
         texts, tokens, logprobs, ends = ["", ""], [0, 0], [0, 0], []
         async with llm.submit(source) as stream:
             while deltas := await stream.deltas():
@@ -141,7 +141,7 @@ def test_full_queue_refuses_and_recovers() -> None:
 
 def test_duplicate_request_id() -> None:
     async def body(llm: AsyncLLM, scripted: Scripted) -> None:
-        source = await llm.prepare("x", LONG)
+        source = await llm.prepare.prompt("x", LONG)
         async with llm.submit(source, request_id="same") as stream:
             with pytest.raises(InvalidRequestError, match="'same' is in use"):
                 async with llm.submit(source, request_id="same"):
@@ -237,9 +237,9 @@ def test_long_text_leaves_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> Non
             return encode(text, **options)
 
         monkeypatch.setattr(scripted.tokenizer, "encode", spy)
-        await llm.prepare("short", LONG)
+        await llm.prepare.prompt("short", LONG)
         with pytest.raises(InvalidRequestError, match="context"):
-            await llm.prepare("long " * 5000, LONG)
+            await llm.prepare.prompt("long " * 5000, LONG)
         assert threads == [True, False]
 
     run(body)

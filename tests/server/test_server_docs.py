@@ -143,9 +143,10 @@ def test_the_numbers_in_the_text() -> None:
     assert f"head of a request after {run.HEAD_TIMEOUT_S:g} s" in TEXT
     assert f"every {INTERVAL_S:g} s" in TEXT
     from llmc import async_llm
+    from llmc.frontend import preparation
 
     assert f"said nothing for {async_llm.WATCHDOG_S:g} s" in TEXT
-    assert f"template gets {async_llm.RENDER_TIMEOUT_S:g} s" in TEXT
+    assert f"template gets {preparation.RENDER_TIMEOUT_S:g} s" in TEXT
     public = ", ".join(f"`{path}`" for path in ("/health", "/ready")) + " and `/ping`"
     assert public in TEXT and {"/health", "/ready", "/ping"} == guard.PUBLIC_PATHS
 

@@ -54,9 +54,9 @@ def shared() -> Iterator[Live]:
         max_model_len=512, max_num_seqs=8, async_scheduling=True, scheduling_policy="priority"
     )
     with live_server(over=model) as live:
-        assert live.llm._trial._process is None, "nobody has asked for a grammar"
+        assert live.llm.prepare._trial._process is None, "nobody has asked for a grammar"
         yield live
-    assert live.llm._trial._process is None, "the trial's process outlived the server"
+    assert live.llm.prepare._trial._process is None, "the trial's process outlived the server"
 
 
 def fits(text: str, shape: str) -> bool:

@@ -1,0 +1,213 @@
+"""Requests of `AsyncLLM` before the engine gets them: checked, rendered and tokenized.
+
+    prompt, messages --InputProcessor, in a worker where that takes long--> Input
+
+Everything here runs on one event loop, which others' streams share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from llmc.errors import InvalidRequestError
+from llmc.frontend.grammar_trial import make_trial
+from llmc.frontend.inputs import Input, InputProcessor, Prompt
+from llmc.frontend.pooling import Scoring
+from llmc.pooling import PoolingParams
+from llmc.sampling_params import SamplingParams
+from llmc.text.chat import Message, Tool, check_tools, reasoning_format
+from llmc.text.infill import infill_prompt, need_marks
+from llmc.text.reasoning import find_reasoning
+from llmc.text.tokenizer import Tokenizer
+from llmc.text.tools.tool_format import ToolFormat
+
+if TYPE_CHECKING:
+    from llmc.model_info import ModelInfo
+
+T = TypeVar("T")
+
+LONG_TEXT = 4000  # characters or ids above which text work leaves the event loop
+RENDER_TIMEOUT_S = 5.0
+
+
+class Preparation:
+    """Makes an `Input` of what a caller asks; InvalidRequestError says what is wrong with it.
+
+    `inputs` is replaced when the engine starts again, with what it then says of the model.
+    """
+
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None) -> None:
+        self.inputs = InputProcessor(info, tokenizer)
+        self._name = info.name
+        self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="llmc-text")
+        self._trial = make_trial(info)
+        self._trial_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmc-trial")
+
+    async def end_trial(self) -> None:
+        """End the process in which grammars are tried; a later one starts it again."""
+        await asyncio.to_thread(self._trial.close)
+
+    async def close(self) -> None:
+        for workers in (self._workers, self._trial_worker):
+            workers.shutdown(wait=False, cancel_futures=True)
+        await self.end_trial()
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`."""
+        tokenizer = self.inputs.need_tokenizer("prompt")
+        encode = functools.partial(tokenizer.encode, add_special_tokens=add_special_tokens)
+        return await self._work(len(text), encode, text)
+
+    async def infill(
+        self, before: Sequence[str], after: str, *, add_special_tokens: bool = True
+    ) -> tuple[list[Prompt], frozenset[int]]:
+        """Prompts for what comes between each of the texts and `after`, and the tokens that end an
+        answer. InvalidRequestError where the model has no marks for that."""
+        tokenizer = self.inputs.need_tokenizer("suffix")
+        marks = need_marks(tokenizer, self._name)
+        make_one = functools.partial(
+            infill_prompt, tokenizer, marks, add_special_tokens=add_special_tokens
+        )
+
+        def make() -> list[Prompt]:
+            return [{"prompt": text, "prompt_token_ids": make_one(text, after)} for text in before]
+
+        return await self._work(sum(map(len, before)) + len(after), make), marks.ends
+
+    async def prompt(self, prompt: Prompt, sampling: SamplingParams) -> Input:
+        """Check and tokenize; long texts in a worker thread, so that others go on."""
+        source = await self._work(_size(prompt), self.inputs.process, prompt, sampling)
+        await self._try_grammar(sampling)
+        return source
+
+    async def prompts(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Input]:
+        """`prompt` of each; an error names its prompt by its place."""
+
+        def process() -> list[Input]:
+            return [
+                self._at(i, len(prompts), functools.partial(self.inputs.process, p, sampling))
+                for i, p in enumerate(prompts)
+            ]
+
+        sources = await self._work(sum(map(_size, prompts)), process)
+        await self._try_grammar(sampling)
+        return sources
+
+    async def pooled(
+        self, prompts: Sequence[Prompt], *, truncate: int | None = None
+    ) -> list[Input]:
+        """Check and tokenize prompts whose vectors are wanted; an error names its prompt."""
+        pooled = functools.partial(self.inputs.pooled, truncate=truncate)
+
+        def process() -> list[Input]:
+            return [
+                self._at(i, len(prompts), functools.partial(pooled, p))
+                for i, p in enumerate(prompts)
+            ]
+
+        return await self._work(sum(map(_size, prompts)), process)
+
+    async def scoring(
+        self, left: Sequence[str], right: Sequence[str], params: PoolingParams
+    ) -> Scoring:
+        """Check and tokenize texts that are to be scored."""
+        size = sum(map(len, left)) + sum(map(len, right))
+        return await self._work(size, Scoring, self.inputs, left, right, params)
+
+    async def _try_grammar(self, sampling: SamplingParams) -> None:
+        """One at a time, in a separate thread: trying a grammar may take long."""
+        spec = sampling.structured_outputs
+        if spec is not None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._trial_worker, self._trial.check, spec)
+
+    @staticmethod
+    def _at(index: int, count: int, process: Callable[[], Input]) -> Input:
+        """An error of one of several prompts names it by its place."""
+        try:
+            return process()
+        except InvalidRequestError as exc:
+            if exc.param == "prompt" and count > 1:
+                exc.param = f"prompt[{index}]"
+            raise
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams,
+        *,
+        tools: Sequence[Tool] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        splits_reasoning: bool = False,
+        max_reasoning_tokens: int | None = None,
+    ) -> Input:
+        """Render the chat template, check and tokenize, within RENDER_TIMEOUT_S.
+
+        With `splits_reasoning` the input says how the answer marks its reasoning, if it may have
+        any, and a grammar is for what comes after it; `max_reasoning_tokens` then limits it.
+        """
+        self.inputs.need_generation()
+        tokenizer = self.inputs.need_tokenizer("messages")
+
+        def render() -> Prompt:
+            return self.inputs.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs=template_kwargs,
+            )
+
+        def process(prompt: Prompt) -> Input:
+            source = self.inputs.process(prompt, sampling)
+            form = reasoning_format(tokenizer) if splits_reasoning else None
+            if form is None:
+                return source
+            continued = messages[-1] if continue_final_message else None
+            reasoning = find_reasoning(form, tokenizer, source.prompt_token_ids, continued)
+            return (
+                source if reasoning is None else source.splitting(reasoning, max_reasoning_tokens)
+            )
+
+        prompt = await self._within_time(render)
+        # images take long to prepare
+        source = await self._work(LONG_TEXT + 1, functools.partial(process, prompt))
+        await self._try_grammar(source.sampling)
+        return source
+
+    async def tools(self, tools: Sequence[Tool]) -> ToolFormat:
+        """How the model writes tool calls; InvalidRequestError where its template can't render
+        these tools."""
+        tokenizer = self.inputs.need_tokenizer("tools")
+        return await self._within_time(functools.partial(check_tools, tokenizer, tools))
+
+    async def _within_time(self, render: Callable[[], T]) -> T:
+        """Always in a worker: a template is a program, and may take its time."""
+        try:
+            async with asyncio.timeout(RENDER_TIMEOUT_S):
+                return await self._work(LONG_TEXT + 1, render)
+        except TimeoutError:
+            raise InvalidRequestError(
+                f"the chat template took more than {RENDER_TIMEOUT_S:g} s on these messages",
+                param="messages",
+                code="chat_template_error",
+            ) from None
+
+    async def _work(self, size: int, do: Callable[..., T], *args: Any) -> T:
+        if size <= LONG_TEXT:
+            return do(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._workers, do, *args)
+
+
+def _size(prompt: Prompt) -> int:
+    if isinstance(prompt, Mapping):
+        if prompt.get("multi_modal_data") is not None:
+            return LONG_TEXT + 1
+        return max((len(v) for v in prompt.values() if isinstance(v, str | list)), default=0)
+    return len(prompt) if isinstance(prompt, str | list | tuple) else 0
