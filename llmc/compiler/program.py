@@ -322,7 +322,8 @@ def bind(
     """The tensor of every placeholder that is no step input, on this rank.
 
     `caches[layer]` is (key, value); `states` are in the order of the program's. Slots of adapters
-    are made here, and are empty. `taps` are caches of the model that a draft head is for.
+    are made here, and are empty, unless `weights` has them. `taps` are caches of the model that a
+    draft head is for.
     """
     slots = {spec.call: state for spec, state in zip(program.states, states, strict=True)}
     bound: dict[str, Tensor] = dict(weights)
@@ -334,7 +335,7 @@ def bind(
             bound[node.name] = slots[role.call]
         elif isinstance(role, TapInput):
             bound[node.name] = taps[role.number]
-        elif isinstance(role, AdapterInput):
+        elif isinstance(role, AdapterInput) and node.name not in bound:
             value = node.meta["val"]
             bound[node.name] = torch.zeros(
                 tuple(value.shape), dtype=value.dtype, device=program.device

@@ -148,7 +148,7 @@ def make_runner(
         max_in_flight=mode.max_in_flight,
         pools=model.source.pooling is not None,
         ranks=mode.ranks,
-        images=None if images is None else images.bind(caches, states),
+        images=None if images is None else images.bind(caches, states, program, bound),
     )
     return BoundModel(
         runner=runner,

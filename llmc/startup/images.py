@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from llmc.compiler.cache import ProgramCache
 from llmc.compiler.heads import ADD_ROWS, LAYER_MASK, LAYER_ROWS
@@ -29,6 +29,7 @@ from llmc.compiler.lower import lower
 from llmc.compiler.program import Program, bind, lowered
 from llmc.errors import CheckpointError, CompileError, LlmcError
 from llmc.model_info import ImageInfo
+from llmc.passes.inputs import AdapterInput
 from llmc.passes.see_whole_images import Where
 from llmc.pooling import Head
 from llmc.runner.images import CACHE_BYTES, RowImages, tensors_of
@@ -72,10 +73,20 @@ class ImageModel:
         it computes with."""
         return 2 * CACHE_BYTES
 
-    def bind(self, caches: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor]) -> RowImages:
-        """Over the text step's caches."""
+    def bind(
+        self,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        states: Sequence[Tensor],
+        text: Program,
+        bound: Mapping[str, Tensor],
+    ) -> RowImages:
+        """Over the text step's caches and slots of adapters. `bound`: the tensors of that step."""
         program = self.compiled.program
-        step = lower(lowered(program), bind(program, self.weights, caches, states))
+        slots = {
+            mine.name: bound[theirs.name]
+            for (mine, _), (theirs, _) in zip(_adapters(program), _adapters(text), strict=True)
+        }
+        step = lower(lowered(program), bind(program, {**self.weights, **slots}, caches, states))
         no_rows = torch.zeros(1, _hidden(program), dtype=program.dtype, device=program.device)
         return RowImages(step, self.tower, axes=self.axes, no_rows=no_rows)
 
@@ -171,6 +182,8 @@ def _shared_weights(program: Program, model: LoadedModel) -> dict[str, Tensor]:
         raise CompileError("its step with images would keep other keys and values")
     if program.states != model.program.states:
         raise CompileError("its step with images would keep another state")
+    if [r for _, r in _adapters(program)] != [r for _, r in _adapters(model.program)]:
+        raise CompileError("its step with images would take other LoRA adapters")
     held = {role: model.weights[node.name] for node, role in model.program.weight_inputs()}
     found = {}
     for node, role in program.weight_inputs():
@@ -180,6 +193,11 @@ def _shared_weights(program: Program, model: LoadedModel) -> dict[str, Tensor]:
             )
         found[node.name] = held[role]
     return found
+
+
+def _adapters(program: Program) -> list[tuple[fx.Node, AdapterInput]]:
+    """In an order that does not depend on the graph; those of one weight in the graph's."""
+    return sorted(program.adapter_inputs(), key=lambda pair: repr(pair[1]))
 
 
 def _most_rows(source: ModelSource, program: Program) -> int:

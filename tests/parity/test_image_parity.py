@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import tiny_engine
 import torch
 import transformers as tf
 from tiers import tiered
+from tiny_adapters import peft_model, save_adapter
 from tiny_engine import Generated, differences
 from tiny_images import image_token, random_image, tiny_image_model
 from tiny_models import Continuation, continue_greedily
@@ -19,6 +21,7 @@ from tiny_models import Continuation, continue_greedily
 from llmc.engine.messages import AddRequest
 from llmc.engine.spec_decode.ngram import NgramSpeculation
 from llmc.frontend.inputs import Input, InputProcessor
+from llmc.lora_request import LoRARequest
 from llmc.runner.images import RowImages
 from llmc.sampling_params import SamplingParams
 from llmc.speculative_config import SpeculativeConfig
@@ -103,7 +106,13 @@ def _continue(model: Any, processor: Any, prompt: dict[str, Any]) -> Continuatio
     )
 
 
-def _run(engine: Any, inputs: Sequence[Input], *, fork: bool = False) -> list[Generated]:
+def _run(
+    engine: Any,
+    inputs: Sequence[Input],
+    *,
+    fork: bool = False,
+    adapters: Sequence[LoRARequest | None] = (),
+) -> list[Generated]:
     for i, source in enumerate(inputs):
         engine.add(
             AddRequest(
@@ -112,6 +121,7 @@ def _run(engine: Any, inputs: Sequence[Input], *, fork: bool = False) -> list[Ge
                 sampling=source.sampling,
                 images=source.images,
                 fork_of="0" if fork and i else None,
+                adapter=adapters[i] if adapters else None,
             )
         )
     out = tiny_engine.finish(engine)
@@ -212,3 +222,31 @@ def test_answers_depend_on_the_image(subject: Subject) -> None:
     [seen] = _run(subject.running.engine(), [source])
     assert image.num_rows > 0
     assert plain.logprobs[0] != pytest.approx(seen.logprobs[0], abs=1e-3)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """Of the text model, in steps with images and without."""
+    family = "qwen2_5_vl"
+    path = tiny_image_model(family)
+
+    def load() -> Any:
+        return tf.AutoModelForImageTextToText.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    on = r".*language_model.*\.(q_proj|down_proj|embed_tokens)"
+    adapter = save_adapter(load(), tmp_path / "adapter", r=4, target_modules=on)
+    running = tiny_engine.start(path, max_model_len=256, enable_lora=True)
+    processor = InputProcessor(running.started.info, Tokenizer.load(path))
+    greedy = SamplingParams(temperature=0.0, logprobs=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    prompts = [_prompt(LAYOUTS[i], family) for i in (0, 3)]
+    inputs = [processor.process(prompt, greedy) for prompt in prompts] * 2
+    adapters = [adapter, adapter, None, None]
+    expected = []
+    for one in (adapter, None):
+        with peft_model(load(), one) as answering:
+            expected += [_continue(answering, load_processor(path), p) for p in prompts]
+    assert expected[0].logprobs != expected[2].logprobs
+    engine = running.engine(adapters=running.started.engine._features.adapters)
+    skipped, wrong = differences(expected, _run(engine, inputs, adapters=adapters))
+    assert not wrong and skipped <= NUM_TOKENS

@@ -172,9 +172,9 @@ def test_over_quantized_weights(quantization: str, tmp_path: Path) -> None:
 
 ASKED: dict[str, dict[str, Any]] = {
     "bfloat16": {"target_modules": ["q_proj", "embed_tokens"]},
-    "a regex": {"target_modules": r".*\.(up_proj|embed_tokens)"},
+    "regex": {"target_modules": r".*\.(up_proj|embed_tokens)"},
     "all-linear": {"target_modules": "all-linear"},
-    "one layer": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+    "one-layer": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
     "patterns": {
         "target_modules": ["q_proj", "k_proj", "embed_tokens"],
         "rank_pattern": {r"model.layers.0.self_attn.q_proj": 5, "embed_tokens": 3},
