@@ -223,6 +223,12 @@ def _check_features(adapter: LoRARequest, config: Mapping[str, Any]) -> None:
         raise _refused(adapter, f"its peft_type is {config.get('peft_type')!r:.40}, not 'LORA'")
     if config.get("bias", "none") != "none":
         raise _refused(adapter, f"it trains biases (bias={config['bias']!r:.40})")
+    if config.get("target_parameters"):
+        raise _refused(
+            adapter,
+            f"it is on parameters (target_parameters={config['target_parameters']!r:.120}), as PEFT "
+            "adapts routed experts; those are not served",
+        )
     start = config.get("init_lora_weights", True)
     if start is not None and start not in _STARTS:
         raise _refused(

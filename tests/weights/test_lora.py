@@ -116,7 +116,7 @@ A, B = "base_model.model.model.q.lora_A.weight", "base_model.model.model.q.lora_
         ({**CONFIG, "init_lora_weights": "pissa"}, None, "init_lora_weights is 'pissa', which ch"),
         ({**CONFIG, "init_lora_weights": "olora"}, None, "path_initial_model_for_weight_conver"),
         ({**CONFIG, "init_lora_weights": ["eva"]}, None, r"init_lora_weights is \['eva'\]"),
-        ({**CONFIG, "target_parameters": ["experts.down_proj"]}, None, "it uses target_parameters"),
+        ({**CONFIG, "target_parameters": ["experts.down_proj"]}, None, "adapts routed experts"),
         ({**CONFIG, "lora_bias": True}, None, "it uses lora_bias"),
         ({**CONFIG, "bias": "lora_only"}, None, "trains biases"),
         ({**CONFIG, "some_new_method": {"a": 1}}, None, "it uses some_new_method"),
