@@ -226,8 +226,8 @@ def _check_features(adapter: LoRARequest, config: Mapping[str, Any]) -> None:
     if config.get("target_parameters"):
         raise _refused(
             adapter,
-            f"it is on parameters (target_parameters={config['target_parameters']!r:.120}), as PEFT "
-            "adapts routed experts; those are not served",
+            f"it is on parameters (target_parameters={config['target_parameters']!r:.120}), as "
+            "PEFT adapts routed experts; those are not served",
         )
     start = config.get("init_lora_weights", True)
     if start is not None and start not in _STARTS:
