@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import fast_interpreter  # noqa: F401 - the tests take a third of the time
 import pytest
 import tiny_engine
 import tiny_models
 from packed_checkpoints import write_mxfp4
 from tiers import tiered
 
-import fast_interpreter  # noqa: F401 - the tests take a third of the time
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels.triton import paged_attention
 from llmc.kernels.triton.launch import Launch

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import fast_interpreter  # noqa: F401 - the tests take a third of the time
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import fast_interpreter  # noqa: F401 - the tests take a third of the time
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels.quantized_linear import (
     FORMATS,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import fast_interpreter  # noqa: F401 - the tests take a third of the time
 import op_cases
 import pytest
 import torch
@@ -23,7 +24,6 @@ from state_draws import STATE_OPS, state_cases
 from tiers import tiered
 from torch import Tensor
 
-import fast_interpreter  # noqa: F401 - the tests take a third of the time
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels import delta_rule
 from llmc.kernels.fp8 import FP8, to_cache

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import fast_interpreter  # noqa: F401 - the tests take a third of the time
 import pytest
 import torch
 from torch import Tensor
 
-import fast_interpreter  # noqa: F401 - the tests take a third of the time
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels.attention import attend as attend_one
 from llmc.kernels.paged_attention import make_case

@@ -1,4 +1,4 @@
-"""The Triton ops under Triton's interpreter: the files `interpreted_*.py`, in a process of their own.
+"""The Triton ops under Triton's interpreter: the files `interpreted_*.py`, in their own process.
 
 Triton reads TRITON_INTERPRET when its own library is imported, and the other tests of this process
 import it without.
