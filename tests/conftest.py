@@ -60,8 +60,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Else every worker would make the fixtures of nearly every file, and nothing would say so."""
     if _is_worker(session.config) and any("@" not in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist takes no groups from this pytest; install pytest<9.2")
-    # Modules and tests stay: a collection of garbage, of which each start of an engine is one, takes
-    # up to a second where it looks at all of them.
+    # Modules and tests stay: a collection of garbage takes up to a second where it looks at all of
+    # them, and each start of an engine is one.
     gc.collect()
     gc.freeze()
 
