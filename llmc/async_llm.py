@@ -133,7 +133,7 @@ class AsyncLLM:
         self._num_orders = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="llmc-text")
-        self._trial = make_trial(info)
+        self._trial = make_trial(info, tokenizer)
         self._trial_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmc-trial")
         self._dead: str | None = None
         self._is_over = False
