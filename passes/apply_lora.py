@@ -1,12 +1,14 @@
-"""`apply_lora`: LoRA adapters of the requests of a step, each row's own, on every linear."""
+"""`apply_lora`: LoRA adapters of the requests of a step, on every linear and embedding."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from llmc.kernels.add_lora import add_lora
 from llmc.passes.base import Notes, graph_pass
@@ -25,52 +27,105 @@ from llmc.passes.inputs import (
 
 @graph_pass()
 def apply_lora(gm: fx.GraphModule, *, slots: int = 0, rank: int = 0) -> Notes:
-    """Add the adapters' part to the output of every linear over parameters, in place.
+    """Add the adapters' part to the output of all linears and embeddings of parameters, in place.
 
     `slots` adapters are there at a time, of ranks up to `rank`; what is in the slots changes while
     the engine runs. Of a merged linear, each part has its own A, and its own columns of the output.
+    Of an embedding, A x is a row of A's transpose, which is looked up for each token.
 
     Before:
         y = aten.linear(x, w)
+        e = aten.embedding(w, ids)
     After:
         y = aten.linear(x, w)
         llmc.add_lora(y, x, a [slots, parts, rank, K], b [slots, rank, N], bounds [parts + 1],
                       adapter [tokens], or [samples] at the output head)
+        e = aten.embedding(w, ids)
+        low = aten.index(a [slots, V, rank], [adapter - 1, ids])
+        llmc.add_lora(e, low, identity [slots, 1, rank, rank], b [slots, rank, H], [0, H], adapter)
     """
     if not slots:
         return ["no --enable-lora was asked for"]
-    graph = gm.graph
-    rows = _Rows(graph)
-    bounds: dict[tuple[int, ...], fx.Node] = {}
+    adapters = _Adapters(gm.graph, slots, rank)
     left: Counter[str] = Counter()
-    for node in calls(graph, aten.linear.default):
-        if any(is_call(user, add_lora.overload) for user in node.users):
-            continue
+    for node in calls(gm.graph, aten.linear.default, aten.embedding.default):
+        if not any(is_call(user, add_lora.overload) for user in node.users):
+            is_linear = is_call(node, aten.linear.default)
+            left[adapters.on_linear(node) if is_linear else adapters.on_embedding(node)] += 1
+    return [f"{count} {reason}" for reason, count in left.items() if reason]
+
+
+class _Adapters:
+    """Rewrites calls; -> what was not rewritten and why, or ""."""
+
+    def __init__(self, graph: fx.Graph, slots: int, rank: int) -> None:
+        self._graph, self._slots, self._rank = graph, slots, rank
+        self._rows = _Rows(graph)
+        self._constants: dict[tuple[str, Any], fx.Node] = {}
+
+    def on_linear(self, node: fx.Node) -> str:
         given = arguments(node)
         role = input_of(given.weight)
-        adapter = rows.of(given.input)
-        if not isinstance(role, WeightInput) or adapter is None:
-            left["the weight is computed" if adapter else "their rows are not the tokens"] += 1
-            continue
+        adapter = self._rows.of(given.input)
+        if not isinstance(role, WeightInput):
+            return "linears: the weight is computed"
+        if adapter is None:
+            return "linears: their rows are not the tokens"
         widths = _widths(node, role)
-        if widths not in bounds:
-            edges = [sum(widths[:i]) for i in range(len(widths) + 1)]
-            table = torch.tensor(edges, dtype=torch.int32, device=val(node).device)
-            bounds[widths] = add_constant(graph, "lora_bounds", table, node)
         channels, depth = (int(n) for n in val(given.weight).shape)
-        shapes = {"a": (slots, len(widths), rank, depth), "b": (slots, rank, channels)}
-        a, b = (
-            add_input(
-                graph,
-                f"{given.weight.name}_lora_{matrix}",
-                AdapterInput(matrix=matrix, weights=role.parts, widths=widths),
-                val(node).new_empty(shapes[matrix]),
-            )
-            for matrix in ("a", "b")
+        role_a = AdapterInput(matrix="a", weights=role.parts, widths=widths)
+        a = self._input(node, given.weight, role_a, len(widths), self._rank, depth)
+        b = self._input(node, given.weight, replace(role_a, matrix="b"), self._rank, channels)
+        with self._graph.inserting_after(node):
+            emit(
+                self._graph, add_lora.overload, node, given.input, a, b, self._bounds(node, widths),
+                adapter,
+            )  # fmt: skip
+        return ""
+
+    def on_embedding(self, node: fx.Node) -> str:
+        given = arguments(node)
+        role = input_of(given.weight)
+        adapter = self._rows.of(node)
+        if not isinstance(role, WeightInput):
+            return "embeddings: the weight is computed"
+        if adapter is None:
+            return "embeddings: their rows are not the tokens"
+        graph, rank = self._graph, self._rank
+        length, channels = (int(n) for n in val(given.weight).shape)
+        role_a = AdapterInput(op="embedding", matrix="a", weights=role.parts, widths=(channels,))
+        a = self._input(node, given.weight, role_a, length, rank)
+        b = self._input(node, given.weight, replace(role_a, matrix="b"), rank, channels)
+        bounds = self._bounds(node, (channels,))
+        identity = self._constant(
+            ("lora_identity", val(node).dtype),
+            node,
+            torch.eye(rank, dtype=val(node).dtype).repeat(self._slots, 1, 1, 1),
         )
         with graph.inserting_after(node):
-            emit(graph, add_lora.overload, node, given.input, a, b, bounds[widths], adapter)
-    return [f"{count} linears: {reason}" for reason, count in left.items()]
+            # of a row without an adapter the last slot's, which add_lora leaves out
+            slot = emit(graph, aten.sub.Tensor, adapter, 1)
+        with graph.inserting_after(slot):
+            low = emit(graph, aten.index.Tensor, a, [slot, given.indices])
+        with graph.inserting_after(low):
+            emit(graph, add_lora.overload, node, low, identity, b, bounds, adapter)
+        return ""
+
+    def _input(self, node: fx.Node, weight: fx.Node, role: AdapterInput, *shape: int) -> fx.Node:
+        name = f"{weight.name}_{role.op}_lora_{role.matrix}"
+        value = val(node).new_empty((self._slots, *shape))
+        return add_input(self._graph, name, role, value)
+
+    def _bounds(self, node: fx.Node, widths: tuple[int, ...]) -> fx.Node:
+        edges = [sum(widths[:i]) for i in range(len(widths) + 1)]
+        table = torch.tensor(edges, dtype=torch.int32)
+        return self._constant(("lora_bounds", widths), node, table)
+
+    def _constant(self, key: tuple[str, Any], node: fx.Node, table: Tensor) -> fx.Node:
+        if key not in self._constants:
+            placed = table.to(val(node).device)
+            self._constants[key] = add_constant(self._graph, key[0], placed, node)
+        return self._constants[key]
 
 
 def _widths(linear: fx.Node, role: WeightInput) -> tuple[int, ...]:

@@ -117,13 +117,18 @@ class WeightInput:
         return list(zip(self.parts, self.shards or [None] * len(self.parts), strict=True))
 
 
+AdaptedOp = Literal["linear", "embedding"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInput:
-    """A or B of the LoRA adapters on one linear, stacked by slot (kernels/add_lora.py).
+    """A or B of the LoRA adapters on one op, stacked by slot (passes/apply_lora.py).
 
-    `weights` are the parameters that the linear is made of, with `widths` output channels each.
+    `weights` are the parameters that a linear is made of, with `widths` output channels each; an
+    embedding has one.
     """
 
+    op: AdaptedOp = "linear"
     matrix: Literal["a", "b"]
     weights: tuple[str, ...]
     widths: tuple[int, ...]

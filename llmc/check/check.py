@@ -207,7 +207,15 @@ def _read_adapters(
     }
     shapes = target_shapes(lora_targets(program, bound))
     rank = subject.options.pipeline.max_lora_rank
-    return tuple(read_adapter(one, open_adapter(one, shapes, rank), dtype) for one in adapters)
+    stored = [open_adapter(one, shapes, rank) for one in adapters]
+    source, plain = subject.open_weights(), {}
+    for name in {name for one in stored for name in one.copies}:
+        plain[name] = torch.empty(subject.captured.parameters.shapes[name], dtype=dtype)
+        source.fill(name, plain[name])
+    return tuple(
+        read_adapter(one, of_one, dtype, plain)
+        for one, of_one in zip(adapters, stored, strict=True)
+    )
 
 
 def _digests(adapters: Sequence[LoRARequest], weights: Sequence[LoraWeights]) -> tuple[str, ...]:
@@ -215,8 +223,8 @@ def _digests(adapters: Sequence[LoRARequest], weights: Sequence[LoraWeights]) ->
     made = []
     for adapter, of_adapter in zip(adapters, weights, strict=True):
         digest = hashlib.blake2b(digest_size=16)
-        for name, pair in sorted(of_adapter.items()):
-            digest.update(name.encode())
+        for place, pair in sorted(of_adapter.items()):
+            digest.update(" ".join(place).encode())
             for tensor in pair:
                 digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         made.append(f"{adapter.lora_name} {digest.hexdigest()}")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from llmc.check.tokens import TokenSequence
 from llmc.compiler.heads import without_head
 from llmc.errors import CheckpointError
+from llmc.passes.inputs import AdaptedOp
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 from llmc.weights.lora import LoraWeights
 from llmc.weights.quantized.quantization_config import StoredQuantization
@@ -185,18 +186,27 @@ def _fill(source: WeightSource, tensors: Mapping[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def _adapted(module: nn.Module, adapter: LoraWeights | None) -> Iterator[None]:
-    """The module with an adapter: each linear's output plus B A of its input, as PEFT has it."""
+    """The module with an adapter: each output of a linear or an embedding plus B A of its input,
+    as PEFT has it."""
 
-    def added(a: Tensor, b: Tensor) -> Callable[..., Tensor]:
-        def hook(linear: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-            low = nn.functional.linear(args[0], a.to(output.device, output.dtype))
-            return output + nn.functional.linear(low, b.to(output.device, output.dtype))
+    def added(op: AdaptedOp, a: Tensor, b: Tensor) -> Callable[..., Tensor]:
+        def hook(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+            a_there, b_there = (m.to(output.device, output.dtype) for m in (a, b))
+            if op == "linear":
+                return output + nn.functional.linear(
+                    nn.functional.linear(args[0], a_there), b_there
+                )
+            low = nn.functional.embedding(args[0], a_there.T)
+            # some embeddings scale what they look up
+            return output + nn.functional.linear(low, b_there) * getattr(layer, "embed_scale", 1)
 
         return hook
 
     handles = [
-        module.get_submodule(name.removesuffix(".weight")).register_forward_hook(added(a, b))
-        for name, (a, b) in (adapter or {}).items()
+        module.get_submodule(place.weight.removesuffix(".weight")).register_forward_hook(
+            added(place.op, a, b)
+        )
+        for place, (a, b) in (adapter or {}).items()
     ]
     try:
         yield

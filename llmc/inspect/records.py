@@ -131,7 +131,11 @@ def _input_name(node: fx.Node) -> str:
     if isinstance(role, StepInput):
         return role.name
     if isinstance(role, AdapterInput):
-        return f"lora {role.matrix} of " + " + ".join(_short_names(role.weights))
+        return (
+            f"lora {role.matrix} of "
+            + ("rows of " if role.op == "embedding" else "")
+            + " + ".join(_short_names(role.weights))
+        )
     return f"constant {node.name}" if isinstance(role, ConstantInput) else node.name
 
 

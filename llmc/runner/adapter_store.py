@@ -10,70 +10,89 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from llmc.compiler.program import Program
 from llmc.lora_request import LoRARequest
-from llmc.weights.lora import LoraPart, LoraWeights, open_adapter, read_adapter
+from llmc.passes.inputs import AdapterInput, WeightInput
+from llmc.weights.lora import LoraPlace, LoraWeights, StoredAdapter, open_adapter, read_adapter
 
 _MOST_CHECKED = 256  # adapters whose headers are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTarget:
-    """Where the adapters on one parameter go: a [slots, R, K] and b [slots, R, N]."""
+    """Where the adapters on one parameter go: a [slots, R, K] and b [slots, R, N].
+
+    Of an embedding K is the number of its rows, and N the length of one.
+    """
 
     a: Tensor
     b: Tensor
 
 
-def lora_targets(program: Program, bound: Mapping[str, Tensor]) -> dict[str, list[LoraTarget]]:
+LoraTargets = dict[LoraPlace, list[LoraTarget]]
+
+
+def lora_targets(program: Program, bound: Mapping[str, Tensor]) -> LoraTargets:
     """By the names of the parameters, tied ones by each of theirs. `bound`: tensors of the step."""
-    pairs: dict[tuple[tuple[str, ...], tuple[int, ...]], dict[str, list[Tensor]]] = {}
+    pairs: dict[AdapterInput, dict[str, list[Tensor]]] = {}
     for node, role in program.adapter_inputs():
-        matrices = pairs.setdefault((role.weights, role.widths), {"a": [], "b": []})
+        matrices = pairs.setdefault(replace(role, matrix="a"), {"a": [], "b": []})
         matrices[role.matrix].append(bound[node.name])
-    targets: dict[str, list[LoraTarget]] = defaultdict(list)
-    for (weights, widths), matrices in pairs.items():
+    targets: LoraTargets = defaultdict(list)
+    for role, matrices in pairs.items():
         for a, b in zip(matrices["a"], matrices["b"], strict=True):
+            parts = a.transpose(1, 2).unsqueeze(1) if role.op == "embedding" else a
             first = 0
-            for part, (weight, width) in enumerate(zip(weights, widths, strict=True)):
-                target = LoraTarget(a=a[:, part], b=b[:, :, first : first + width])
+            for part, (weight, width) in enumerate(zip(role.weights, role.widths, strict=True)):
+                target = LoraTarget(a=parts[:, part], b=b[:, :, first : first + width])
                 for name in program.parameters.aliases.get(weight, (weight,)):
-                    targets[name].append(target)
+                    targets[LoraPlace(name, role.op)].append(target)
                 first += width
     return dict(targets)
 
 
-def target_shapes(targets: Mapping[str, list[LoraTarget]]) -> dict[str, tuple[int, int]]:
-    """N and K of each parameter [N, K] that adapters may be on."""
-    return {name: (some[0].b.shape[2], some[0].a.shape[2]) for name, some in targets.items()}
+def target_shapes(targets: LoraTargets) -> dict[LoraPlace, tuple[int, int]]:
+    """N and K of each parameter that adapters may be on."""
+    return {place: (some[0].b.shape[2], some[0].a.shape[2]) for place, some in targets.items()}
 
 
-def fill_slot(targets: Mapping[str, list[LoraTarget]], slot: int, weights: LoraWeights) -> None:
+def plain_weights(program: Program, bound: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The model's parameters that are in the step as they were stored but for their dtype."""
+    plain = {}
+    for node, role in program.weight_inputs():
+        if node.name in bound and role == WeightInput(parts=role.parts[:1]):
+            (weight,) = role.parts
+            for name in program.parameters.aliases.get(weight, (weight,)):
+                plain[name] = bound[node.name]
+    return plain
+
+
+def fill_slot(targets: LoraTargets, slot: int, weights: LoraWeights) -> None:
     """Put an adapter into a slot, from 1, in place of the one that was there."""
-    for name, some in targets.items():
-        for target in some:
-            a, b = target.a[slot - 1], target.b[slot - 1]
-            b.zero_()  # so that what an earlier adapter left in A counts for nothing
-            given = weights.get(name)
-            if given is not None:
-                rank = given[0].shape[0]
-                a[:rank].copy_(given[0])
-                b[:rank].copy_(given[1].T)
+    for target in (target for some in targets.values() for target in some):
+        target.b[slot - 1].zero_()  # what an earlier adapter left in A then counts for nothing
+    for place, (given_a, given_b) in weights.items():
+        for target in targets[place]:
+            rank = given_a.shape[0]
+            target.a[slot - 1][:rank].copy_(given_a)
+            target.b[slot - 1][:rank].copy_(given_b.T)
 
 
 class AdapterStore:
     """Implements the engine's AdapterLoader protocol; `copy` is for the runner.
 
-    At most `max_in_memory` adapters are in host memory, which is at least `num_slots`.
+    `plain`: parameters of the model, of which adapters may have copies. At most `max_in_memory`
+    adapters are in host memory, which is at least `num_slots`.
     """
 
     def __init__(
         self,
-        targets: Mapping[str, list[LoraTarget]],
+        targets: LoraTargets,
+        plain: Mapping[str, Tensor],
         *,
         num_slots: int,
         max_rank: int,
@@ -81,10 +100,11 @@ class AdapterStore:
     ) -> None:
         self.num_slots = num_slots
         self._targets = targets
+        self._plain = plain
         self._max_rank = max_rank
         self._max_in_memory = max_in_memory
         self._shapes = target_shapes(targets)
-        self._checked: OrderedDict[LoRARequest, dict[str, LoraPart]] = OrderedDict()
+        self._checked: OrderedDict[LoRARequest, StoredAdapter] = OrderedDict()
         # read or being read; least recently used first
         self._read: OrderedDict[LoRARequest, Future[LoraWeights]] = OrderedDict()
         self._with_slot: set[LoRARequest] = set()
@@ -93,16 +113,16 @@ class AdapterStore:
     def check(self, adapter: LoRARequest) -> None:
         """Raises InvalidRequestError unless files and shapes are right."""
         if adapter not in self._read:
-            self._parts(adapter)
+            self._open(adapter)
 
-    def _parts(self, adapter: LoRARequest) -> dict[str, LoraPart]:
-        parts = self._checked.get(adapter)
-        if parts is None:
-            parts = open_adapter(adapter, self._shapes, self._max_rank)
-            self._checked[adapter] = parts
+    def _open(self, adapter: LoRARequest) -> StoredAdapter:
+        stored = self._checked.get(adapter)
+        if stored is None:
+            stored = open_adapter(adapter, self._shapes, self._max_rank)
+            self._checked[adapter] = stored
             if len(self._checked) > _MOST_CHECKED:
                 self._checked.popitem(last=False)
-        return parts
+        return stored
 
     def begin(self, adapter: LoRARequest, instead_of: LoRARequest | None) -> Future[LoraWeights]:
         if instead_of is not None:
@@ -119,7 +139,7 @@ class AdapterStore:
 
     def _load(self, adapter: LoRARequest) -> LoraWeights:
         dtype = next(iter(self._targets.values()))[0].a.dtype
-        return read_adapter(adapter, self._parts(adapter), dtype)
+        return read_adapter(adapter, self._open(adapter), dtype, self._plain)
 
     def copy(self, slot: int, adapter: LoRARequest) -> None:
         """Put an adapter that has been read into a slot, from 1."""

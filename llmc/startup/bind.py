@@ -17,7 +17,7 @@ from llmc.errors import ConfigError
 from llmc.kernels.cpu.pages import touch_in_background
 from llmc.passes.tap_states import tap_names
 from llmc.runner import kv_cache
-from llmc.runner.adapter_store import AdapterStore, lora_targets
+from llmc.runner.adapter_store import AdapterStore, lora_targets, plain_weights
 from llmc.runner.device import open_device
 from llmc.runner.model_runner import ModelRunner
 from llmc.runner.ranks import Kind, Order, Ranks
@@ -172,6 +172,7 @@ def _adapters(
         )
     return AdapterStore(
         targets,
+        plain_weights(program, bound),
         num_slots=config.max_loras,
         max_rank=config.max_lora_rank,
         max_in_memory=config.max_cpu_loras or config.max_loras,

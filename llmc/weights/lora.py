@@ -2,6 +2,8 @@
 
     base_model.model.<module>.lora_A.weight [r, K], .lora_B.weight [N, r] of the parameter
     <module>.weight [N, K]; the module's output gets scale * B A x
+    .lora_embedding_A [r, V], .lora_embedding_B [H, r] of an embedding [V, H]; x has a 1 for its row
+    .base_layer.weight: the model's own, which must be what is served
 
 Whatever an adapter asks for beyond that is refused: it would be served wrong.
 """
@@ -11,23 +13,30 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from llmc.errors import CheckpointError, InvalidRequestError, reason_of
 from llmc.lora_request import LoRARequest
+from llmc.passes.inputs import AdaptedOp
 from llmc.weights.checkpoint import StoredTensor, open_file
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 4 << 20
-_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight", re.ASCII)
+_KEY = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.(?:lora_(A|B)\.weight|lora_embedding_(A|B)|base_layer\.weight)",
+    re.ASCII,
+)
 _REPEATED_GROUP = re.compile(r"\)[*+{]")  # such a pattern can take for ever
 _MOST = 1e6  # that a rank or an alpha can be
+# How A and B began; others, such as PiSSA, take a part out of the model's weights.
+_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
+_COMPARED_AT_ONCE = 16 << 20  # bytes
 # What changes nothing in the answer, or is in the tensors anyway.
 _HARMLESS = frozenset(
     (
@@ -41,6 +50,13 @@ _HARMLESS = frozenset(
 )  # fmt: skip
 
 
+class LoraPlace(NamedTuple):
+    """What an adapter can be on: a parameter, as it is read by a linear or an embedding."""
+
+    weight: str
+    op: AdaptedOp = "linear"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraPart:
     """The part of an adapter on one parameter: where its A [r, K] and B [N, r] are stored."""
@@ -50,13 +66,21 @@ class LoraPart:
     scale: float
 
 
-LoraWeights = dict[str, tuple[Tensor, Tensor]]  # A [r, K] and scale * B [N, r] by parameter
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredAdapter:
+    """Its parts, and copies that it has of the model's parameters."""
+
+    parts: Mapping[LoraPlace, LoraPart]
+    copies: Mapping[str, StoredTensor]
+
+
+LoraWeights = dict[LoraPlace, tuple[Tensor, Tensor]]  # A [r, K] and scale * B [N, r]
 
 
 def open_adapter(
-    adapter: LoRARequest, targets: Mapping[str, tuple[int, int]], max_rank: int
-) -> dict[str, LoraPart]:
-    """Its parts by parameter; no weight is read. `targets`: N and K of what adapters may be on.
+    adapter: LoRARequest, targets: Mapping[LoraPlace, tuple[int, int]], max_rank: int
+) -> StoredAdapter:
+    """No weight is read. `targets`: N and K of what adapters may be on.
 
     Raises InvalidRequestError for an adapter that does not fit the model or can't be had.
     """
@@ -71,39 +95,100 @@ def open_adapter(
         tensors = open_file(path / _WEIGHTS)
     except CheckpointError as error:
         raise _refused(adapter, str(error)) from error
-    pairs: dict[str, dict[str, StoredTensor]] = {}
+    pairs: dict[tuple[str, AdaptedOp], dict[str, StoredTensor]] = {}
+    copies: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None:
             raise _refused(
                 adapter,
-                f"it has {key!r:.120}, which is no lora_A or lora_B of a linear; weights of the "
-                "model itself are left out with save_pretrained(..., save_embedding_layers=False)",
+                f"it has {key!r:.120}, which is no lora_A or lora_B of a linear or an embedding",
             )
-        pairs.setdefault(match[1], {})[match[2]] = tensor
+        module, linear, embedding = match.groups()
+        if linear or embedding:
+            op: AdaptedOp = "linear" if linear else "embedding"
+            pairs.setdefault((module, op), {})[linear or embedding] = tensor
+        else:
+            copies[f"{module}.weight"] = tensor
     if not pairs:
         raise _refused(adapter, f"{_WEIGHTS} is empty")
-    parts: dict[str, LoraPart] = {}
-    for module, pair in pairs.items():
-        parts[f"{module}.weight"] = _part(adapter, config, module, pair, targets, max_rank)
-    return parts
+    parts = {
+        LoraPlace(f"{module}.weight", op): _part(
+            adapter, config, module, op, pair, targets, max_rank
+        )
+        for (module, op), pair in pairs.items()
+    }
+    if config.get("ensure_weight_tying"):
+        _check_ties(adapter, parts, targets)
+    return StoredAdapter(parts=parts, copies=copies)
 
 
 def read_adapter(
-    adapter: LoRARequest, parts: Mapping[str, LoraPart], dtype: torch.dtype
+    adapter: LoRARequest,
+    stored: StoredAdapter,
+    dtype: torch.dtype,
+    plain: Mapping[str, Tensor],
 ) -> LoraWeights:
-    """Raises InvalidRequestError where a weight is not finite, or its file has changed."""
+    """A and B in `dtype`. `plain`: the model's parameters that are served as they are stored.
+
+    Raises InvalidRequestError where a weight is not finite, its file has changed, or a copy of a
+    parameter is not the model's.
+    """
     weights: LoraWeights = {}
-    for name, part in parts.items():
-        try:
+    try:
+        for name, copy in stored.copies.items():
+            _check_copy(adapter, name, copy, plain.get(name))
+        for place, part in stored.parts.items():
             a, b = part.a.read().float(), part.b.read().float()
-        except (CheckpointError, OSError) as error:
-            raise _refused(adapter, reason_of(error)) from error
-        made = a.to(dtype), (part.scale * b).to(dtype)
-        if not all(bool(t.isfinite().all()) for t in made):
-            raise _refused(adapter, f"its weights on {name} are not finite (NaN or infinity)")
-        weights[name] = made
+            made = a.to(dtype), (part.scale * b).to(dtype)
+            if not all(bool(t.isfinite().all()) for t in made):
+                raise _refused(
+                    adapter, f"its weights on {place.weight} are not finite (NaN or infinity)"
+                )
+            weights[place] = made
+    except (CheckpointError, OSError) as error:
+        raise _refused(adapter, reason_of(error)) from error
     return weights
+
+
+def _check_ties(
+    adapter: LoRARequest, parts: Iterable[LoraPlace], targets: Iterable[LoraPlace]
+) -> None:
+    """Older versions of PEFT leave the head's part out, which newer ones make anew."""
+    ties = {
+        place.op
+        for place in parts
+        if {LoraPlace(place.weight, op) for op in get_args(AdaptedOp)} <= set(targets)
+    }
+    if ties == {"embedding"}:
+        raise _refused(
+            adapter,
+            "it has ensure_weight_tying and nothing on the head, which is tied to the embedding; "
+            "load it with the newest PEFT and save it again",
+        )
+
+
+def _check_copy(adapter: LoRARequest, name: str, copy: StoredTensor, own: Tensor | None) -> None:
+    """PEFT puts it in the place of the model's own. A few rows are in memory at a time."""
+    if own is None:
+        why = "is not served as it is stored, so that the two can't be compared"
+    elif copy.shape != own.shape:
+        why = f"is {list(own.shape)} and not {list(copy.shape)}"
+    else:
+        why = "has other values"
+        count = max(1, _COMPARED_AT_ONCE * copy.shape[0] // max(1, copy.num_bytes))
+        for start in range(0, copy.shape[0], count):
+            ours = own[start : start + count]
+            theirs = copy.rows(start, ours.shape[0]).read().to(ours.dtype)
+            if not torch.equal(theirs, ours.cpu()):
+                break
+        else:
+            return
+    raise _refused(
+        adapter,
+        f"it has a {name!r:.120} of its own, and the model's {why}; save it with "
+        "save_pretrained(..., save_embedding_layers=False) if the weight was not trained",
+    )
 
 
 def _refused(adapter: LoRARequest, reason: str) -> InvalidRequestError:
@@ -138,12 +223,19 @@ def _check_features(adapter: LoRARequest, config: Mapping[str, Any]) -> None:
         raise _refused(adapter, f"its peft_type is {config.get('peft_type')!r:.40}, not 'LORA'")
     if config.get("bias", "none") != "none":
         raise _refused(adapter, f"it trains biases (bias={config['bias']!r:.40})")
+    start = config.get("init_lora_weights", True)
+    if start is not None and start not in _STARTS:
+        raise _refused(
+            adapter,
+            f"its init_lora_weights is {start!r:.40}, which changes weights of the model; convert "
+            "it with save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+        )
     unknown = sorted(name for name, value in config.items() if value and name not in _HARMLESS)
     if unknown:
         raise _refused(
             adapter,
-            f"it uses {', '.join(map(str, unknown))[:200]}; only plain LoRA on linears is served, "
-            "with use_rslora, rank_pattern and alpha_pattern",
+            f"it uses {', '.join(map(str, unknown))[:200]}; only plain LoRA on linears and "
+            "embeddings is served, with use_rslora, rank_pattern and alpha_pattern",
         )
 
 
@@ -151,16 +243,17 @@ def _part(
     adapter: LoRARequest,
     config: Mapping[str, Any],
     module: str,
+    op: AdaptedOp,
     pair: Mapping[str, StoredTensor],
-    targets: Mapping[str, tuple[int, int]],
+    targets: Mapping[LoraPlace, tuple[int, int]],
     max_rank: int,
 ) -> LoraPart:
-    target = targets.get(f"{module}.weight")
+    target = targets.get(LoraPlace(f"{module}.weight", op))
     if target is None:
         raise _refused(
             adapter,
-            f"it is on {module!r:.120}, which is no linear of this model (embeddings and experts "
-            "take no adapter)",
+            f"it is on {module!r:.120}, which is no {op} of this model that takes adapters (routed "
+            "experts do not)",
         )
     if pair.keys() != {"A", "B"}:
         raise _refused(adapter, f"of {module!r:.120} it has lora_{next(iter(pair))} alone")

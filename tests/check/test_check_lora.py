@@ -19,6 +19,7 @@ from llmc.config import EngineConfig
 from llmc.errors import ConfigError, InvalidRequestError
 from llmc.lora_request import LoRARequest
 from llmc.runner.adapter_store import fill_slot
+from llmc.weights.lora import LoraPlace
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +46,8 @@ def adapters(model: Path) -> list[LoRARequest]:
             number=2,
             r=8,
             use_rslora=True,
-            target_modules=["k_proj", "o_proj", "down_proj", "lm_head"],
+            target_modules=["k_proj", "o_proj", "down_proj", "lm_head", "embed_tokens"],
+            save_embedding_layers="auto",
         ),
     ]
 
@@ -76,10 +78,10 @@ def test_a_wrong_adapter_is_seen(
     config: EngineConfig, adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def off_by_little(targets, slot, weights):  # type: ignore[no-untyped-def]
-        name = "model.layers.1.self_attn.o_proj.weight"
-        if name in weights:
-            a, b = weights[name]
-            weights = {**weights, name: (a, b * 1.01)}
+        place = LoraPlace("model.layers.1.self_attn.o_proj.weight")
+        if place in weights:
+            a, b = weights[place]
+            weights = {**weights, place: (a, b * 1.01)}
         fill_slot(targets, slot, weights)
 
     monkeypatch.setattr(variants, "fill_slot", off_by_little)

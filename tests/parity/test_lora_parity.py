@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import tiny_engine
 from tiny_adapters import peft_model, save_adapter
 from tiny_models import Continuation, continue_greedily, load_reference, prompts, save_checkpoint
@@ -23,12 +24,17 @@ LINEARS = {
     "llama": {
         "attention": ["q_proj", "v_proj"],
         "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        "head": ["lm_head", "down_proj"],
+        "head": ["lm_head", "down_proj", "embed_tokens"],
+    },
+    "gemma3": {  # its embedding scales what it looks up
+        "attention": ["q_proj", "embed_tokens"],
+        "all": "all-linear",
+        "head": ["embed_tokens"],
     },
     "gpt2": {
         "attention": ["c_attn"],
         "all": ["c_attn", "c_proj", "c_fc"],
-        "head": ["lm_head"],
+        "head": ["lm_head", "wte", "wpe"],
     },
 }
 
@@ -50,10 +56,10 @@ class Subject:
         """Every prompt with every adapter, in turns; all at once."""
         params = SamplingParams(temperature=0.0, logprobs=0, max_tokens=NUM_TOKENS, ignore_eos=True)
         wanted = []
-        for i, length in enumerate(LENGTHS):
+        for i in range(len(self.expected[0])):
             for j, adapter in enumerate(self.adapters):
-                if length in lengths:
-                    want = self.expected[j][i]
+                want = self.expected[j][i]
+                if len(want.prompt) in lengths:
                     wanted.append(want)
                     engine.add(
                         AddRequest(
@@ -70,8 +76,10 @@ class Subject:
         assert skipped <= NUM_TOKENS
 
 
-def make_subject(family: str, root: Path, **options: Any) -> Subject:
-    path = save_checkpoint(family, root / "model")
+def make_subject(family: str, root: Path, *, copies: bool = True, **options: Any) -> Subject:
+    """`copies`: an adapter has copies of the embedding and the head, as PEFT saves it by itself."""
+    changes = {"tie_word_embeddings": True} if family == "gemma3" else {}
+    path = save_checkpoint(family, root / "model", **changes)
     model = load_reference(path)
     on = LINEARS[family]
     is_conv = family == "gpt2"
@@ -87,7 +95,9 @@ def make_subject(family: str, root: Path, **options: Any) -> Subject:
         ),
         save_adapter(
             load_reference(path), root / "head", number=3, r=4, target_modules=on["head"],
-            rank_pattern={on["head"][0]: 6}, alpha_pattern={on["head"][0]: 3},
+            **({"ensure_weight_tying": True} if family == "gemma3" else
+               {"rank_pattern": {on["head"][0]: 6}, "alpha_pattern": {on["head"][0]: 3}}),
+            save_embedding_layers="auto" if copies else False,
         ),
     )  # fmt: skip
     expected = []
@@ -102,7 +112,7 @@ def make_subject(family: str, root: Path, **options: Any) -> Subject:
     return Subject(running=running, adapters=adapters, expected=tuple(expected))
 
 
-@pytest.fixture(scope="module", params=sorted(LINEARS))
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -132,10 +142,16 @@ def test_prefixes_are_cached_by_adapter(subject: Subject) -> None:
     assert engine.stats().prefix_cache_hits == len(subject.adapters) * 32
 
 
+def test_a_tied_embedding_that_scales_its_rows(tmp_path: Path) -> None:
+    subject = make_subject("gemma3", tmp_path)
+    test_adapters_change_the_answers(subject)
+    subject.check(subject.engine())
+
+
 @pytest.mark.parametrize("quantization", ["int8"])
 def test_over_quantized_weights(quantization: str, tmp_path: Path) -> None:
     """What an adapter adds is what it adds to the weights in full, within their rounding."""
-    subject = make_subject("llama", tmp_path, quantization=quantization)
+    subject = make_subject("llama", tmp_path, copies=False, quantization=quantization)
     reports = subject.running.started.info.pass_reports
     assert any("quantized_linear" in one for one in reports)
     params = SamplingParams(temperature=0.0, logprobs=0, max_tokens=1, ignore_eos=True)
@@ -152,3 +168,40 @@ def test_over_quantized_weights(quantization: str, tmp_path: Path) -> None:
             assert got[str(j)].tokens == list(want.tokens[:1])
             assert abs(got[str(j)].logprobs[0] - want.logprobs[0]) < 0.1
     assert sum(of_adapter[3].margins[0] > 0.2 for of_adapter in subject.expected) > 1
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "bfloat16": {"target_modules": ["q_proj", "embed_tokens"]},
+    "a regex": {"target_modules": r".*\.(up_proj|embed_tokens)"},
+    "all-linear": {"target_modules": "all-linear"},
+    "one layer": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+    "patterns": {
+        "target_modules": ["q_proj", "k_proj", "embed_tokens"],
+        "rank_pattern": {r"model.layers.0.self_attn.q_proj": 5, "embed_tokens": 3},
+        "alpha_pattern": {r"layers\.\d+\.self_attn\.k_proj": 1, "q_proj": 7},
+        "use_rslora": True,
+    },
+}
+
+
+def test_adapters_as_peft_can_be_asked_for_them(tmp_path: Path) -> None:
+    path = save_checkpoint("llama", tmp_path / "model")
+    adapters = [
+        save_adapter(load_reference(path), tmp_path / name, number=i, **{"r": 4, **asked})
+        for i, (name, asked) in enumerate(ASKED.items(), start=1)
+    ]
+    file = Path(adapters[0].lora_path) / "adapter_model.safetensors"
+    short = {name: tensor.bfloat16() for name, tensor in safetensors.torch.load_file(file).items()}
+    safetensors.torch.save_file(short, file)
+    (prompt,) = prompts((12,))
+    expected = []
+    for adapter in adapters:
+        with peft_model(load_reference(path), adapter) as answering:
+            expected.append(continue_greedily(answering, prompt, NUM_TOKENS))
+    assert len({want.logprobs for want in expected}) == len(adapters)
+    subject = Subject(
+        running=tiny_engine.start(path, enable_lora=True, max_loras=2, max_lora_rank=8),
+        adapters=tuple(adapters),
+        expected=tuple((want,) for want in expected),
+    )
+    subject.check(subject.engine())

@@ -31,6 +31,7 @@ def rand(*shape: int) -> Tensor:
 
 TOKENS = 5
 X = step(rand(1, TOKENS, 8), dynamic=1)
+WEIGHTS = weight("table.weight", rand(6, 8))
 WA, WB = weight("a.weight", rand(6, 8)), weight("b.weight", rand(4, 8))
 INPUTS = {"token_ids": step(torch.arange(TOKENS)), "x": X, "wa": WA, "wb": WB}
 # two requests: tokens 0 and 1 have the adapter in slot 3, the others none
@@ -108,6 +109,24 @@ def test_samples_have_the_adapters_of_their_rows() -> None:
     torch.testing.assert_close(got, plain)
 
 
+def test_rows_of_an_embedding() -> None:
+    def embed(token_ids: Tensor, x: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(token_ids[None], table) + x
+
+    inputs = {"token_ids": step(torch.tensor([3, 0, 5, 3, 1])), "x": X, "w": WEIGHTS}
+    gm = trace(embed, **inputs)
+    rewritten, (report,) = apply(gm, apply_lora(slots=SLOTS, rank=RANK))
+    assert report.added["llmc.add_lora.default"] == 1 and not report.notes
+    given = Values.of(**inputs)
+    filled = Values(step={**given.step, **STEP}, weights=given.weights)
+    plain, got = run(gm, filled), run(rewritten, filled)
+    role_a, role_b = sorted(roles(rewritten, AdapterInput), key=lambda role: role.matrix)
+    a, b = draw_adapter(role_a, (SLOTS, 6, RANK)), draw_adapter(role_b, (SLOTS, RANK, 8))
+    plain[0, :2] += a[2, [3, 0]] @ b[2]
+    torch.testing.assert_close(got, plain)
+    assert_idempotent(gm, apply_lora(slots=SLOTS, rank=RANK))
+
+
 def test_off_by_default_and_what_is_left_alone() -> None:
     gm = trace(both, **INPUTS)
     same, (report,) = apply(gm, apply_lora())
@@ -116,4 +135,9 @@ def test_off_by_default_and_what_is_left_alone() -> None:
     computed = trace(lambda token_ids, x, a, b: F.linear(x, a * 2) * token_ids[:, None], **INPUTS)
     _, (report,) = apply(computed, apply_lora(slots=SLOTS, rank=RANK))
     assert report.notes == ("1 linears: the weight is computed",)
+    looked_up = trace(
+        lambda token_ids, w: F.embedding(token_ids, w * 2), token_ids=INPUTS["token_ids"], w=WA
+    )
+    _, (report,) = apply(looked_up, apply_lora(slots=SLOTS, rank=RANK))
+    assert report.notes == ("1 embeddings: the weight is computed",)
     assert "llmc.add_lora.default" not in report.added

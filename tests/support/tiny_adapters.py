@@ -16,7 +16,14 @@ from llmc.lora_request import LoRARequest
 peft = pytest.importorskip("peft", reason="peft is not installed (it is in the test extra)")
 
 
-def save_adapter(model: Any, path: Path, *, number: int = 1, **config: Any) -> LoRARequest:
+def save_adapter(
+    model: Any,
+    path: Path,
+    *,
+    number: int = 1,
+    save_embedding_layers: bool | str = False,
+    **config: Any,
+) -> LoRARequest:
     """An adapter on `model` (transformers') under `path`, whose name is the adapter's."""
     wanted = peft.LoraConfig(task_type="CAUSAL_LM", **config)
     with _quiet():
@@ -28,7 +35,7 @@ def save_adapter(model: Any, path: Path, *, number: int = 1, **config: Any) -> L
                 drawn = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(0.3 * drawn)
     with _quiet():
-        made.save_pretrained(path, save_embedding_layers=False)
+        made.save_pretrained(path, save_embedding_layers=save_embedding_layers)
     return LoRARequest(path.name, number, str(path))
 
 

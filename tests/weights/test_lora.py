@@ -13,9 +13,13 @@ from torch import Tensor
 
 from llmc.errors import InvalidRequestError
 from llmc.lora_request import LoRARequest
-from llmc.weights.lora import open_adapter, read_adapter
+from llmc.weights.lora import LoraPlace, open_adapter, read_adapter
 
-TARGETS = {"model.q.weight": (6, 8), "model.o.weight": (8, 8)}
+TARGETS = {
+    LoraPlace("model.q.weight"): (6, 8),
+    LoraPlace("model.o.weight"): (8, 8),
+    LoraPlace("model.embed.weight", "embedding"): (8, 5),
+}
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "bias": "none", "peft_version": "0.21"}
 
 
@@ -48,11 +52,52 @@ def save(path: Path, config: Any = CONFIG, tensors: dict[str, Tensor] | None = N
 )
 def test_scales(changes: dict[str, Any], scale: float, tmp_path: Path) -> None:
     adapter = save(tmp_path, {**CONFIG, **changes})
-    weights = read_adapter(adapter, open_adapter(adapter, TARGETS, 2), torch.float32)
+    weights = read_adapter(adapter, open_adapter(adapter, TARGETS, 2), torch.float32, {})
     ((a, b),) = weights.values()
     stored = good_tensors()
     torch.testing.assert_close(a, stored["base_model.model.model.q.lora_A.weight"])
     torch.testing.assert_close(b, scale * stored["base_model.model.model.q.lora_B.weight"])
+
+
+COPY = "base_model.model.model.embed.base_layer.weight"
+EMBEDDING = {
+    "base_model.model.model.embed.lora_embedding_A": torch.ones(2, 5),
+    "base_model.model.model.embed.lora_embedding_B": torch.ones(8, 2),
+}
+
+
+def test_a_copy_of_the_models_embedding(tmp_path: Path) -> None:
+    own = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    adapter = save(tmp_path, tensors={**EMBEDDING, COPY: own})
+    stored = open_adapter(adapter, TARGETS, 2)
+    for served in (own, own.bfloat16()):  # PEFT would put the copy into a model of that dtype
+        weights = read_adapter(adapter, stored, served.dtype, {"model.embed.weight": served})
+        assert list(weights) == [LoraPlace("model.embed.weight", "embedding")]
+    changed = own.clone()
+    changed[4, 7] += 1
+    for plain, reason in (
+        ({"model.embed.weight": changed}, "has other values"),
+        ({"model.embed.weight": own[:4]}, r"is \[4, 8\] and not \[5, 8\]"),
+        ({}, "is not served as it is stored"),
+    ):
+        with pytest.raises(InvalidRequestError, match=reason):
+            read_adapter(adapter, stored, torch.float32, plain)
+
+
+def test_a_tied_embedding_without_the_heads_part(tmp_path: Path) -> None:
+    adapter = save(tmp_path, {**CONFIG, "ensure_weight_tying": True}, EMBEDDING)
+    assert open_adapter(adapter, TARGETS, 2).parts, "embedding and head are two weights"
+    tied = {
+        **TARGETS,
+        LoraPlace("head.weight", "embedding"): (8, 5),
+        LoraPlace("model.embed.weight"): (5, 8),
+        LoraPlace("head.weight"): (5, 8),
+    }
+    with pytest.raises(InvalidRequestError, match="nothing on the head"):
+        open_adapter(adapter, tied, 2)
+    head = {"head.lora_A.weight": torch.ones(2, 8), "head.lora_B.weight": torch.ones(5, 2)}
+    both = save(tmp_path, {**CONFIG, "ensure_weight_tying": True}, {**EMBEDDING, **head})
+    assert len(open_adapter(both, tied, 2).parts) == 2
 
 
 A, B = "base_model.model.model.q.lora_A.weight", "base_model.model.model.q.lora_B.weight"
@@ -68,6 +113,12 @@ A, B = "base_model.model.model.q.lora_A.weight", "base_model.model.model.q.lora_
         ({**CONFIG, "use_dora": True}, None, "it uses use_dora"),
         ({**CONFIG, "modules_to_save": ["lm_head"]}, None, "it uses modules_to_save"),
         ({**CONFIG, "bias": "all"}, None, "trains biases"),
+        ({**CONFIG, "init_lora_weights": "pissa"}, None, "init_lora_weights is 'pissa', which ch"),
+        ({**CONFIG, "init_lora_weights": "olora"}, None, "path_initial_model_for_weight_conver"),
+        ({**CONFIG, "init_lora_weights": ["eva"]}, None, r"init_lora_weights is \['eva'\]"),
+        ({**CONFIG, "target_parameters": ["experts.down_proj"]}, None, "it uses target_parameters"),
+        ({**CONFIG, "lora_bias": True}, None, "it uses lora_bias"),
+        ({**CONFIG, "bias": "lora_only"}, None, "trains biases"),
         ({**CONFIG, "some_new_method": {"a": 1}}, None, "it uses some_new_method"),
         ({**CONFIG, "r": 0}, None, "r in adapter_config.json is 0"),
         ({**CONFIG, "r": "2"}, None, "r in adapter_config.json is '2'"),
@@ -83,8 +134,10 @@ A, B = "base_model.model.model.q.lora_A.weight", "base_model.model.model.q.lora_
         (CONFIG, {A: torch.ones(2, 8).int(), B: torch.ones(6, 2)}, "torch.int32"),
         (CONFIG, {}, "is empty"),
         (CONFIG, {A.replace(".q.", ".embed."): torch.ones(2, 8)}, "no linear of this model"),
-        (CONFIG, {A.replace("lora_A", "lora_embedding_A"): torch.ones(2, 8)}, "is no lora_A or"),
-        (CONFIG, {"lm_head.base_layer.weight": torch.ones(2, 8)}, "save_embedding_layers=False"),
+        (CONFIG, {A.replace("A.weight", "magnitude"): torch.ones(2, 8)}, "is no lora_A or"),
+        (CONFIG, {"model.q.lora_embedding_A": torch.ones(2, 8)}, "no embedding of this model"),
+        (CONFIG, dict([next(iter(EMBEDDING.items()))]), "lora_A alone"),
+        (CONFIG, {COPY: torch.ones(5, 8)}, "is empty"),
     ],
 )
 def test_refused(
@@ -100,7 +153,7 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
         adapter = save(tmp_path, tensors={**good_tensors(), B: torch.full((6, 2), wrong)})
         parts = open_adapter(adapter, TARGETS, 2)
         with pytest.raises(InvalidRequestError, match=r"model\.q\.weight are not finite"):
-            read_adapter(adapter, parts, torch.float32)
+            read_adapter(adapter, parts, torch.float32, {})
 
 
 def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
@@ -113,7 +166,7 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="no whole safetensors file"):
         open_adapter(adapter, TARGETS, 2)
     with pytest.raises(InvalidRequestError, match="ends inside tensor"):
-        read_adapter(adapter, parts, torch.float32)
+        read_adapter(adapter, parts, torch.float32, {})
     file.rename(tmp_path / "adapter_model.bin")
     with pytest.raises(InvalidRequestError, match="pickled adapter_model.bin, which is not opened"):
         open_adapter(adapter, TARGETS, 2)
