@@ -88,7 +88,7 @@ class LLM(PoolingMethods):
         self._is_asleep = False
         self._take(started)
         self._outputs = OutputProcessor(tokenizer)
-        self._trial = make_trial(started.info)
+        self._trial = make_trial(started.info, tokenizer)
         self._ids = itertools.count()
         self._in_use = threading.RLock()  # by the caller whose requests the engine has
 

@@ -6,6 +6,7 @@ an `xdist_group` (tests/parity: one for each model family) share that across fil
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -59,6 +60,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Else every worker would make the fixtures of nearly every file, and nothing would say so."""
     if _is_worker(session.config) and any("@" not in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist takes no groups from this pytest; install pytest<9.2")
+    # Modules and tests stay: a collection of garbage takes up to a second where it looks at all of
+    # them, and each start of an engine is one.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture's values are made

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from llmc.compiler.branches import same_code, sizes_in_doubt
 from llmc.compiler.build import BuiltModel, is_unset
 from llmc.compiler.functional import make_functional
 from llmc.compiler.heads import HeadOutput
-from llmc.compiler.interface import KEY_CACHE, VALUE_CACHE
+from llmc.compiler.interface import KEY_CACHE, NAME, VALUE_CACHE, unpacked_positions
 from llmc.compiler.program import CapturedModel
 from llmc.compiler.recurrent import replaced_functions
 from llmc.compiler.traceable import lists_to_slices, traceable_torch
@@ -158,6 +159,8 @@ def _run_dynamo(model: nn.Module, head: Head, tokens: int) -> tuple[fx.GraphModu
     torch._dynamo.mark_dynamic(ids, 1)
     torch._dynamo.mark_dynamic(positions, positions.dim() - 1)
     wrapper = HeadOutput(model, head).eval()
+    config: Any = model.config
+    has_markers = config._attn_implementation == NAME
     torch._dynamo.reset()
     try:
         with (
@@ -165,6 +168,7 @@ def _run_dynamo(model: nn.Module, head: Head, tokens: int) -> tuple[fx.GraphModu
             torch._dynamo.config.patch(specialize_float=True),
             replaced_functions(model),
             traceable_torch(),
+            unpacked_positions() if has_markers else nullcontext(),
         ):
             torch.compile(wrapper, backend=backend, fullgraph=True)(ids, positions)
     except _Captured:
@@ -354,12 +358,18 @@ def _move_devices(graph: fx.Graph, device: torch.device) -> None:
 
     mode = detect_fake_mode([n.meta.get("val") for n in graph.nodes])
     assert mode is not None
+    made: dict[str, Tensor] = {}  # one of each kind: each takes a millisecond or more
 
     def move_val(val: Any) -> Any:
         if not isinstance(val, Tensor) or val.device.type != "meta":
             return val
-        with mode:
-            return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=device)
+        kind = f"{val.shape} {val.stride()} {val.dtype}"
+        if kind not in made:
+            with mode:
+                made[kind] = torch.empty_strided(
+                    val.shape, val.stride(), dtype=val.dtype, device=device
+                )
+        return made[kind]
 
     for node in graph.nodes:
         if "val" in node.meta:

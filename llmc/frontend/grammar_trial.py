@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from llmc.structured.trial import Trial, TrialSetup
+from llmc.structured.trial import Trial
+from llmc.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llmc.model_info import ModelInfo
+    from llmc.text.tokenizer import Tokenizer
 
 
-def make_trial(info: ModelInfo) -> Trial:
+def make_trial(info: ModelInfo, tokenizer: Tokenizer | None) -> Trial:
     """For a model; its process is started by the first check."""
-    path = info.tokenizer_path
-    setup = TrialSetup(
-        tokenizer_path=None if path is None else str(path),
-        vocab_size=info.vocab_size,
-        eos_token_ids=info.eos_token_ids,
-    )
-    return Trial(setup)
+    size, ends = info.vocab_size, info.eos_token_ids
+    return Trial(partial(Vocabulary.of, tokenizer, vocab_size=size, eos_token_ids=ends))

@@ -44,7 +44,7 @@ class Preparation:
         self.inputs = InputProcessor(info, tokenizer)
         self._name = info.name
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="llmc-text")
-        self._trial = make_trial(info)
+        self._trial = make_trial(info, tokenizer)
         self._trial_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmc-trial")
 
     async def end_trial(self) -> None:

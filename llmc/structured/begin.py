@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmc.errors import InvalidRequestError
+from llmc.structured.vocabulary import Vocabulary
 from llmc.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -43,20 +44,19 @@ class GrammarStarter:
 
     def _start(self, spec: StructuredOutputs) -> Matcher:
         if self._grammars is None:
+            from llmc.text.tokenizer import Tokenizer
+
+            tokenizer = None if self._path is None else Tokenizer.load(self._path)
             self._grammars = load_grammars(
-                self._path, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
+                Vocabulary.of(
+                    tokenizer, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
+                )
             )
         return self._grammars.start(spec)
 
 
-def load_grammars(path: Path | None, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-    """`Grammars.load`; InvalidRequestError where the library or the tokenizer is missing."""
-    if path is None:
-        raise InvalidRequestError(
-            "structured outputs need a tokenizer, and this model has none",
-            param="structured_outputs",
-            code="no_tokenizer",
-        )
+def load_grammars(vocabulary: Vocabulary) -> Grammars:
+    """`Grammars.load`; InvalidRequestError where the library is missing."""
     try:
         from llmc.structured.grammars import Grammars
     except ImportError as error:
@@ -65,4 +65,4 @@ def load_grammars(path: Path | None, *, vocab_size: int, eos_token_ids: Sequence
             "server",
             param="structured_outputs",
         ) from error
-    return Grammars.load(path, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    return Grammars.load(vocabulary)

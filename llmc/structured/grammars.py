@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from llmc.errors import InvalidRequestError, LlmcError
+from llmc.structured.vocabulary import Vocabulary
 from llmc.structured_outputs import StructuredOutputs
 
 _MAX_KEPT = 64  # prototypes; a copy costs microseconds, a new one milliseconds
@@ -115,22 +114,15 @@ class Grammars:
         self._lock = threading.Lock()
 
     @classmethod
-    def load(cls, path: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-        """Read a model's tokenizer; about a second for 100,000 tokens. `vocab_size` is the width
-        of the logits. InvalidRequestError for a tokenizer that can't be used for grammars."""
-        from llmc.text.tokenizer import Tokenizer
-
-        hf = Tokenizer.load(path).hf
-        backend = getattr(hf, "backend_tokenizer", None)
-        if backend is None:
-            raise InvalidRequestError(
-                "structured outputs need a tokenizer with a tokenizer.json, which this model "
-                "has not",
-                param="structured_outputs",
-            )
-        eos = list(eos_token_ids) or hf.eos_token_id
+    def load(cls, vocabulary: Vocabulary) -> Grammars:
+        """About a second for 100,000 tokens. InvalidRequestError for a tokenizer that can't be
+        used for grammars."""
         try:
-            made = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=eos)
+            made = LLTokenizer(
+                vocabulary.tokenizer,
+                n_vocab=vocabulary.vocab_size,
+                eos_token=list(vocabulary.eos_token_ids) or None,
+            )
         except ValueError as error:
             raise InvalidRequestError(
                 f"this model's tokenizer can't be used for structured outputs: {error}",

@@ -3,6 +3,8 @@
     server --spec--> Trial ==pipe==> `python -P -m llmc.structured.trial` : compiles, fills a mask
            <-accepted, or InvalidRequestError--
 
+It is told the vocabulary: to read a model's tokenizer itself it would import torch.
+
 A grammar that crashes native code, hangs or eats memory takes down that process alone, and is
 refused; the next trial starts another. What was accepted is remembered.
 """
@@ -16,11 +18,11 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import IO
 
 from llmc.errors import InvalidRequestError, LlmcError
+from llmc.structured.vocabulary import Vocabulary
 from llmc.structured_outputs import StructuredOutputs
 
 TIME_LIMIT = 2.0  # seconds for one grammar
@@ -29,21 +31,15 @@ _MEMORY_LIMIT = 4 * 2**30
 _MAX_KEPT = 1024
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrialSetup:
-    """What the process needs to know of the model."""
-
-    tokenizer_path: str | None
-    vocab_size: int
-    eos_token_ids: Sequence[int]
-
-
 class Trial:
     """Says whether a grammar may go to the engine. Safe to call from several threads: one at a
     time is tried."""
 
-    def __init__(self, setup: TrialSetup, *, time_limit: float = TIME_LIMIT) -> None:
-        self._setup = setup
+    def __init__(
+        self, vocabulary: Callable[[], Vocabulary], *, time_limit: float = TIME_LIMIT
+    ) -> None:
+        """`vocabulary` is asked for at the first check; what it raises, that raises."""
+        self._vocabulary = vocabulary
         self._time_limit = time_limit
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
@@ -91,6 +87,7 @@ class Trial:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._stop()
+        vocabulary = self._vocabulary()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "llmc.structured.trial"],
             stdin=subprocess.PIPE,
@@ -99,7 +96,7 @@ class Trial:
             text=True,
         )
         try:
-            _send(self._process, dataclasses.asdict(self._setup))
+            _send(self._process, dataclasses.asdict(vocabulary))
             problem = _receive(self._process, _START_LIMIT)
         except (OSError, EOFError, TimeoutError) as error:
             self._stop()
@@ -152,13 +149,9 @@ def _main(requests: IO[str], answers: IO[str]) -> None:
         answers.write(json.dumps(problem) + "\n")
         answers.flush()
 
-    setup = TrialSetup(**json.loads(requests.readline()))
+    vocabulary = Vocabulary(**json.loads(requests.readline()))
     try:
-        grammars = load_grammars(
-            Path(setup.tokenizer_path) if setup.tokenizer_path else None,
-            vocab_size=setup.vocab_size,
-            eos_token_ids=setup.eos_token_ids,
-        )
+        grammars = load_grammars(vocabulary)
     except LlmcError as error:
         answer(str(error))
         return

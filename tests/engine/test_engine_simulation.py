@@ -12,6 +12,7 @@ import pytest
 from fake_draft import UnsureRunner, speculate
 from fake_runner import EOS, VOCAB, DigitGrammars, FakeRunner, Outcome, run_alone
 from oracle import Oracle
+from tiers import tiered
 
 from llmc.engine.admission import Limits, check_request
 from llmc.engine.core import EngineCore
@@ -296,7 +297,7 @@ def verified(trace: Trace) -> EngineStats:
 
 @pytest.mark.parametrize("faults", ["none", "random", "poison"])
 @pytest.mark.parametrize("depth", [1, 2, 3], ids=["sync", "async2", "async3"])
-@pytest.mark.parametrize("batch", range(2))
+@pytest.mark.parametrize("batch", tiered(range(2), 0))
 def test_every_request_ends_as_it_does_alone(
     batch: int, depth: int, faults: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import fast_interpreter  # noqa: F401 - the tests take a third of the time
 import pytest
 import tiny_engine
 import tiny_models

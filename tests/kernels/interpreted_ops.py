@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import fast_interpreter  # noqa: F401 - the tests take a third of the time
 import op_cases
 import pytest
 import torch

@@ -119,12 +119,14 @@ def test_probe(canary: Canary, probe: Probe) -> None:
 # ---- row 26: many grammars ----
 
 
-def test_only_so_many_grammars_are_kept(tmp_path: Path) -> None:
+def test_only_so_many_grammars_are_kept() -> None:
     from llmc.structured import grammars
+    from llmc.structured.vocabulary import Vocabulary
     from llmc.structured_outputs import StructuredOutputs
+    from llmc.text.tokenizer import Tokenizer
 
-    make_hf_tokenizer().save_pretrained(tmp_path)
-    kept = grammars.Grammars.load(tmp_path, vocab_size=400, eos_token_ids=[1])
+    tokenizer = Tokenizer(make_hf_tokenizer())
+    kept = grammars.Grammars.load(Vocabulary.of(tokenizer, vocab_size=400, eos_token_ids=[1]))
     specs = [StructuredOutputs(regex=f"a{{{i}}}") for i in range(1, 2 * grammars._MAX_KEPT)]
     for spec in specs:
         kept.start(spec)

@@ -15,7 +15,8 @@ from tiny_chat import tiny_chat_model
 
 from llmc.errors import InvalidRequestError
 from llmc.structured.grammars import GrammarError, Grammars, Matcher
-from llmc.structured.trial import Trial, TrialSetup
+from llmc.structured.trial import Trial
+from llmc.structured.vocabulary import Vocabulary
 from llmc.structured_outputs import StructuredOutputs
 from llmc.text.tokenizer import Tokenizer
 
@@ -44,9 +45,13 @@ SPECS = {
 }
 
 
+def vocabulary(vocab_size: int) -> Vocabulary:
+    return Vocabulary.of(TOKENIZER, vocab_size=vocab_size, eos_token_ids=(EOS,))
+
+
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars.load(PATH, vocab_size=VOCAB, eos_token_ids=(EOS,))
+    return Grammars.load(vocabulary(VOCAB))
 
 
 def allowed(matcher: Matcher) -> list[int]:
@@ -127,7 +132,7 @@ def test_a_token_that_does_not_fit_is_an_error_for_good(grammars: Grammars) -> N
 @pytest.mark.parametrize("width", [32, 33, 64])
 def test_a_mask_has_a_bit_for_each_logit_and_no_word_more(width: int) -> None:
     vocab_size = TOKENIZER.size // 64 * 64 + 64 + width
-    made = Grammars.load(PATH, vocab_size=vocab_size, eos_token_ids=(EOS,))
+    made = Grammars.load(vocabulary(vocab_size))
     assert len(made.start(SPECS["regex"]).mask()) == 4 * ((vocab_size + 31) // 32)
 
 
@@ -160,8 +165,9 @@ def test_a_wrong_grammar_is_refused_in_one_line(name: str, grammars: Grammars) -
 
 @pytest.fixture(scope="module")
 def trial() -> Any:
-    setup = TrialSetup(tokenizer_path=str(PATH), vocab_size=VOCAB, eos_token_ids=(EOS,))
-    made = Trial(setup, time_limit=10)  # a busy machine; what is wrong is wrong at once
+    made = Trial(
+        lambda: vocabulary(VOCAB), time_limit=10
+    )  # a busy machine; what is wrong is wrong at once
     yield made
     made.close()
 

@@ -143,9 +143,13 @@ class Row:
     offset: int = 0  # of its positions
     state: int = -1  # after its newest token; -1: it begins
 
+    def keys(self, first: int, end: int) -> list[int]:
+        """What the memory holds for tokens: texts of other positions can't read it."""
+        prints = self.prints[first:end]
+        return [value + (self.offset << 64) for value in prints] if self.offset else prints
+
     def key(self, position: int) -> int:
-        """What the memory holds for a token: texts of other positions can't read it."""
-        return self.prints[position] + (self.offset << 64)
+        return self.keys(position, position + 1)[0]
 
 
 class FakeStep:
@@ -387,20 +391,25 @@ class FakeRunner:
         self.num_drafted += len(work.draft_token_ids)
         tokens += drawn
 
+    def _needed(self, position: int) -> list[int]:
+        """For each group the first block that the tokens from `position` on attend to."""
+        return [self.layout.first_needed(g, position) for g in range(self.layout.num_groups)]
+
     def _hold(self, row: Row, work: RowWork) -> None:
+        needed = self._needed(work.start)
         for block in work.new_blocks:
             place = len(row.blocks)
             index, group = divmod(place, self.layout.num_groups)
             row.blocks.append(block)
-            if index >= self.layout.first_needed(group, work.start):
+            if index >= needed[group]:
                 row.held[place] = block
                 self.holders[block] += 1
 
     def _leave_unseen(self, row: Row) -> None:
         """What the tokens to come don't see is not the row's any more."""
-        groups, position = self.layout.num_groups, row.num_computed or 0
+        groups, needed = self.layout.num_groups, self._needed(row.num_computed or 0)
         for place, block in list(row.held.items()):
-            if place // groups < self.layout.first_needed(place % groups, position):
+            if place // groups < needed[place % groups]:
                 self.holders[block] -= 1
                 self.num_left += 1
                 del row.held[place]
@@ -432,11 +441,10 @@ class FakeRunner:
                 block = row.held[place]
                 assert self.holders[block] == 1, "wrote to a block that another row holds"
                 self.memory[block * size + position % size] = row.key(position)
-        for place in range(-(-end // size) * groups):
-            index, group = divmod(place, groups)
-            if index >= self.layout.first_needed(group, work.start):
-                block = row.held[place]
-                known = [row.key(i) for i in range(index * size, min((index + 1) * size, end))]
+        for group, needed in enumerate(self._needed(work.start)):
+            for index in range(needed, -(-end // size)):
+                block = row.held[index * groups + group]
+                known = row.keys(index * size, min((index + 1) * size, end))
                 assert self.memory[block * size : block * size + len(known)] == known
         if self.has_states:
             assert row.state == (row.key(work.start - 1) if work.start else -1), "not its state"

@@ -186,20 +186,20 @@ class BlockPool:
             _require(len(set(table)) == len(table), f"a table names a block twice: {table}")
         _require(expected == self._references, "reference counts differ from the block tables")
         blank, cached = set(self._blank), set(self._cached)
+        used = {block for block, count in enumerate(expected) if count}
         _require(len(blank) == len(self._blank), "a block is blank twice")
         _require(not blank & cached, "a block is both blank and cached")
-        for block, count in enumerate(self._references):
-            place = (block in blank) + (block in cached) + (count > 0)
-            _require(place == 1, f"block {block} is in {place} places at once")
-            digest = self._digest_of[block]
-            _require(block not in blank or digest is None, f"blank block {block} has a digest")
-            _require(block not in cached or digest is not None, f"cached block {block} has none")
-            _require(
-                digest is None or self._block_of.get(digest) == block,
-                f"block {block} is not found by its digest",
-            )
-        named = sum(digest is not None for digest in self._digest_of)
-        _require(named == len(self._block_of), "the index names blocks that carry no digest")
+        _require(not used & (blank | cached), "a block is both free and in a table")
+        lost = set(range(self.num_blocks)) - blank - cached - used
+        _require(not lost, f"blocks {lost} are in no place")
+        named = {block: d for block, d in enumerate(self._digest_of) if d is not None}
+        _require(not blank & named.keys(), "a blank block has a digest")
+        _require(cached <= named.keys(), "a cached block has no digest")
+        found = {block: digest for digest, block in self._block_of.items()}
+        _require(len(found) == len(self._block_of), "two digests find one block")
+        _require(
+            found == named and len(found) == len(self._block_of), "a digest finds another block"
+        )
         if self.snapshots is not None:
             self.snapshots.check(self._block_of)
 

@@ -1,0 +1,41 @@
+"""What compiling grammars needs of a model's tokenizer: plain data, which any process can read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmc.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from llmc.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    tokenizer: str  # in the form of tokenizer.json
+    vocab_size: int  # the width of the logits
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer | None, *, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> Vocabulary:
+        """InvalidRequestError for a tokenizer without that form. Without ids, its own end ends."""
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "structured outputs need a tokenizer, and this model has none",
+                param="structured_outputs",
+                code="no_tokenizer",
+            )
+        backend = getattr(tokenizer.hf, "backend_tokenizer", None)
+        if backend is None:
+            raise InvalidRequestError(
+                "structured outputs need a tokenizer with a tokenizer.json, which this model "
+                "has not",
+                param="structured_outputs",
+            )
+        own = tokenizer.hf.eos_token_id
+        ends = tuple(eos_token_ids) or (() if own is None else (own,))
+        return cls(tokenizer=backend.to_str(), vocab_size=vocab_size, eos_token_ids=ends)

@@ -1,0 +1,85 @@
+"""Imported, makes triton 3.6's interpreter take a third of the time.
+
+Nearly all of its time goes into descriptions: every operation describes the types of its operands,
+results and shapes anew, as objects that nothing reads afterwards. And every sum, difference and
+product of integers is computed a second time in 64 bits, for a check of overflow that is only made
+where `InterpreterOptions.debug` is on, which the interpreter sets nowhere.
+"""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import replace
+from typing import Any
+
+from triton.language import core
+from triton.runtime import interpreter
+
+_make_block, _make_tuple, _np_dtype = (
+    core.block_type.__init__,
+    core.tuple.__init__,
+    interpreter._get_np_dtype,
+)
+_blocks: dict[Any, Any] = {}
+_np_dtypes: dict[str, Any] = {}
+
+
+def _block(cls: Any, element: Any, shape: Any) -> Any:
+    """One object for each type of block."""
+    sizes = builtins.tuple(s.value if isinstance(s, core.constexpr) else s for s in shape)
+    made = _blocks.get((element.name, sizes))
+    if made is None:
+        made = _blocks[element.name, sizes] = object.__new__(cls)
+        _make_block(made, element, shape)
+        made.constants = core.tuple([core.constexpr(size) for size in sizes])
+    return made
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape = type.constants if type.is_block() else _NO_SHAPE
+    self.numel = core.constexpr(type.numel if type.is_block() else 1)
+
+
+def _init_tuple(self: Any, args: Any, type: Any = None) -> None:
+    if type is not None:
+        _make_tuple(self, args, type)
+    else:
+        self.values = list(args)
+
+
+def _type_of_tuple(self: Any) -> Any:
+    if "_type" not in self.__dict__:
+        self._type = core._type_for_tuple_values(self.values)
+    return self._type
+
+
+def _unwrapped(value: Any, original: Any = core._unwrap_if_constexpr) -> Any:
+    if isinstance(value, core.constexpr):
+        return value.value
+    listed = isinstance(value, list | builtins.tuple | core.tuple)
+    return original(value) if listed else value
+
+
+def _same_dtype(self: Any, other: Any, original: Any = core.dtype.__eq__) -> bool:
+    return self is other or original(self, other)
+
+
+def _numpy_dtype(type: Any) -> Any:
+    name = type.scalar.name
+    if name not in _np_dtypes:
+        _np_dtypes[name] = _np_dtype(type.scalar)
+    return _np_dtypes[name]
+
+
+core.tuple.__init__ = _init_tuple
+core.tuple.type = property(_type_of_tuple, lambda self, type: self.__dict__.update(_type=type))
+_NO_SHAPE = core.tuple([])
+core.block_type.__new__, core.block_type.__init__ = _block, lambda self, element, shape: None
+core.tensor.__init__ = _init_tensor
+core._unwrap_if_constexpr = _unwrapped
+core.dtype.__eq__ = _same_dtype
+interpreter._get_np_dtype = _numpy_dtype
+builder = interpreter.interpreter_builder
+assert not builder.options.debug, "overflow is checked now: leave the check on"
+builder.options = replace(builder.options, sanitize_overflow=False)
