@@ -11,17 +11,20 @@ import pytest
 import tiny_engine
 import torch
 import transformers as tf
+from shared_captures import capture_once
 from tiers import tiered
 from tiny_models import FAMILIES, make_config, prompts, save_checkpoint
 from torch import Tensor, fx, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from llmc.compiler.build import build
+from llmc.compiler.build import BuiltModel, build
 from llmc.compiler.capture import CapturedModel, capture
+from llmc.compiler.layer_dedup import outline
 from llmc.compiler.layer_dedup.outline import capture_outlined
 from llmc.errors import CompileError
 from llmc.passes.base import histogram
 from llmc.passes.inputs import ConstantInput, input_of
+from llmc.weights.parameters import Parameters
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -78,7 +81,12 @@ def test_the_graph_is_the_captured_one(
     family: str, captured: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(FAMILIES, "dense_first", dense_first)
-    full, outlined = both(make_config(family, num_hidden_layers=6))
+    full, outlined = (
+        capture_once(
+            build(make_config(family, num_hidden_layers=6), torch.float32), CPU, outline=on
+        )
+        for on in (False, True)
+    )
     assert outlined.note == f"{captured} captured"
     assert outlined.vocab_size == full.vocab_size
     assert_same(full.graph, outlined.graph)
@@ -104,7 +112,7 @@ def dense_first(**changes: Any) -> Any:
 
 
 def test_the_text_is_the_same(tmp_path: Path) -> None:
-    path = save_checkpoint("qwen2", tmp_path, num_hidden_layers=6)
+    path = save_checkpoint("qwen3", tmp_path, num_hidden_layers=6)  # both are captured above
     texts = []
     for on in (True, False):
         running = tiny_engine.start(path, passes={"outline_layers": on})
@@ -178,8 +186,26 @@ def change_stack(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> None:
 
 
 def note_of_stack(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> str:
+    """Nothing of a capture of all layers but that it is asked for, and once."""
+    whole: list[BuiltModel] = []
+
+    def capture_parts(built: Any, device: torch.device) -> CapturedModel:
+        if len(built.module.layers) < 6:
+            return capture(built, device)
+        whole.append(built)
+        return CapturedModel(
+            graph=fx.GraphModule(nn.Module(), fx.Graph()),
+            parameters=Parameters(shapes={}, aliases={}, is_plain=True),
+            vocab_size=12,
+            dtype=built.dtype,
+            device=device,
+        )
+
     change_stack(monkeypatch, **parts)
-    return capture_outlined(build(StackConfig(), torch.float32), CPU).note
+    monkeypatch.setattr(outline, "capture", capture_parts)
+    note = capture_outlined(build(StackConfig(), torch.float32), CPU).note
+    assert len(whole) == 1
+    return note
 
 
 def takes_turns(model: Any, x: Tensor) -> Tensor:
