@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from shared_captures import shared_captures
 from tiny_configs import tiny_config
 from tiny_models import save_checkpoint
 
@@ -42,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _own_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     root = tmp_path_factory.mktemp("cache")
-    with mock.patch.object(check_module, "cache_dir", return_value=root), shared_captures():
+    with mock.patch.object(check_module, "cache_dir", return_value=root):
         yield
 
 

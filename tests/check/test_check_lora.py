@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from shared_captures import shared_captures
 from tiny_adapters import save_adapter
 from tiny_models import load_reference, save_checkpoint
 
@@ -20,12 +18,6 @@ from llmc.errors import ConfigError, InvalidRequestError
 from llmc.lora_request import LoRARequest
 from llmc.runner.adapter_store import fill_slot
 from llmc.weights.lora import LoraPlace
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _captured_once() -> Iterator[None]:
-    with shared_captures():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,14 @@ from tiny_models import FAMILIES, make_config, prompts, save_checkpoint
 from torch import Tensor, fx, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from llmc.compiler.build import build
+from llmc.compiler.build import BuiltModel, build
 from llmc.compiler.capture import CapturedModel, capture
+from llmc.compiler.layer_dedup import outline
 from llmc.compiler.layer_dedup.outline import capture_outlined
 from llmc.errors import CompileError
 from llmc.passes.base import histogram
 from llmc.passes.inputs import ConstantInput, input_of
+from llmc.weights.parameters import Parameters
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -178,8 +180,26 @@ def change_stack(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> None:
 
 
 def note_of_stack(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> str:
+    """Nothing of a capture of all layers but that it is asked for, and once."""
+    whole: list[BuiltModel] = []
+
+    def capture_parts(built: Any, device: torch.device) -> CapturedModel:
+        if len(built.module.layers) < 6:
+            return capture(built, device)
+        whole.append(built)
+        return CapturedModel(
+            graph=fx.GraphModule(nn.Module(), fx.Graph()),
+            parameters=Parameters(shapes={}, aliases={}, is_plain=True),
+            vocab_size=12,
+            dtype=built.dtype,
+            device=device,
+        )
+
     change_stack(monkeypatch, **parts)
-    return capture_outlined(build(StackConfig(), torch.float32), CPU).note
+    monkeypatch.setattr(outline, "capture", capture_parts)
+    note = capture_outlined(build(StackConfig(), torch.float32), CPU).note
+    assert len(whole) == 1
+    return note
 
 
 def takes_turns(model: Any, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_engine
+from shared_captures import sharing  # noqa: F401 - each model is captured once for all tests here
 from tiers import tiered
 from tiny_models import (
     FAMILIES,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from shared_captures import capture_once
 from tiny_layer import layer
 from tiny_models import FAMILIES, make_config
 
 from llmc.compiler.build import build
-from llmc.compiler.capture import capture
 from llmc.errors import CompileError
 from llmc.passes.base import run_passes
 from llmc.passes.layers import find_layers, layer_list, layer_outputs
@@ -28,7 +28,7 @@ def test_the_layers_are_the_longest_numbered_list() -> None:
 def test_the_output_of_each_layer_is_found(family: str) -> None:
     assert family in FAMILIES
     built = build(make_config(family), torch.float32)
-    graph = capture(built, torch.device("cpu")).graph.graph
+    graph = capture_once(built, torch.device("cpu")).graph.graph
     outputs = layer_outputs(graph)
     layers = find_layers(graph)
     assert layers.count == 2
@@ -48,7 +48,8 @@ def test_a_graph_without_layers_has_no_output_of_one() -> None:
 
 def test_fusions_leave_every_layer_its_attention() -> None:
     """Behind the fusions the residual sum belongs to the next norm, but layers stay apart."""
-    graph = capture(build(make_config("llama"), torch.float32), torch.device("cpu")).graph
+    built = build(make_config("llama"), torch.float32)
+    graph = capture_once(built, torch.device("cpu")).graph
     passes = pipeline(PipelineOptions(block_size=4, max_positions=64, device_type="cpu"))
     fused, _ = run_passes(graph, passes)
     layers = find_layers(fused.graph)

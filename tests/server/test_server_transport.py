@@ -468,11 +468,11 @@ def test_sigterm(second: bool) -> None:
         wait_for(
             lambda: (
                 'num_requests_running{model_name="scripted"} 1.0'
-                in httpx.get(url + "/metrics").text
+                in httpx.get(url + "/metrics", verify=False).text
             )
         )
         process.send_signal(signal.SIGTERM)
-        wait_for(lambda: httpx.get(url + "/ready").status_code == 503)
+        wait_for(lambda: httpx.get(url + "/ready", verify=False).status_code == 503)
         refused = httpx.post(url + COMPLETIONS, json=ENDLESS)
         assert refused.status_code == 503 and "retry-after" in refused.headers
         assert refused.json()["error"]["code"] == "shutting_down"

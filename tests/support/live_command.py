@@ -31,6 +31,11 @@ with mock.patch.object(supervisor, "python_module", command):
 """
 
 
+# Each call has a connection of its own, so that any process may get it; certificates, which take
+# longer to read than an answer takes, are needed for none.
+ALONE: Any = {"timeout": 30, "verify": False}
+
+
 class Served:
     def __init__(self, process: subprocess.Popen[bytes], log: Path, folder: Path) -> None:
         self.process = process
@@ -43,17 +48,16 @@ class Served:
 
     def complete(self, **fields: Any) -> httpx.Response:
         body = {"prompt": PROMPT, "max_tokens": 5, "return_token_ids": True, **fields}
-        # A connection of its own each time, so that any process may get it.
-        return httpx.post(self.url + "/v1/completions", json=body, timeout=30)
+        return httpx.post(self.url + "/v1/completions", json=body, **ALONE)
 
     def metric(self, name: str) -> dict[str, float]:
-        text = httpx.get(self.url + "/metrics", timeout=30).text
+        text = httpx.get(self.url + "/metrics", **ALONE).text
         found = re.findall(rf"^llmc:{name}\{{(.*)\}} (\S+)$", text, re.MULTILINE)
         return {labels: float(value) for labels, value in found}
 
     def event(self) -> dict[str, Any]:
         """The first event of the engine's state, from whichever process takes the connection."""
-        with httpx.stream("GET", self.url + "/v1/engine/events", timeout=30) as response:
+        with httpx.stream("GET", self.url + "/v1/engine/events", **ALONE) as response:
             line = next(line for line in response.iter_lines() if line)
         event: dict[str, Any] = json.loads(line.removeprefix("data: "))
         return event

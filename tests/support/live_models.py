@@ -74,7 +74,8 @@ def live_models(
     ready = threading.Event()
     server = Server(create_several_models_app(manager, settings), settings, on_ready=ready.set)
     sock = bind_socket("127.0.0.1", 0)
-    client = httpx.Client(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=30)
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    client = httpx.Client(base_url=url, timeout=30, verify=False)
     thread = threading.Thread(target=server.run, args=([sock],), name="server")
     thread.start()
     assert ready.wait(20), "the server did not start"

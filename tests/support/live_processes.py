@@ -93,7 +93,7 @@ def live_processes(
         server = Server(create_app(llm, settings, engines), settings, on_ready=ready.set)
         sock = bind_socket("127.0.0.1", 0)
         port = sock.getsockname()[1]
-        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
+        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, verify=False)
         live = LiveProcesses(engines=engines, llm=llm, port=port, client=client, server=server)
 
         def run() -> None:

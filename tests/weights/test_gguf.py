@@ -12,6 +12,7 @@ import tokenizers
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
+from shared_captures import shared_captures
 from tiers import tiered
 from tiny_gguf import ARCHITECTURES, write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -339,7 +340,7 @@ def test_an_engine_keeps_the_bits_and_says_what_transformers_does(
     reference.load_state_dict(theirs(path, model_directory(path)), strict=False)
     prompt = [5, 9, 23, 70, 14, 33]
     want = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    with LLM(str(path), dtype="float32", opt_level=0, max_model_len=64) as llm:
+    with shared_captures(), LLM(str(path), dtype="float32", opt_level=0, max_model_len=64) as llm:
         report = next(r for r in llm.info.pass_reports if "quantize_linears" in r)
         assert f"llmc.quantized_{op}.default" in report
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
