@@ -8,8 +8,9 @@ operations take at the rate of the library's largest product in the same dtype (
 the CPU has no products of the dtype and that is slower); both are measured in the same run. Weights
 of one shape rotate through more memory than the caches hold, and the contestants alternate; the
 least time of a call counts. `--threads 1` counts the thread's own CPU time, which other processes
-disturb less. x is bfloat16 for the low-bit formats. Experts: 8 of 128 picked by each row, as in a
-routed layer of 2048 inputs and 768 channels; only the picked ones are counted, and read.
+disturb less. x is bfloat16 for the low-bit formats; of `int4/8` it is rounded to 8 bits, and may
+pass that limit, which is one of floats. Experts: 8 of 128 picked by each row, as in a routed layer
+of 2048 inputs and 768 channels; only the picked ones are counted, and read.
 """
 
 from __future__ import annotations
@@ -20,14 +21,22 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
 import llmc.kernels.cpu  # noqa: F401
 from llmc.kernels.cpu.build import load
+from llmc.kernels.cpu.levels import multiplies_integers
 from llmc.kernels.cpu.pages import empty_in_huge_pages
-from llmc.kernels.quantized_linear import FORMATS, Format, quantization_of, quantize
+from llmc.kernels.quantized_linear import (
+    EXACT_BITS,
+    FORMATS,
+    Format,
+    quantization_of,
+    quantize,
+)
 from llmc.load_test.machine import (
     describe_machine,
     measure_read_bandwidth,
@@ -37,6 +46,7 @@ from llmc.load_test.report import context, write_json
 
 SHAPES = "1024x6144,4096x4096"
 ROWS = "1,2,4,8,16,32,64,256,1024"
+ROUNDED = ("int8/16", "int4/16", "int4/8")  # weight and bits of x, where CPUs multiply integers
 PLAIN = ("float32", "bfloat16", "float16")
 LIMIT_SIZE = 2048  # of the square product that gives the rate of operations
 COLD_BYTES = 300e6
@@ -105,7 +115,11 @@ def linears(depth: int, channels: int, formats: Iterable[str]) -> Iterator[Conte
         if name in PLAIN:
             yield from _plain(weight, getattr(torch, name))
         else:
-            yield _low_bit(weight, FORMATS[FORMATS.index(name)])  # type: ignore[arg-type]
+            format, _, bits = name.partition("/")
+            if format not in FORMATS or (bits and name not in ROUNDED):
+                known = ", ".join((*PLAIN, *FORMATS, *ROUNDED))
+                raise SystemExit(f"error: --formats has {name!r}; known are {known}")
+            yield _low_bit(weight, cast(Format, format), int(bits or EXACT_BITS), name)
 
 
 def _plain(weight: Tensor, dtype: torch.dtype) -> Iterator[Contestant]:
@@ -121,7 +135,7 @@ def _plain(weight: Tensor, dtype: torch.dtype) -> Iterator[Contestant]:
         )  # fmt: skip
 
 
-def _low_bit(weight: Tensor, format: Format) -> Contestant:
+def _low_bit(weight: Tensor, format: Format, bits: int, name: str) -> Contestant:
     to = quantization_of(format, *weight.shape)
     if to is None:
         raise SystemExit(f"error: {tuple(weight.shape)} can't be stored in {format}")
@@ -129,9 +143,11 @@ def _low_bit(weight: Tensor, format: Format) -> Contestant:
     size = low.numel() + scale.numel() * scale.element_size()
     copies = [_in_huge_pages(low) for _ in range(_copies(size))]
     return Contestant(
-        name=format, weight_bytes=size, copies=len(copies), dtype=torch.bfloat16,
+        name=name, weight_bytes=size, copies=len(copies), dtype=torch.bfloat16,
         row_operations=2 * weight.numel(),
-        run=lambda x, i: torch.ops.llmc_cpu.quantized_linear(x, copies[i], scale, None, None),
+        run=lambda x, i: torch.ops.llmc_cpu.quantized_linear(
+            x, copies[i], scale, None, None, None, bits
+        ),
     )  # fmt: skip
 
 
@@ -201,7 +217,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.0, help="per shape and row count")
     parser.add_argument("--rows", default=ROWS)
-    parser.add_argument("--formats", default=",".join((*PLAIN, *FORMATS)))
+    rounded = ROUNDED if multiplies_integers() else ()
+    parser.add_argument("--formats", default=",".join((*PLAIN, *FORMATS, *rounded)))
     parser.add_argument("--shapes", default=SHAPES, help="KxN, comma-separated")
     parser.add_argument("--output-json", type=Path)
     args = parser.parse_args()

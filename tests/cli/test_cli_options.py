@@ -26,6 +26,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "device": (["--device", "cpu"], "cpu"),
     "load_format": (["--load-format", "dummy"], "dummy"),
     "quantization": (["--quantization", "int8"], "int8"),
+    "activation_bits": (["--activation-bits", "8"], 8),
     "task": (["--task", "embed"], "embed"),
     "pooling": (["--pooling", "mean"], "mean"),
     "normalize": (["--no-normalize"], False),
