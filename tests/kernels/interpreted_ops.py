@@ -143,6 +143,7 @@ def test_registered_cases(name: str, dtype: torch.dtype) -> None:
     # float16 differs from bfloat16 by its conversions alone: one case of each kind shows them
     most = 1 if dtype == torch.float16 else None
     cases = [case for maker in OPS[name].case_makers for case in islice(maker(CPU, dtype), most)]
+    cases = [case for case in cases if not op_cases.rounds(name, case)]  # which is x86's alone
     assert cases
     for case in cases:
         check(OPS[name], case, dtype)

@@ -16,7 +16,6 @@ import pytest
 
 from llmc.kernels.cpu import compile
 from llmc.kernels.cpu.levels import AARCH64, Level
-from llmc.kernels.quantized_linear import EXACT_BITS
 from llmc.kernels.registry import OPS
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -49,18 +48,13 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [EMULATOR, "-cpu", "max", str(binary), level.name]
 
 
-def _rounds(name: str, case: op_cases.Case) -> bool:
-    given = {a.name: x for a, x in zip(OPS[name].overload._schema.arguments, case, strict=False)}
-    return given.get("x_bits", EXACT_BITS) < EXACT_BITS
-
-
 def test_equals_the_references(program: list[str], tmp_path: Path) -> None:
     calls = [
         (name, dtype, case)
         for name in NAMES
         for dtype in op_cases.DTYPES
         for case in op_cases.cases(name, dtype)
-        if not _rounds(name, case)  # which is x86's alone
+        if not op_cases.rounds(name, case)  # which is x86's alone
     ]
     packed = [(OPS[name].overload, case) for name, _, case in calls]
     asked, answered = tmp_path / "calls", tmp_path / "answers"

@@ -172,7 +172,7 @@ BAD: list[tuple[str, str, bytes, int, str | None, str | None]] = [
         *(400, None, "chat_template_kwargs"),
     ),
     ("31 unknown", COMPLETIONS, prompt(temprature=1), 400, "unsupported_parameter", "temprature"),
-    ("24 no tokenizer", COMPLETIONS, prompt(guided_json={}), 400, None, "guided_json"),
+    ("24 no grammar", COMPLETIONS, prompt(guided_regex="("), 400, None, "guided_regex"),
     ("24 two", CHAT, messages(guided_json={}, guided_regex="a"), 400, None, "guided_regex"),
     ("24 of five", CHAT, messages(structured_outputs={}), 400, None, "structured_outputs"),
     (

@@ -90,6 +90,8 @@ def canary() -> Iterator[Canary]:
         handler.emit = log.append  # type: ignore[method-assign]
         logging.getLogger().addHandler(handler)
         live.complete()
+        # the process that tries grammars stays
+        live.post(COMPLETIONS, {"prompt": "x", "structured_outputs": {"regex": "a"}})
         loop = live.llm._loop
         assert loop is not None
         canary = Canary(live=live, loop=loop, golden=b"", log=log)

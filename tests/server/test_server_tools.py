@@ -190,7 +190,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tool_choice": {"type": "custom", "name": "weather"}}, "tool_choice"),
     ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
-    ({"response_format": {"type": "json_object"}}, "tools"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content"),
     ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages[0].tool_calls"),

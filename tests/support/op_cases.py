@@ -44,6 +44,7 @@ from llmc.kernels import (  # noqa: F401
 )
 from llmc.kernels.cpu.build import load
 from llmc.kernels.fp8 import FP8
+from llmc.kernels.quantized_linear import EXACT_BITS
 from llmc.kernels.registry import OPS, Case, Impl, Op
 
 CPU = torch.device("cpu")
@@ -65,6 +66,12 @@ TOLERANCE = {  # of results that are rounded once from float32
 def cases(name: str, dtype: torch.dtype) -> Iterator[Case]:
     for maker in OPS[name].case_makers:
         yield from maker(CPU, dtype)
+
+
+def rounds(name: str, case: Case) -> bool:
+    """Whether inputs are rounded to few bits, which kernels for x86 alone can do."""
+    given = zip((a.name for a in OPS[name].overload._schema.arguments), case, strict=False)
+    return dict(given).get("x_bits", EXACT_BITS) < EXACT_BITS
 
 
 def has_fp8(case: Case) -> bool:
