@@ -31,6 +31,7 @@ BEYOND = {
     r"chat template refused": "the template is a program",
     r"must be a JSON object as a text": "JSON in a text",
     r"need a tokenizer|ask for a grammar|give exactly one|grammar": "one grammar, compiled",
+    r"structured outputs are not available": "an engine that has no grammars",
     r"structured_outputs|guided_json|response_format|format": "is no JSON, or no schema",
     r"tool": "names and schemas of tools are compared with each other",
     r"needs|must not exceed|whole answer|integer from n": "rules between two fields",
