@@ -89,14 +89,19 @@ class Limits:
 
 
 def measure_limits() -> Limits:
-    clock = _clock()
-    rates = {}
-    for name in PLAIN:
-        a = torch.randn(LIMIT_SIZE, LIMIT_SIZE).to(getattr(torch, name))
-        took = min(_took(lambda a=a: a @ a, clock) for _ in range(3))
-        rates[a.dtype] = 2 * LIMIT_SIZE**3 / took
-    rates = {dtype: max(rate, rates[torch.float32]) for dtype, rate in rates.items()}
+    rates: dict[torch.dtype, float] = {}
+    for dtype in (getattr(torch, name) for name in PLAIN):
+        least = rates.get(torch.float32, 0.0)
+        # a product that the CPU has not may take minutes; a small one shows it
+        is_slow = _rate(dtype, LIMIT_SIZE // 8) < least / 4
+        rates[dtype] = least if is_slow else max(least, _rate(dtype, LIMIT_SIZE))
     return Limits(read=measure_read_bandwidth("cpu"), products=rates)
+
+
+def _rate(dtype: torch.dtype, size: int) -> float:
+    """Operations a second of a square product."""
+    a, clock = torch.randn(size, size).to(dtype), _clock()
+    return 2 * size**3 / min(_took(lambda: a @ a, clock) for _ in range(3))
 
 
 def _clock() -> Callable[[], float]:
