@@ -191,16 +191,7 @@ def _compare_changed(
             continue
         wanted = subject.run_captured((p,))
         have = subject.run(Variant(switches={**switches, **off, p.name: True}))
-        found = logits_deviation(wanted, have, 2 * stated.relative)
-        results.append(
-            ChangedResult(
-                name=p.name,
-                beside="the model with it",
-                logits=found,
-                limit=stated,
-                is_good=within(found, stated),
-            )
-        )
+        results.append(_changed(p, "the model with it", wanted, have, stated))
     return tuple(results)
 
 
@@ -210,21 +201,21 @@ def _compare_rounded(
     """Inputs in 8 bits may cost what bfloat16 may, those in 16 bits what float16 may."""
     bits = subject.options.pipeline.activation_bits
     limit = TOLERANCES["bfloat16" if bits == 8 else "float16"]
+    variant = Variant(switches=switches, level=level)
     results = []
     for p in rounding:
-        variant = Variant(switches=switches, level=level)
         if not subject.changes(p, variant):
             continue
         without = replace(variant, switches={**switches, p.name: False})
         wanted, have = subject.run(without), subject.run(variant)
-        found = logits_deviation(wanted, have, 2 * limit.relative)
-        results.append(
-            ChangedResult(
-                name=p.name,
-                beside="the step without it",
-                logits=found,
-                limit=limit,
-                is_good=within(found, limit),
-            )
-        )
+        results.append(_changed(p, "the step without it", wanted, have, limit))
     return tuple(results)
+
+
+def _changed(
+    p: Pass, beside: str, wanted: Sequence[Tensor], have: Sequence[Tensor], limit: Tolerance
+) -> ChangedResult:
+    found = logits_deviation(wanted, have, 2 * limit.relative)
+    return ChangedResult(
+        name=p.name, beside=beside, logits=found, limit=limit, is_good=within(found, limit)
+    )
