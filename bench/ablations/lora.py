@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.ablations.row import Figures, Row, in_turn
-from bench.ablations.subject import Bench, Subject, add
+from bench.ablations.subject import LARGE, Bench, Subject, add
 from llmc.lora_request import LoRARequest
 
 REQUESTS, RANK = 8, 16
@@ -84,7 +84,6 @@ def _adapters(bench: Bench) -> Figures:
     )
 
 
-LARGE = "0.6B shape, random weights"
 ROWS = (
     Row(
         name="lora-slots",

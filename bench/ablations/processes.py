@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from bench.ablations.row import Figures, Row, in_turn
-from bench.ablations.subject import Bench
+from bench.ablations.subject import SMALL, Bench
 from bench.serve_processes import measure as measure_server
 
 
@@ -36,7 +36,7 @@ ROWS = (
         on="two processes",
         off="one",
         unit="tokens/s",
-        model="default model",
+        model=SMALL,
         better="higher",
         measure=_processes,
     ),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from bench.ablations.row import Figures, Row, in_turn
-from bench.ablations.subject import Bench, Served, Subject, add, serve, step
+from bench.ablations.subject import LARGE, SMALL, Bench, Served, Subject, add, serve, step
 
 
 def _continuous(bench: Bench) -> Figures:
@@ -224,7 +224,6 @@ def _speculation(bench: Bench) -> Figures:
     return Figures(on=figures.on, off=figures.off, note=note)
 
 
-LARGE, SMALL = "0.6B shape, random weights", "default model"
 ROWS = (
     Row(
         name="continuous",

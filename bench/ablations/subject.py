@@ -29,6 +29,7 @@ from llmc.startup.start import Started, start_engine
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONTEXT = 2048
 TINY_CONTEXT = 512
+LARGE, SMALL = "0.6B shape, random weights", "default model"  # as a row's `model` tells them
 CACHE_BYTES = {
     None: 256 << 20,
     "tiny.json": 8 << 20,
