@@ -75,7 +75,7 @@ def rewrite_options(source: ModelSource, kept: KeptWeights | None = None) -> Rew
             quantization=None if config.quantization == "none" else config.quantization,
             kept=_kept(source) if kept is None else kept,
             device_type=device.type,
-            activation_bits=_activation_bits(source),
+            activation_bits=activation_bits(source),
             max_loras=config.max_loras if config.enable_lora else 0,
             max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
             pooling=_method(source),
@@ -95,8 +95,9 @@ def _method(source: ModelSource) -> Method | None:
     return None if source.pooling is None else source.pooling.method
 
 
-def _activation_bits(source: ModelSource) -> int | None:
-    """Products of integers are quicker on x86, but for those of bfloat16 where it has them."""
+def activation_bits(source: ModelSource) -> int | None:
+    """To which inputs of quantized linears are rounded; None: they are not. Products of integers
+    are quicker on x86, but for those of bfloat16 where it has them."""
     if source.device.type != "cpu" or not levels.multiplies_integers():
         return None
     if source.dtype == torch.bfloat16 and levels.multiplies_bfloat16():
