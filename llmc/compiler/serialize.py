@@ -209,6 +209,7 @@ def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
             )
         case "adapter":
             return AdapterInput(
+                op=role["op"],
                 matrix=role["matrix"],
                 weights=tuple(role["weights"]),
                 widths=tuple(role["widths"]),
