@@ -11,6 +11,7 @@ namespace llmc {
 namespace {
 
 constexpr int64_t kMaxRoundedRows = 2;  // of x that is rounded: more are quicker by integer rows
+constexpr int64_t kMaxBlockRows = std::max<int64_t>(8, kMaxFewRows);  // more are quicker by tiles
 constexpr int64_t kAhead = 2048;  // bytes of the weight to ask for before they are read
 
 template <class Reader>
@@ -177,19 +178,12 @@ void run(const LowBitArgs& a) {
   by_blocks<FloatReader<kFormat>>(a);
 }
 
-int64_t most_by_blocks(Format format) {
-#ifdef LLMC_FOUR_INPUTS
-  if (format == Format::fp8 || format == Format::mxfp4) return 8;
-#endif
-  return kMaxFewRows;
-}
-
 }  // namespace
 
 void quantized_linear(const LowBitArgs& a) {
   if (a.x_bits < kExactBits && a.rows > kMaxRoundedRows) return quantized_integer_rows(a);
   const bool is_widened = a.dtype == Dtype::bf16 && widens_weights();
-  if (a.rows > most_by_blocks(a.format) && !is_widened) return quantized_many_rows(a);
+  if (a.rows > kMaxBlockRows && !is_widened) return quantized_many_rows(a);
   switch (a.format) {
     case Format::int8: return run<Format::int8>(a);
     case Format::int4: return run<Format::int4>(a);
