@@ -86,7 +86,10 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             torch.tensor(edges, dtype=torch.int32, device=device),
             picked.to(device, torch.int32),
         )
-    for tokens, choices, k, n, slots, experts, rank in ((3, 2, 40, 24, 2, 4, 4), (19, 3, 64, 33, 3, 5, 8)):
+    for tokens, choices, k, n, slots, experts, rank in (
+        (3, 2, 40, 24, 2, 4, 4),
+        (19, 3, 64, 33, 3, 5, 8),
+    ):
         rows = tokens * choices
         yield (
             draw(rows, n),

@@ -28,9 +28,7 @@ from llmc.passes.sharding import RESHAPES
 
 
 @graph_pass()
-def apply_lora(
-    gm: fx.GraphModule, *, slots: int = 0, rank: int = 0, expert_rank: int = 0
-) -> Notes:
+def apply_lora(gm: fx.GraphModule, *, slots: int = 0, rank: int = 0, expert_rank: int = 0) -> Notes:
     """Add the adapters' part to the output of all linears and embeddings of parameters, in place.
 
     `slots` adapters are there at a time, of ranks up to `rank`; what is in the slots changes while

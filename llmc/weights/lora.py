@@ -161,9 +161,7 @@ def read_adapter(
     return weights
 
 
-def _joined(
-    parts: Sequence[LoraPart], size: LoraSize, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _joined(parts: Sequence[LoraPart], size: LoraSize, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A and B of a place. What an expert has for some of its channels is zero for the others."""
     if not size.experts:
         (part,) = parts
@@ -335,9 +333,7 @@ def _part(
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise _refused(adapter, f"its tensors are {tensor.dtype}; save it in bfloat16")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return LoraPart(
-        module=module, a=a, b=b, scale=scale, rank=int(rank), first_rank=first_rank
-    )
+    return LoraPart(module=module, a=a, b=b, scale=scale, rank=int(rank), first_rank=first_rank)
 
 
 def _number(

@@ -1,10 +1,10 @@
 """What the modules in an adapter's file are on: a parameter, and of routed experts which of them.
 
-    <module>                    the linear or embedding whose weight is <module>.weight
-    <module>[.base_layer ...]   of `target_parameters`: PEFT wraps the module once for each of its
-                                parameters that is named there, in their order, the first innermost
-    <experts>.<number>.<linear> one expert's part of a parameter that stacks them, as checkpoints
-                                have it that store each expert by itself
+<module>                    the linear or embedding whose weight is <module>.weight
+<module>[.base_layer ...]   of `target_parameters`: PEFT wraps the module once for each of its
+                            parameters that is named there, in their order, the first innermost
+<experts>.<number>.<linear> one expert's part of a parameter that stacks them, as checkpoints
+                            have it that store each expert by itself
 """
 
 from __future__ import annotations
