@@ -108,8 +108,8 @@ def _bytes_of(call: Call, name: str, tensor: Tensor, role: Input | None) -> int:
     if isinstance(role, StepInput) and role.name in ROW_TABLES:
         return 0  # a few values of each request
     if isinstance(role, AdapterInput):
-        rows, size = _adapted_rows(given), _adapter_shape(tensor, given).numel()
-        return rows.unique().numel() * size * tensor.element_size()
+        used = _adapted_rows(given).unique().numel()
+        return int(used * _adapter_shape(tensor, given).numel() * tensor.element_size())
     if call.name in _EMBEDDINGS and name != _EMBEDDINGS[call.name]:
         rows = tensor.shape[0] * (CHANNELS if call.name == "quantized_embedding" else 1)
         return int(tensor.nbytes * given[_EMBEDDINGS[call.name]].numel() // rows)
@@ -124,7 +124,8 @@ def _bytes_of(call: Call, name: str, tensor: Tensor, role: Input | None) -> int:
 
 def _adapted_rows(given: Mapping[str, Any]) -> Tensor:
     """The numbers of the A and B that rows of an `add_lora` use, of each that uses some."""
-    numbers, expert = given["adapter"], given.get("expert")
+    numbers: Tensor = given["adapter"]
+    expert = given.get("expert")
     if expert is not None:
         numbers = of_experts(numbers, expert, *given["a"].shape[:2])
     return numbers[numbers > 0]

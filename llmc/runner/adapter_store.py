@@ -96,8 +96,8 @@ def fill_slot(targets: LoraTargets, slot: int, weights: LoraWeights) -> None:
 class AdapterStore:
     """Implements the engine's AdapterLoader protocol; `copy` is for the runner.
 
-    `parameters`: the model's, and `plain` those of which adapters may have copies. At most `max_in_memory`
-    adapters are in host memory, which is at least `num_slots`.
+    `parameters`: the model's; `plain`: those of which adapters may have copies. At most
+    `max_in_memory` adapters are in host memory, which is at least `num_slots`.
     """
 
     def __init__(

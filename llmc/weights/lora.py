@@ -58,7 +58,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraPart:
-    """A and B that are stored for a module, and which ranks of its place they are, from which on."""
+    """A and B that are stored for a module; their ranks follow others of the place, if any."""
 
     module: AdaptedModule
     a: StoredTensor

@@ -28,7 +28,7 @@ class LoraPlace(NamedTuple):
 
 
 class LoraSize(NamedTuple):
-    """N and K of a place, the largest rank there, and how many experts it stacks (0: it is none)."""
+    """N and K of a place, the largest rank there, and how many experts (0: no stack of them)."""
 
     channels: int
     depth: int
@@ -40,8 +40,8 @@ class LoraSize(NamedTuple):
 class AdaptedModule:
     """`name` is what PEFT compares its patterns with.
 
-    `expert`: the one that it is on, and there on one of the `parts` that its channels have; None: on
-    all that is at `place`.
+    `expert`: the one that it is on, and there on a part of the channels, of so many `parts`; None:
+    on all that is at `place`.
     """
 
     place: LoraPlace

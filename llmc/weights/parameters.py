@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,10 +74,11 @@ def _experts(module: nn.Module) -> dict[str, tuple[str, ...]]:
         return {}
     from transformers.core_model_loading import revert_weight_conversion
 
+    model: Any = module  # a PreTrainedModel
     found = {}
     for name in [name for name, p in module.named_parameters() if p.dim() == 3]:
         try:
-            parts = revert_weight_conversion(module, {name: torch.arange(4).view(2, 2, 1)})
+            parts = revert_weight_conversion(model, {name: torch.arange(4).view(2, 2, 1)})
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError, NotImplementedError):
             continue
         named = {tuple(t.flatten().tolist()): n.removesuffix(".weight") for n, t in parts.items()}
@@ -89,7 +91,7 @@ def _experts(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _template(first: str, second: str) -> str:
-    """Names of the modules of experts 0 and 1 -> that with {} in their place; "" if there is none."""
+    """The module's names of experts 0 and 1 -> that with {} for the number; "" if there is none."""
     pairs = list(zip(first.split("."), second.split("."), strict=False))
     template = ".".join("{}" if pair == ("0", "1") else pair[0] for pair in pairs)
     is_it = template.replace("{}", "0") == first and template.replace("{}", "1") == second

@@ -257,7 +257,7 @@ def test_routed_experts(family: str, tmp_path: Path) -> None:
 
 
 def test_experts_by_themselves(tmp_path: Path) -> None:
-    """As PEFT adapted models that had a linear for each expert; it joins them when it loads them."""
+    """As of models that had a linear for each expert; PEFT joins them when it loads them."""
     path = save_checkpoint("mixtral", tmp_path / "model")
     shapes = {"w1": (64, 32), "w2": (32, 64), "w3": (64, 32)}
     generator = torch.Generator().manual_seed(0)
