@@ -292,7 +292,7 @@ def _module(
         why = (
             "part of routed experts, which take none: set max_lora_expert_rank "
             "(--max-lora-expert-rank) to its rank, or to the sum of those of gate and up if it has "
-            "them apart"
+            "them apart (some models' experts take none at all: docs/lora.md)"
         )
     raise _refused(adapter, f"it is on {name!r:.120}, which is {why}")
 
