@@ -5,7 +5,8 @@
     .lora_embedding_A [r, V], .lora_embedding_B [H, r] of an embedding [V, H]; x has a 1 for its row
     .base_layer.weight: the model's own, which must be what is served
     of E routed experts in one parameter (lora_places.py): .lora_A.weight [E r, K], expert after
-    expert, and .lora_B.weight [N, r E], rank after rank
+    expert, and .lora_B.weight [N, r E], rank after rank; turned, as PEFT had it for many models
+    before 0.20, [E r, N] and [K, r E], and the output gets scale * A^T B^T x
 
 Whatever an adapter asks for beyond that is refused: it would be served wrong.
 """
@@ -39,6 +40,7 @@ _KEY = re.compile(
 )
 _REPEATED_GROUP = re.compile(r"\)[*+{]")  # such a pattern can take for ever
 _MOST = 1e6  # that a rank or an alpha can be
+_SINCE_0_20 = re.compile(r"0\.[2-9]\d|[1-9]")
 _MOST_PARAMETERS = 4096  # named in target_parameters
 # How A and B began; others, such as PiSSA, take a part out of the model's weights.
 _STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -66,6 +68,7 @@ class LoraPart:
     scale: float
     rank: int
     first_rank: int = 0
+    is_turned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +122,13 @@ def open_adapter(
     modules = AdaptedModules(targets, parameters, config.get("target_parameters") or ())
     found = [(_module(adapter, modules, *key, targets), pair) for key, pair in pairs.items()]
     found.sort(key=lambda one: one[0].expert is not None)
+    is_turned = _is_turned(adapter, config, found, targets)
     parts: dict[LoraPlace, list[LoraPart]] = {}
     ranks: Counter[tuple[LoraPlace, int | None]] = Counter()
     for module, pair in found:
         place, expert = module.place, module.expert
         first = ranks[place, None] + (0 if expert is None else ranks[place, expert])
-        part = _part(adapter, config, module, pair, targets[place], first)
+        part = _part(adapter, config, module, pair, targets[place], first, is_turned)
         ranks[place, expert] += part.rank
         parts.setdefault(place, []).append(part)
     if config.get("ensure_weight_tying"):
@@ -171,14 +175,17 @@ def _joined(parts: Sequence[LoraPart], size: LoraSize, dtype: torch.dtype) -> tu
     joined_b = torch.zeros(size.experts, size.channels, rank, dtype=dtype)
     for part in parts:
         ranks = slice(part.first_rank, part.first_rank + part.rank)
-        a, b = part.a.read(), part.scale * part.b.read().float()
+        a, b = part.a.read().float(), part.b.read().float()
         if part.module.expert is None:
-            joined_a[:, ranks] = a.unflatten(0, (size.experts, -1))
-            joined_b[:, :, ranks] = b.unflatten(1, (-1, size.experts)).permute(2, 0, 1)
+            a = a.unflatten(0, (size.experts, -1))
+            b = b.unflatten(1, (-1, size.experts)).permute(2, 0, 1)
+            a, b = (b.mT, a.mT) if part.is_turned else (a, b)
+            joined_a[:, ranks] = a
+            joined_b[:, :, ranks] = part.scale * b
         else:
             first = part.module.part * b.shape[0]
             joined_a[part.module.expert, ranks] = a.to(dtype)
-            joined_b[part.module.expert, first : first + b.shape[0], ranks] = b.to(dtype)
+            joined_b[part.module.expert, first : first + b.shape[0], ranks] = part.scale * b
     return joined_a, joined_b
 
 
@@ -297,6 +304,28 @@ def _module(
     raise _refused(adapter, f"it is on {name!r:.120}, which is {why}")
 
 
+def _is_turned(
+    adapter: LoRARequest,
+    config: Mapping[str, Any],
+    found: Sequence[tuple[AdaptedModule, Mapping[str, StoredTensor]]],
+    targets: Mapping[LoraPlace, LoraSize],
+) -> bool:
+    """Whether A of stacked experts is by outputs: all that are not square say so, or none does."""
+    stacks = [
+        (targets[module.place], pair["A"].shape)
+        for module, pair in found
+        if module.place.op == "experts" and module.expert is None and "A" in pair
+    ]
+    told = [shape[-1:] == (size.channels,) for size, shape in stacks if size.channels != size.depth]
+    if stacks and not told and not _SINCE_0_20.match(str(config.get("peft_version"))):
+        raise _refused(
+            adapter,
+            "it is on square weights of routed experts alone, and was saved before PEFT 0.20, so "
+            "that inputs and outputs can't be told apart; train it with a newer PEFT",
+        )
+    return any(told)
+
+
 def _part(
     adapter: LoRARequest,
     config: Mapping[str, Any],
@@ -304,6 +333,7 @@ def _part(
     pair: Mapping[str, StoredTensor],
     size: LoraSize,
     first_rank: int,
+    is_turned: bool,
 ) -> LoraPart:
     name = module.name
     if pair.keys() != {"A", "B"}:
@@ -320,8 +350,12 @@ def _part(
         )
     if module.expert is not None and module.expert >= size.experts:
         raise _refused(adapter, f"it is on {name!r:.120}, but there are {size.experts} experts")
-    count = size.experts if size.experts and module.expert is None else 1
-    shapes = (rank * count, size.depth), (size.channels // module.parts, rank * count)
+    is_stack = size.experts > 0 and module.expert is None
+    count = size.experts if is_stack else 1
+    depth, channels = size.depth, size.channels // module.parts
+    if is_stack and is_turned:
+        depth, channels = channels, depth
+    shapes = (rank * count, depth), (channels, rank * count)
     if a.shape != shapes[0] or b.shape != shapes[1]:
         wanted = " and ".join(f"[{rows:g}, {columns:g}]" for rows, columns in shapes)
         raise _refused(
@@ -333,7 +367,10 @@ def _part(
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise _refused(adapter, f"its tensors are {tensor.dtype}; save it in bfloat16")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return LoraPart(module=module, a=a, b=b, scale=scale, rank=int(rank), first_rank=first_rank)
+    return LoraPart(
+        module=module, a=a, b=b, scale=scale, rank=int(rank), first_rank=first_rank,
+        is_turned=is_turned,
+    )  # fmt: skip
 
 
 def _number(
@@ -354,6 +391,6 @@ def _number(
             raise _refused(adapter, f"{patterns} has {key!r:.80}: {error}") from error
     if isinstance(value, int | float) and not isinstance(value, bool):
         least = 1 if name == "r" else -_MOST
-        if least <= value <= _MOST:  # NaN is neither
+        if least <= value <= _MOST and (name != "r" or value == int(value)):  # NaN is neither
             return float(value)
     raise _refused(adapter, f"{name} in {_CONFIG} is {value!r:.80}, which is no such number")

@@ -150,6 +150,7 @@ O_PAIR = {A.replace(".q.", ".o."): torch.ones(2, 8), B.replace(".q.", ".o."): to
         ({**CONFIG, "some_new_method": {"a": 1}}, None, "it uses some_new_method"),
         ({**CONFIG, "r": 0}, None, "r in adapter_config.json is 0"),
         ({**CONFIG, "r": "2"}, None, "r in adapter_config.json is '2'"),
+        ({**CONFIG, "r": 2.5}, None, r"r in adapter_config.json is 2\.5"),
         ({**CONFIG, "lora_alpha": 10**400}, None, "lora_alpha in adapter_config.json is 1000"),
         ({**CONFIG, "lora_alpha": float("nan")}, None, "lora_alpha in adapter_config.json is nan"),
         ({**CONFIG, "lora_alpha": None}, None, "lora_alpha in adapter_config.json is None"),
@@ -181,15 +182,18 @@ def on(module: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     return {f"{name}.lora_A.weight": a.contiguous(), f"{name}.lora_B.weight": b.contiguous()}
 
 
-def test_experts_in_one_parameter(tmp_path: Path) -> None:
-    """The wrappers are in the order of the module's parameters, the last outermost."""
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_experts_in_one_parameter(is_turned: bool, tmp_path: Path) -> None:
+    """The wrappers are in the order of the module's parameters, the last outermost. Before 0.20
+    PEFT had A and B of most models turned."""
     gen = torch.Generator().manual_seed(2)
     a = {n: torch.randn(3, 2, k, generator=gen) for n, k in (("up", 8), ("down", 2))}
     b = {n: torch.randn(3, k, 2, generator=gen) for n, k in (("up", 4), ("down", 8))}
     wrapped = {"up": "1.experts.base_layer", "down": "1.experts"}
     tensors = {}
     for name, module in wrapped.items():
-        tensors |= on(module, a[name].flatten(0, 1), b[name].permute(1, 2, 0).flatten(1, 2))
+        left, right = (b[name].mT, a[name].mT) if is_turned else (a[name], b[name])
+        tensors |= on(module, left.flatten(0, 1), right.permute(1, 2, 0).flatten(1, 2))
     config = {
         **CONFIG,
         "target_parameters": ["experts.down", "1.experts.gate_up", "q.weight"],
@@ -249,6 +253,8 @@ STACKED = {"target_parameters": ["experts.gate_up"]}
         (STACKED, "1.experts.base_layer", ((6, 8), (4, 6)), EXPERTS, "is no linear of this mo"),
         ({**STACKED, "r": 5}, "1.experts", ((15, 8), (4, 15)), EXPERTS, "5 and the limit 4; raise "
          "max_lora_expert_rank"),
+        ({**STACKED, "peft_version": "0.19.1"}, "1.experts", ((6, 8), (8, 6)),
+         {LoraPlace(UP, "experts"): LoraSize(8, 8, 4, 3)}, "can't be told apart; train it with a"),
         ({}, "1.moe.experts.3.w2", ((2, 2), (8, 2)), EXPERTS, "but there are 3 experts"),
         ({}, "1.moe.experts.0.w1", ((2, 8), (4, 2)), EXPERTS, r"take \[2, 8\] and \[2, 2\]"),
         ({}, "1.experts", ((6, 8), (4, 6)), EXPERTS, "no linear of this model that takes"),
