@@ -367,6 +367,13 @@ ENGINE_OPTIONS = (
         help="Largest rank of an adapter. Slots take memory for it, and steps compute it.",
     ),
     EngineOption(
+        field="max_lora_expert_rank",
+        panel=BATCH_PANEL,
+        metavar="RANK",
+        help="Largest rank of an adapter on routed experts, each of which takes memory for it in "
+        "every slot. 0: such adapters are refused.",
+    ),
+    EngineOption(
         field="max_cpu_loras",
         panel=BATCH_PANEL,
         metavar="ADAPTERS",

@@ -1,5 +1,7 @@
 """`add_lora`: each row of a linear's output gets the low-rank part of the adapter that it picked.
 
+Of routed experts, each row picks an expert of its adapter too.
+
 LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685. Rows of many adapters in one product:
 Chen et al., Punica, 2023, https://arxiv.org/abs/2310.18547.
 """
@@ -15,7 +17,15 @@ from llmc.kernels.registry import Case, op
 
 
 @op(mutates=("out",))
-def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, bounds: Tensor, adapter: Tensor) -> None:
+def add_lora(
+    out: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bounds: Tensor,
+    adapter: Tensor,
+    expert: Tensor | None = None,
+) -> None:
     """out [..., N] += B A x [..., K] of each row's adapter; S rows in all, written in place.
 
     a [slots, P, R, K] and b [slots, R, N], in the dtype of x and `out`. The linear is P linears of
@@ -24,9 +34,16 @@ def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, bounds: Tensor, adapt
     adapter [S] int32: slot + 1 of each row; 0, or a number of no slot, leaves the row as it is.
     Ranks below R are padded with zeros, and the scale of an adapter is in b. Sums are in float32
     and rounded once.
+
+    Of routed experts, as in `expert_linear`: expert [S] int64 of each row, a [slots, E, R, K] and
+    b [slots, E, R, N], P = 1. adapter [T] is that of each token, whose S / T rows follow one
+    another. An expert outside [0, E) leaves the row as it is.
     """
     rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     edges = bounds.tolist()
+    if expert is not None:
+        adapter = of_experts(adapter, expert, *a.shape[:2])
+        a, b = a.flatten(0, 1).unsqueeze(1), b.flatten(0, 1)
     for number in adapter.unique().tolist():
         if not 0 < number <= a.shape[0]:
             continue
@@ -36,6 +53,13 @@ def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, bounds: Tensor, adapt
             low = given @ a[number - 1, part].float().T
             own = flat[mine, begin:end].float() + low @ b[number - 1, :, begin:end].float()
             flat[mine, begin:end] = own.to(out.dtype)
+
+
+def of_experts(adapter: Tensor, expert: Tensor, slots: int, experts: int) -> Tensor:
+    """For each row [S] 1 + the place of its A and B among those of all slots' experts; 0: none."""
+    slot = adapter.repeat_interleave(expert.shape[0] // adapter.shape[0])
+    is_there = (slot > 0) & (slot <= slots) & (expert >= 0) & (expert < experts)
+    return torch.where(is_there, (slot - 1) * experts + expert + 1, 0)
 
 
 @add_lora.cases
@@ -61,4 +85,18 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             draw(slots, rank, channels, scale=rank**-0.5),
             torch.tensor(edges, dtype=torch.int32, device=device),
             picked.to(device, torch.int32),
+        )
+    for tokens, choices, k, n, slots, experts, rank in (
+        (3, 2, 40, 24, 2, 4, 4),
+        (19, 3, 64, 33, 3, 5, 8),
+    ):
+        rows = tokens * choices
+        yield (
+            draw(rows, n),
+            draw(rows, k),
+            draw(slots, experts, rank, k, scale=k**-0.5),
+            draw(slots, experts, rank, n, scale=rank**-0.5),
+            torch.tensor([0, n], dtype=torch.int32, device=device),
+            torch.randint(-1, slots + 2, (tokens,), generator=gen).to(device, torch.int32),
+            torch.randint(-1, experts + 1, (rows,), generator=gen).to(device),
         )

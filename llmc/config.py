@@ -82,6 +82,7 @@ class EngineConfig:
     enable_lora: bool = False
     max_loras: int = 1  # adapters that steps use at a time, in slots of the device's memory
     max_lora_rank: int = 16
+    max_lora_expert_rank: int = 0  # of adapters on routed experts; 0: they are refused
     max_cpu_loras: int | None = None  # adapters kept in host memory; None: max_loras
     passes: Mapping[str, bool] = field(
         default_factory=dict
@@ -156,6 +157,12 @@ class EngineConfig:
             raise ConfigError(
                 f"max_loras must be at most {MOST_LORAS} and max_lora_rank at most "
                 f"{MOST_LORA_RANK}, got {self.max_loras} and {self.max_lora_rank}"
+            )
+        rank = self.max_lora_expert_rank
+        if type(rank) is not int or not 0 <= rank <= MOST_LORA_RANK:
+            raise ConfigError(
+                f"max_lora_expert_rank must be 0 to {MOST_LORA_RANK} (0: no adapters on routed "
+                f"experts), got {rank!r}"
             )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""`apply_lora`: LoRA adapters of the requests of a step, on every linear and embedding."""
+"""`apply_lora`: LoRA adapters of the requests of a step, on linears, embeddings, routed experts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from llmc.kernels.add_lora import add_lora
+from llmc.kernels.expert_linear import expert_linear
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import arguments, aten, calls, emit, is_call, val
+from llmc.passes.edit import arguments, aten, calls, emit, is_call, through, val
 from llmc.passes.inputs import (
     AdapterInput,
     StepInput,
@@ -23,19 +24,22 @@ from llmc.passes.inputs import (
     step_input,
     token_input,
 )
+from llmc.passes.sharding import RESHAPES
 
 
 @graph_pass()
-def apply_lora(gm: fx.GraphModule, *, slots: int = 0, rank: int = 0) -> Notes:
+def apply_lora(gm: fx.GraphModule, *, slots: int = 0, rank: int = 0, expert_rank: int = 0) -> Notes:
     """Add the adapters' part to the output of all linears and embeddings of parameters, in place.
 
     `slots` adapters are there at a time, of ranks up to `rank`; what is in the slots changes while
     the engine runs. Of a merged linear, each part has its own A, and its own columns of the output.
-    Of an embedding, A x is a row of A's transpose, which is looked up for each token.
+    Of an embedding, A x is a row of A's transpose, which is looked up for each token. Of routed
+    experts each has its own A and B, of ranks up to `expert_rank`; 0: none.
 
     Before:
         y = aten.linear(x, w)
         e = aten.embedding(w, ids)
+        z = llmc.expert_linear(rows, w [E, N, K], bias, aten.reshape(chosen [tokens, k], [-1]), ..)
     After:
         y = aten.linear(x, w)
         llmc.add_lora(y, x, a [slots, parts, rank, K], b [slots, rank, N], bounds [parts + 1],
@@ -43,23 +47,31 @@ def apply_lora(gm: fx.GraphModule, *, slots: int = 0, rank: int = 0) -> Notes:
         e = aten.embedding(w, ids)
         low = aten.index(a [slots, V, rank], [adapter - 1, ids])
         llmc.add_lora(e, low, identity [slots, 1, rank, rank], b [slots, rank, H], [0, H], adapter)
+        z = llmc.expert_linear(rows, w, bias, expert, ..)
+        llmc.add_lora(z, rows, a [slots, E, expert_rank, K], b [slots, E, expert_rank, N], [0, N],
+                      adapter, expert)
     """
     if not slots:
         return ["no --enable-lora was asked for"]
-    adapters = _Adapters(gm.graph, slots, rank)
+    adapters = _Adapters(gm.graph, slots, rank, expert_rank)
+    rewrites = {
+        aten.linear.default: adapters.on_linear,
+        aten.embedding.default: adapters.on_embedding,
+        expert_linear.overload: adapters.on_experts,
+    }
     left: Counter[str] = Counter()
-    for node in calls(gm.graph, aten.linear.default, aten.embedding.default):
+    for node in calls(gm.graph, *rewrites):
         if not any(is_call(user, add_lora.overload) for user in node.users):
-            is_linear = is_call(node, aten.linear.default)
-            left[adapters.on_linear(node) if is_linear else adapters.on_embedding(node)] += 1
+            left[rewrites[node.target](node)] += 1
     return [f"{count} {reason}" for reason, count in left.items() if reason]
 
 
 class _Adapters:
     """Rewrites calls; -> what was not rewritten and why, or ""."""
 
-    def __init__(self, graph: fx.Graph, slots: int, rank: int) -> None:
-        self._graph, self._slots, self._rank = graph, slots, rank
+    def __init__(self, graph: fx.Graph, slots: int, rank: int, expert_rank: int) -> None:
+        self._graph, self._slots = graph, slots
+        self._rank, self._expert_rank = rank, expert_rank
         self._rows = _Rows(graph)
         self._constants: dict[tuple[str, Any], fx.Node] = {}
 
@@ -111,6 +123,29 @@ class _Adapters:
             emit(graph, add_lora.overload, node, low, identity, b, bounds, adapter)
         return ""
 
+    def on_experts(self, node: fx.Node) -> str:
+        given = arguments(node)
+        role = input_of(given.weight)
+        chosen = through(given.expert, *RESHAPES)
+        if not self._expert_rank:
+            return "linears of routed experts: max_lora_expert_rank is 0"
+        if not isinstance(role, WeightInput) or len(role.parts) != 1:
+            return "linears of routed experts: the weight is computed"
+        if val(chosen).dim() != 2 or not self._rows.are_tokens(chosen):
+            return "linears of routed experts: their rows are not the tokens' choices in order"
+        experts, *size = (int(n) for n in val(given.weight).shape)
+        channels, depth = reversed(size) if given.transposed else size
+        role_a = AdapterInput(op="experts", matrix="a", weights=role.parts, widths=(channels,))
+        shape = experts, self._expert_rank
+        a = self._input(node, given.weight, role_a, *shape, depth)
+        b = self._input(node, given.weight, replace(role_a, matrix="b"), *shape, channels)
+        with self._graph.inserting_after(node):
+            emit(
+                self._graph, add_lora.overload, node, given.x, a, b,
+                self._bounds(node, (channels,)), self._rows.of_tokens(), given.expert,
+            )  # fmt: skip
+        return ""
+
     def _input(self, node: fx.Node, weight: fx.Node, role: AdapterInput, *shape: int) -> fx.Node:
         name = f"{weight.name}_{role.op}_lora_{role.matrix}"
         value = val(node).new_empty((self._slots, *shape))
@@ -146,14 +181,19 @@ class _Rows:
 
     def of(self, source: fx.Node) -> fx.Node | None:
         """int32, one for each row of `source`; None where these are not tokens or samples."""
-        lead = [str(n) for n in val(source).shape[:-1]]
         if is_call(source, aten.index_select.default) and input_of(
             arguments(source).index
         ) == StepInput(name="logits_index"):
             return self._once("row", self._by_sample)
-        if [n for n in lead if n != "1"] == [self._num_tokens]:
-            return self._once("token", self._by_token)
-        return None
+        return self.of_tokens() if self.are_tokens(source) else None
+
+    def are_tokens(self, source: fx.Node) -> bool:
+        """Whether `source` has a row for each token of the step."""
+        lead = [str(n) for n in val(source).shape[:-1]]
+        return [n for n in lead if n != "1"] == [self._num_tokens]
+
+    def of_tokens(self) -> fx.Node:
+        return self._once("token", self._by_token)
 
     def _once(self, name: str, make: Callable[[fx.Node], fx.Node]) -> fx.Node:
         if name not in self._made:

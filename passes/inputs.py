@@ -117,15 +117,15 @@ class WeightInput:
         return list(zip(self.parts, self.shards or [None] * len(self.parts), strict=True))
 
 
-AdaptedOp = Literal["linear", "embedding"]
+AdaptedOp = Literal["linear", "embedding", "experts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInput:
     """A or B of the LoRA adapters on one op, stacked by slot (passes/apply_lora.py).
 
-    `weights` are the parameters that a linear is made of, with `widths` output channels each; an
-    embedding has one.
+    `weights` are the parameters that a linear is made of, with `widths` output channels each;
+    embeddings and routed experts have one.
     """
 
     op: AdaptedOp = "linear"

@@ -57,6 +57,7 @@ class PipelineOptions:
     activation_bits: int | None = None  # of what meets those, or new ones; None: not rounded
     max_loras: int = 0  # LoRA adapters that steps can use at a time
     max_lora_rank: int = 0
+    max_lora_expert_rank: int = 0  # of those on routed experts; 0: none are
     pooling: Method | None = None  # None: tokens are sampled
     encoder: bool = False  # tokens see those after them too
     whole_images: Where = "none"  # layers in which a token of an image sees all of it
@@ -115,7 +116,9 @@ def pipeline(
         ),
         merge_linears(kept=options.kept),
         apply_lora(  # after merge_linears; before what reads halves of merged outputs
-            slots=options.max_loras, rank=options.max_lora_rank
+            slots=options.max_loras,
+            rank=options.max_lora_rank,
+            expert_rank=options.max_lora_expert_rank,
         ),
         share_rotary(max_positions=options.max_positions + options.long_text_from),
         fuse_rms_norm(),

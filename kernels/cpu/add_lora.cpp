@@ -16,17 +16,20 @@ constexpr int64_t kLows = 8;       // rows of A that a piece of work takes
 constexpr int64_t kStretch = 256;  // channels that a piece of work takes
 
 struct Block {
-  int64_t slot;
+  int64_t slot;  // of experts, slot * experts + expert
   int64_t rows[kRows];  // those behind the last are the first once more
   int64_t count;
 };
 
 std::vector<Block> blocks_of(const LoraArgs& a) {
   std::vector<Block> blocks;
-  std::vector<int64_t> open(a.slots, -1);  // the block of each slot that takes more rows
+  std::vector<int64_t> open(a.slots * a.experts, -1);  // the block of each that takes more rows
   for (int64_t row = 0; row < a.rows; ++row) {
-    const int64_t slot = int64_t(a.adapter[row]) - 1;
+    int64_t slot = int64_t(a.adapter[row / a.choices]) - 1;
     if (slot < 0 || slot >= a.slots) continue;
+    const int64_t expert = a.expert ? a.expert[row] : 0;
+    if (expert < 0 || expert >= a.experts) continue;
+    slot = slot * a.experts + expert;
     if (open[slot] < 0) {
       open[slot] = int64_t(blocks.size());
       blocks.push_back({slot, {row, row, row, row}, 0});
@@ -117,7 +120,8 @@ void all(const LoraArgs& a) {
 }  // namespace
 
 void add_lora(const LoraArgs& a) {
-  if (std::all_of(a.adapter, a.adapter + a.rows, [](int32_t one) { return one == 0; })) return;
+  const int32_t* end = a.adapter + a.rows / a.choices;
+  if (std::all_of(a.adapter, end, [](int32_t one) { return one == 0; })) return;
   with_type(a.dtype, [&](auto type) { all<decltype(type)>(a); });
 }
 

@@ -4,6 +4,7 @@
 #include "dtypes.h"
 #include "expert_linear.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -532,30 +533,36 @@ Tensor process_logits(const Tensor& logits, const Tensor& row, const Tensor& len
 }
 
 void add_lora(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor& b,
-              const Tensor& bounds, const Tensor& adapter) {
-  TORCH_CHECK(a.dim() == 4 && b.dim() == 3 && a.size(0) == b.size(0) && a.size(2) == b.size(1) &&
-                  bounds.numel() == a.size(1) + 1 && x.dim() >= 1 && out.dim() >= 1 &&
-                  x.size(-1) == a.size(3) && out.size(-1) == b.size(2) &&
-                  x.numel() == adapter.numel() * x.size(-1) &&
-                  out.numel() == adapter.numel() * out.size(-1),
+              const Tensor& bounds, const Tensor& adapter, const optional<Tensor>& expert) {
+  const int64_t rows = expert ? expert->numel() : adapter.numel();
+  const int64_t experts = expert ? a.size(1) : 1, parts = expert ? 1 : a.size(1);
+  const int64_t tokens = adapter.numel(), choices = std::max<int64_t>(1, tokens ? rows / tokens : 1);
+  TORCH_CHECK(a.dim() == 4 && b.dim() == (expert ? 4 : 3) && a.size(0) == b.size(0) &&
+                  (!expert || b.size(1) == experts) && a.size(2) == b.size(-2) &&
+                  bounds.numel() == parts + 1 && x.dim() >= 1 && out.dim() >= 1 &&
+                  x.size(-1) == a.size(3) && out.size(-1) == b.size(-1) &&
+                  rows == tokens * choices && x.numel() == rows * x.size(-1) &&
+                  out.numel() == rows * out.size(-1),
               "add_lora: out ", out.sizes(), ", x ", x.sizes(), ", a ", a.sizes(), ", b ",
-              b.sizes(), ", bounds ", bounds.sizes(), " and adapter ", adapter.sizes(),
-              " do not fit together");
+              b.sizes(), ", bounds ", bounds.sizes(), ", adapter ", adapter.sizes(), " and ", rows,
+              " rows do not fit together");
   TORCH_CHECK(out.is_contiguous() && a.is_contiguous() && b.is_contiguous() &&
                   bounds.is_contiguous() && adapter.is_contiguous(),
               "add_lora: out, a, b, bounds and adapter must be dense");
+  TORCH_CHECK(!expert || (expert->is_contiguous() && expert->scalar_type() == at::kLong),
+              "add_lora: expert must be dense and int64");
   TORCH_CHECK(out.scalar_type() == x.scalar_type() && a.scalar_type() == x.scalar_type() &&
                   b.scalar_type() == x.scalar_type(),
               "add_lora: out, a and b must be ", x.scalar_type(), " like x");
   const int32_t* edges = bounds.data_ptr<int32_t>();
-  const int64_t parts = a.size(1);
   for (int64_t p = 0; p <= parts; ++p)
-    TORCH_CHECK(edges[p] >= (p ? edges[p - 1] : 0) && edges[p] <= b.size(2),
-                "add_lora: bounds must rise from 0 to ", b.size(2));
+    TORCH_CHECK(edges[p] >= (p ? edges[p - 1] : 0) && edges[p] <= b.size(-1),
+                "add_lora: bounds must rise from 0 to ", b.size(-1));
   const Tensor input = x.contiguous();
   kernels->add_lora({dtype_of(x), input.data_ptr(), a.data_ptr(), b.data_ptr(), out.data_ptr(),
-                     edges, adapter.data_ptr<int32_t>(), adapter.numel(), x.size(-1), out.size(-1),
-                     a.size(0), parts, a.size(2),
+                     edges, adapter.data_ptr<int32_t>(),
+                     expert ? expert->data_ptr<int64_t>() : nullptr, rows, x.size(-1), out.size(-1),
+                     a.size(0), experts, choices, parts, a.size(2),
                      at::num_threads()});
 }
 

@@ -153,13 +153,17 @@ struct LinearArgs {  // all of one dtype; x, weight and out are rows with dense 
   int threads;
 };
 
-struct LoraArgs {  // x, a, b and out are dense and of one dtype
+// x, a, b and out are dense and of one dtype. Of routed experts, each slot has `experts` As and Bs, of one
+// part, and a token's `choices` rows follow one another; else both are 1.
+struct LoraArgs {
   Dtype dtype;
-  const void *x, *a, *b;  // [rows, depth], [slots, parts, rank, depth], [slots, rank, channels]
+  // [rows, depth], [slots, experts, parts, rank, depth], [slots, experts, rank, channels]
+  const void *x, *a, *b;
   void* out;              // [rows, channels], added to
   const int32_t *bounds;  // [parts + 1]: where the channels of each part begin
-  const int32_t *adapter; // [rows]: slot + 1, or a number of no slot
-  int64_t rows, depth, channels, slots, parts, rank;
+  const int32_t *adapter; // [rows / choices]: slot + 1, or a number of no slot
+  const int64_t *expert;  // [rows], or null
+  int64_t rows, depth, channels, slots, experts, choices, parts, rank;
   int threads;
 };
 

@@ -2,7 +2,7 @@
 
 Rows are sorted on the device, as in `expert_linear`; rows without an adapter sort before the first
 offset and have no tile, so that a step without adapters only sorts. The product with A is kept in
-float32 between the two kernels.
+float32 between the two kernels. Each expert of a slot counts as a slot.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.add_lora import add_lora
+from llmc.kernels.add_lora import add_lora, of_experts
 from llmc.kernels.triton.attention_plan import at, locate
 from llmc.kernels.triton.define import define, needs_upcast, on_device, same_dtype, takes
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K = 16, 64, 64
+_MOST_SLOTS = 8192  # whose rows each program counts
 
 
 @triton.jit
@@ -104,8 +105,17 @@ def lora_b_kernel(
 
 
 def plan(
-    out: Tensor, x: Tensor, a: Tensor, b: Tensor, bounds: Tensor, adapter: Tensor
+    out: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bounds: Tensor,
+    adapter: Tensor,
+    expert: Tensor | None = None,
 ) -> Plan[None]:
+    if expert is not None:
+        adapter = of_experts(adapter, expert, *a.shape[:2])
+        a, b = a.flatten(0, 1).unsqueeze(1), b.flatten(0, 1)
     rows, (slots, parts, rank, k) = adapter.shape[0], a.shape
     n = b.shape[2]
     given = x.reshape(rows, k)
@@ -151,7 +161,14 @@ def plan(
 
 
 def _supports(
-    *, out: Tensor, x: Tensor, a: Tensor, b: Tensor, bounds: Tensor, adapter: Tensor
+    *,
+    out: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bounds: Tensor,
+    adapter: Tensor,
+    expert: Tensor | None,
 ) -> bool:
     return (
         takes(out, x, a, b)
@@ -159,6 +176,7 @@ def _supports(
         and out.is_contiguous()
         and on_device(bounds, adapter)
         and a.shape[2] <= 256  # B's tile of all ranks is in registers
+        and (expert is None or (on_device(expert) and a.shape[0] * a.shape[1] <= _MOST_SLOTS))
     )
 
 

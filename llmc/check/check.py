@@ -31,7 +31,7 @@ from llmc.load_test.machine import package_versions
 from llmc.lora_request import LoRARequest
 from llmc.model_info import OnPhase
 from llmc.passes.layers import find_layers
-from llmc.runner.adapter_store import lora_targets, target_shapes
+from llmc.runner.adapter_store import lora_targets, target_sizes
 from llmc.startup.compile import build_as_stored, for_parameters
 from llmc.startup.resolve import ModelSource
 from llmc.startup.start import PhaseClock
@@ -205,9 +205,8 @@ def _read_adapters(
         node.name: torch.empty(node.meta["val"].shape, device="meta")
         for node, _ in program.adapter_inputs()
     }
-    shapes = target_shapes(lora_targets(program, bound))
-    rank = subject.options.pipeline.max_lora_rank
-    stored = [open_adapter(one, shapes, rank) for one in adapters]
+    sizes = target_sizes(lora_targets(program, bound))
+    stored = [open_adapter(one, sizes, program.parameters) for one in adapters]
     source, plain = subject.open_weights(), {}
     for name in {name for one in stored for name in one.copies}:
         plain[name] = torch.empty(subject.captured.parameters.shapes[name], dtype=dtype)

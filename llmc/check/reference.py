@@ -187,7 +187,7 @@ def _fill(source: WeightSource, tensors: Mapping[str, Tensor]) -> None:
 @contextlib.contextmanager
 def _adapted(module: nn.Module, adapter: LoraWeights | None) -> Iterator[None]:
     """The module with an adapter: each output of a linear or an embedding plus B A of its input,
-    as PEFT has it."""
+    and experts with B A added to their weights while they compute, as PEFT has it."""
 
     def added(op: AdaptedOp, a: Tensor, b: Tensor) -> Callable[..., Tensor]:
         def hook(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
@@ -202,12 +202,32 @@ def _adapted(module: nn.Module, adapter: LoraWeights | None) -> Iterator[None]:
 
         return hook
 
-    handles = [
-        module.get_submodule(place.weight.removesuffix(".weight")).register_forward_hook(
-            added(place.op, a, b)
-        )
-        for place, (a, b) in (adapter or {}).items()
-    ]
+    def on_experts(experts: nn.Module, name: str, a: Tensor, b: Tensor) -> list[Any]:
+        plain = experts.get_parameter(name)
+
+        def add(layer: nn.Module, args: Any) -> None:
+            change = b.to(plain.device, torch.float32) @ a.to(plain.device, torch.float32)
+            if getattr(layer, "is_transposed", False):
+                change = change.mT
+            adapted = (plain.float() + change).to(plain.dtype)
+            layer._parameters[name] = nn.Parameter(adapted, requires_grad=False)
+
+        def restore(layer: nn.Module, args: Any, output: Any) -> None:
+            layer._parameters[name] = plain
+
+        return [
+            experts.register_forward_pre_hook(add),
+            experts.register_forward_hook(restore, always_call=True),
+        ]
+
+    handles = []
+    for place, (a, b) in (adapter or {}).items():
+        if place.op == "experts":
+            owner, _, name = place.weight.rpartition(".")
+            handles += on_experts(module.get_submodule(owner), name, a, b)
+        else:
+            layer = module.get_submodule(place.weight.removesuffix(".weight"))
+            handles.append(layer.register_forward_hook(added(place.op, a, b)))
     try:
         yield
     finally:

@@ -64,6 +64,7 @@ class ProgramCache:
                     aliases={k: tuple(v) for k, v in parameters["aliases"].items()},
                     is_plain=bool(parameters["is_plain"]),
                     tables={k: float(v) for k, v in parameters["tables"].items()},
+                    experts={k: tuple(v) for k, v in parameters["experts"].items()},
                 ),
                 vocab_size=int(data["vocab_size"]),
                 dtype=getattr(torch, data["dtype"]),

@@ -66,6 +66,7 @@ class EngineOptions(TypedDict, total=False):
     enable_lora: bool
     max_loras: int
     max_lora_rank: int
+    max_lora_expert_rank: int
     max_cpu_loras: int | None
     passes: Mapping[str, bool]
     extra_passes: Sequence[object]

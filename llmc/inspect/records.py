@@ -133,7 +133,7 @@ def _input_name(node: fx.Node) -> str:
     if isinstance(role, AdapterInput):
         return (
             f"lora {role.matrix} of "
-            + ("rows of " if role.op == "embedding" else "")
+            + {"linear": "", "embedding": "rows of ", "experts": "experts "}[role.op]
             + " + ".join(_short_names(role.weights))
         )
     return f"constant {node.name}" if isinstance(role, ConstantInput) else node.name

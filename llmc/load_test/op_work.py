@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from llmc.kernels.add_lora import of_experts
 from llmc.kernels.attention import first_visible
 from llmc.kernels.quantized_linear import CHANNELS
 from llmc.kernels.step_inputs import ROW_TABLES
@@ -107,7 +108,8 @@ def _bytes_of(call: Call, name: str, tensor: Tensor, role: Input | None) -> int:
     if isinstance(role, StepInput) and role.name in ROW_TABLES:
         return 0  # a few values of each request
     if isinstance(role, AdapterInput):
-        return tensor.nbytes // tensor.shape[0] * len(_adapters(given))
+        used = _adapted_rows(given).unique().numel()
+        return int(used * _adapter_shape(tensor, given).numel() * tensor.element_size())
     if call.name in _EMBEDDINGS and name != _EMBEDDINGS[call.name]:
         rows = tensor.shape[0] * (CHANNELS if call.name == "quantized_embedding" else 1)
         return int(tensor.nbytes * given[_EMBEDDINGS[call.name]].numel() // rows)
@@ -115,14 +117,23 @@ def _bytes_of(call: Call, name: str, tensor: Tensor, role: Input | None) -> int:
         return tensor.nbytes // tensor.shape[0] * call.num_tokens
     if call.name in _PICKED and name == next(iter(given)):
         return min(_size(tensor), sum(_size(t) for t in tensors(call.result)))
-    if "expert" in given and role is not None:
+    if given.get("expert") is not None and role is not None:
         return int(tensor.nbytes * given["expert"].unique().numel() // tensor.shape[0])
     return _size(tensor)
 
 
-def _adapters(given: Mapping[str, Any]) -> list[int]:
-    """Those that the rows of an `add_lora` use."""
-    return [number for number in given["adapter"].unique().tolist() if number > 0]
+def _adapted_rows(given: Mapping[str, Any]) -> Tensor:
+    """The numbers of the A and B that rows of an `add_lora` use, of each that uses some."""
+    numbers: Tensor = given["adapter"]
+    expert = given.get("expert")
+    if expert is not None:
+        numbers = of_experts(numbers, expert, *given["a"].shape[:2])
+    return numbers[numbers > 0]
+
+
+def _adapter_shape(tensor: Tensor, given: Mapping[str, Any]) -> torch.Size:
+    """Of what a row uses of A or B: that of a slot, or of one expert there."""
+    return tensor.shape[1:] if given.get("expert") is None else tensor.shape[2:]
 
 
 def _operations(call: Call) -> int:
@@ -141,8 +152,8 @@ def _operations(call: Call) -> int:
         left, right = list(given.values())[1:3]
         return int(2 * left.numel() * right.shape[-1])
     if name == "add_lora":
-        rows = sum(int((given["adapter"] == n).sum()) for n in _adapters(given))
-        return int(2 * rows * (given["a"][0].numel() + given["b"][0].numel()))
+        sizes = (_adapter_shape(given[matrix], given).numel() for matrix in ("a", "b"))
+        return int(2 * _adapted_rows(given).numel() * sum(sizes))
     if name == "causal_conv":
         return int(2 * call.num_tokens * given["weight"].numel())
     if name in _STATE_OPERATIONS:

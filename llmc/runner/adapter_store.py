@@ -17,7 +17,9 @@ from torch import Tensor
 from llmc.compiler.program import Program
 from llmc.lora_request import LoRARequest
 from llmc.passes.inputs import AdapterInput, WeightInput
-from llmc.weights.lora import LoraPlace, LoraWeights, StoredAdapter, open_adapter, read_adapter
+from llmc.weights.lora import LoraWeights, StoredAdapter, open_adapter, read_adapter
+from llmc.weights.lora_places import LoraPlace, LoraSize
+from llmc.weights.parameters import Parameters
 
 _MOST_CHECKED = 256  # adapters whose headers are remembered
 
@@ -26,7 +28,8 @@ _MOST_CHECKED = 256  # adapters whose headers are remembered
 class LoraTarget:
     """Where the adapters on one parameter go: a [slots, R, K] and b [slots, R, N].
 
-    Of an embedding K is the number of its rows, and N the length of one.
+    Of an embedding K is the number of its rows, and N the length of one. Of routed experts
+    a [slots, E, R, K] and b [slots, E, R, N].
     """
 
     a: Tensor
@@ -45,6 +48,10 @@ def lora_targets(program: Program, bound: Mapping[str, Tensor]) -> LoraTargets:
     targets: LoraTargets = defaultdict(list)
     for role, matrices in pairs.items():
         for a, b in zip(matrices["a"], matrices["b"], strict=True):
+            if role.op == "experts":
+                (weight,) = role.weights
+                targets[LoraPlace(weight, role.op)].append(LoraTarget(a=a, b=b))
+                continue
             parts = a.transpose(1, 2).unsqueeze(1) if role.op == "embedding" else a
             first = 0
             for part, (weight, width) in enumerate(zip(role.weights, role.widths, strict=True)):
@@ -55,9 +62,13 @@ def lora_targets(program: Program, bound: Mapping[str, Tensor]) -> LoraTargets:
     return dict(targets)
 
 
-def target_shapes(targets: LoraTargets) -> dict[LoraPlace, tuple[int, int]]:
-    """N and K of each parameter that adapters may be on."""
-    return {place: (some[0].b.shape[2], some[0].a.shape[2]) for place, some in targets.items()}
+def target_sizes(targets: LoraTargets) -> dict[LoraPlace, LoraSize]:
+    """Of each parameter that adapters may be on."""
+    sizes = {}
+    for place, (target, *_) in targets.items():
+        *experts, rank, depth = target.a.shape[1:]
+        sizes[place] = LoraSize(target.b.shape[-1], depth, rank, *experts)
+    return sizes
 
 
 def plain_weights(program: Program, bound: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -77,33 +88,33 @@ def fill_slot(targets: LoraTargets, slot: int, weights: LoraWeights) -> None:
         target.b[slot - 1].zero_()  # what an earlier adapter left in A then counts for nothing
     for place, (given_a, given_b) in weights.items():
         for target in targets[place]:
-            rank = given_a.shape[0]
-            target.a[slot - 1][:rank].copy_(given_a)
-            target.b[slot - 1][:rank].copy_(given_b.T)
+            rank = given_a.shape[-2]
+            target.a[slot - 1][..., :rank, :].copy_(given_a)
+            target.b[slot - 1][..., :rank, :].copy_(given_b.mT)
 
 
 class AdapterStore:
     """Implements the engine's AdapterLoader protocol; `copy` is for the runner.
 
-    `plain`: parameters of the model, of which adapters may have copies. At most `max_in_memory`
-    adapters are in host memory, which is at least `num_slots`.
+    `parameters`: the model's; `plain`: those of which adapters may have copies. At most
+    `max_in_memory` adapters are in host memory, which is at least `num_slots`.
     """
 
     def __init__(
         self,
         targets: LoraTargets,
+        parameters: Parameters,
         plain: Mapping[str, Tensor],
         *,
         num_slots: int,
-        max_rank: int,
         max_in_memory: int,
     ) -> None:
         self.num_slots = num_slots
         self._targets = targets
+        self._parameters = parameters
         self._plain = plain
-        self._max_rank = max_rank
         self._max_in_memory = max_in_memory
-        self._shapes = target_shapes(targets)
+        self._sizes = target_sizes(targets)
         self._checked: OrderedDict[LoRARequest, StoredAdapter] = OrderedDict()
         # read or being read; least recently used first
         self._read: OrderedDict[LoRARequest, Future[LoraWeights]] = OrderedDict()
@@ -118,7 +129,7 @@ class AdapterStore:
     def _open(self, adapter: LoRARequest) -> StoredAdapter:
         stored = self._checked.get(adapter)
         if stored is None:
-            stored = open_adapter(adapter, self._shapes, self._max_rank)
+            stored = open_adapter(adapter, self._sizes, self._parameters)
             self._checked[adapter] = stored
             if len(self._checked) > _MOST_CHECKED:
                 self._checked.popitem(last=False)

@@ -172,9 +172,9 @@ def _adapters(
         )
     return AdapterStore(
         targets,
+        program.parameters,
         plain_weights(program, bound),
         num_slots=config.max_loras,
-        max_rank=config.max_lora_rank,
         max_in_memory=config.max_cpu_loras or config.max_loras,
     )
 

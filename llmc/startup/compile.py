@@ -78,6 +78,7 @@ def rewrite_options(source: ModelSource, kept: KeptWeights | None = None) -> Rew
             activation_bits=activation_bits(source),
             max_loras=config.max_loras if config.enable_lora else 0,
             max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
+            max_lora_expert_rank=config.max_lora_expert_rank if config.enable_lora else 0,
             pooling=_method(source),
             encoder=source.head.encoder,
             tensor_parallel_size=config.tensor_parallel_size,

@@ -4,6 +4,9 @@
     <module>.weight [N, K]; the module's output gets scale * B A x
     .lora_embedding_A [r, V], .lora_embedding_B [H, r] of an embedding [V, H]; x has a 1 for its row
     .base_layer.weight: the model's own, which must be what is served
+    of E routed experts in one parameter (lora_places.py): .lora_A.weight [E r, K], expert after
+    expert, and .lora_B.weight [N, r E], rank after rank; turned, as PEFT had it for many models
+    before 0.20, [E r, N] and [K, r E], and the output gets scale * A^T B^T x
 
 Whatever an adapter asks for beyond that is refused: it would be served wrong.
 """
@@ -13,10 +16,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +29,8 @@ from llmc.errors import CheckpointError, InvalidRequestError, reason_of
 from llmc.lora_request import LoRARequest
 from llmc.passes.inputs import AdaptedOp
 from llmc.weights.checkpoint import StoredTensor, open_file
+from llmc.weights.lora_places import AdaptedModule, AdaptedModules, LoraPlace, LoraSize
+from llmc.weights.parameters import Parameters
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 4 << 20
@@ -34,6 +40,8 @@ _KEY = re.compile(
 )
 _REPEATED_GROUP = re.compile(r"\)[*+{]")  # such a pattern can take for ever
 _MOST = 1e6  # that a rank or an alpha can be
+_SINCE_0_20 = re.compile(r"0\.[2-9]\d|[1-9]")
+_MOST_PARAMETERS = 4096  # named in target_parameters
 # How A and B began; others, such as PiSSA, take a part out of the model's weights.
 _STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 _COMPARED_AT_ONCE = 16 << 20  # bytes
@@ -45,42 +53,41 @@ _HARMLESS = frozenset(
         "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
         "lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version",
         "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules",
-        "task_type", "use_rslora",
+        "target_parameters", "task_type", "use_rslora",
     )
 )  # fmt: skip
 
 
-class LoraPlace(NamedTuple):
-    """What an adapter can be on: a parameter, as it is read by a linear or an embedding."""
-
-    weight: str
-    op: AdaptedOp = "linear"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraPart:
-    """The part of an adapter on one parameter: where its A [r, K] and B [N, r] are stored."""
+    """A and B that are stored for a module; their ranks follow others of the place, if any."""
 
+    module: AdaptedModule
     a: StoredTensor
     b: StoredTensor
     scale: float
+    rank: int
+    first_rank: int = 0
+    is_turned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredAdapter:
-    """Its parts, and copies that it has of the model's parameters."""
+    """Its parts on each place, and copies that it has of the model's parameters."""
 
-    parts: Mapping[LoraPlace, LoraPart]
+    parts: Mapping[LoraPlace, Sequence[LoraPart]]
+    sizes: Mapping[LoraPlace, LoraSize]
     copies: Mapping[str, StoredTensor]
 
 
-LoraWeights = dict[LoraPlace, tuple[Tensor, Tensor]]  # A [r, K] and scale * B [N, r]
+# A [r, K] and scale * B [N, r], of experts [E, r, K] and [E, N, r].
+LoraWeights = dict[LoraPlace, tuple[Tensor, Tensor]]
 
 
 def open_adapter(
-    adapter: LoRARequest, targets: Mapping[LoraPlace, tuple[int, int]], max_rank: int
+    adapter: LoRARequest, targets: Mapping[LoraPlace, LoraSize], parameters: Parameters
 ) -> StoredAdapter:
-    """No weight is read. `targets`: N and K of what adapters may be on.
+    """No weight is read. `targets`: what adapters may be on, among the model's parameters.
 
     Raises InvalidRequestError for an adapter that does not fit the model or can't be had.
     """
@@ -112,15 +119,23 @@ def open_adapter(
             copies[f"{module}.weight"] = tensor
     if not pairs:
         raise _refused(adapter, f"{_WEIGHTS} is empty")
-    parts = {
-        LoraPlace(f"{module}.weight", op): _part(
-            adapter, config, module, op, pair, targets, max_rank
-        )
-        for (module, op), pair in pairs.items()
-    }
+    modules = AdaptedModules(targets, parameters, config.get("target_parameters") or ())
+    found = [(_module(adapter, modules, *key, targets), pair) for key, pair in pairs.items()]
+    found.sort(key=lambda one: one[0].expert is not None)
+    is_turned = _is_turned(adapter, config, found, targets)
+    parts: dict[LoraPlace, list[LoraPart]] = {}
+    ranks: Counter[tuple[LoraPlace, int | None]] = Counter()
+    for module, pair in found:
+        place, expert = module.place, module.expert
+        first = ranks[place, None] + (0 if expert is None else ranks[place, expert])
+        part = _part(adapter, config, module, pair, targets[place], first, is_turned)
+        ranks[place, expert] += part.rank
+        parts.setdefault(place, []).append(part)
     if config.get("ensure_weight_tying"):
         _check_ties(adapter, parts, targets)
-    return StoredAdapter(parts=parts, copies=copies)
+    return StoredAdapter(
+        parts=parts, sizes={place: targets[place] for place in parts}, copies=copies
+    )
 
 
 def read_adapter(
@@ -138,9 +153,8 @@ def read_adapter(
     try:
         for name, copy in stored.copies.items():
             _check_copy(adapter, name, copy, plain.get(name))
-        for place, part in stored.parts.items():
-            a, b = part.a.read().float(), part.b.read().float()
-            made = a.to(dtype), (part.scale * b).to(dtype)
+        for place, parts in stored.parts.items():
+            made = _joined(parts, stored.sizes[place], dtype)
             if not all(bool(t.isfinite().all()) for t in made):
                 raise _refused(
                     adapter, f"its weights on {place.weight} are not finite (NaN or infinity)"
@@ -151,15 +165,37 @@ def read_adapter(
     return weights
 
 
+def _joined(parts: Sequence[LoraPart], size: LoraSize, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A and B of a place. What an expert has for some of its channels is zero for the others."""
+    if not size.experts:
+        (part,) = parts
+        return part.a.read().to(dtype), (part.scale * part.b.read().float()).to(dtype)
+    rank = max(part.first_rank + part.rank for part in parts)
+    joined_a = torch.zeros(size.experts, rank, size.depth, dtype=dtype)
+    joined_b = torch.zeros(size.experts, size.channels, rank, dtype=dtype)
+    for part in parts:
+        ranks = slice(part.first_rank, part.first_rank + part.rank)
+        a, b = part.a.read().float(), part.b.read().float()
+        if part.module.expert is None:
+            a = a.unflatten(0, (size.experts, -1))
+            b = b.unflatten(1, (-1, size.experts)).permute(2, 0, 1)
+            a, b = (b.mT, a.mT) if part.is_turned else (a, b)
+            joined_a[:, ranks] = a
+            joined_b[:, :, ranks] = part.scale * b
+        else:
+            first = part.module.part * b.shape[0]
+            joined_a[part.module.expert, ranks] = a.to(dtype)
+            joined_b[part.module.expert, first : first + b.shape[0], ranks] = part.scale * b
+    return joined_a, joined_b
+
+
 def _check_ties(
     adapter: LoRARequest, parts: Iterable[LoraPlace], targets: Iterable[LoraPlace]
 ) -> None:
     """Older versions of PEFT leave the head's part out, which newer ones make anew."""
-    ties = {
-        place.op
-        for place in parts
-        if {LoraPlace(place.weight, op) for op in get_args(AdaptedOp)} <= set(targets)
-    }
+    tied = {place.weight for place in targets if place.op == "embedding"}
+    tied &= {place.weight for place in targets if place.op == "linear"}
+    ties = {place.op for place in parts if place.weight in tied}
     if ties == {"embedding"}:
         raise _refused(
             adapter,
@@ -223,12 +259,11 @@ def _check_features(adapter: LoRARequest, config: Mapping[str, Any]) -> None:
         raise _refused(adapter, f"its peft_type is {config.get('peft_type')!r:.40}, not 'LORA'")
     if config.get("bias", "none") != "none":
         raise _refused(adapter, f"it trains biases (bias={config['bias']!r:.40})")
-    if config.get("target_parameters"):
-        raise _refused(
-            adapter,
-            f"it is on parameters (target_parameters={config['target_parameters']!r:.120}), as "
-            "PEFT adapts routed experts; those are not served",
-        )
+    asked = config.get("target_parameters") or []
+    if not isinstance(asked, list) or not all(isinstance(one, str) for one in asked):
+        raise _refused(adapter, f"target_parameters in {_CONFIG} is no list of names")
+    if len(asked) > _MOST_PARAMETERS:
+        raise _refused(adapter, f"target_parameters names {len(asked)}, over {_MOST_PARAMETERS}")
     start = config.get("init_lora_weights", True)
     if start is not None and start not in _STARTS:
         raise _refused(
@@ -245,43 +280,97 @@ def _check_features(adapter: LoRARequest, config: Mapping[str, Any]) -> None:
         )
 
 
+def _module(
+    adapter: LoRARequest,
+    modules: AdaptedModules,
+    name: str,
+    op: AdaptedOp,
+    targets: Mapping[LoraPlace, LoraSize],
+) -> AdaptedModule:
+    """What a module of the file is on, which is among the targets."""
+    found = modules.find(name, op)
+    if found is not None and found.place in targets:
+        return found
+    if found is None or found.place.op != "experts":
+        why = f"no {op} of this model that takes adapters"
+    elif any(place.op == "experts" for place in targets):
+        why = "part of routed experts whose code takes none"
+    else:
+        why = (
+            "part of routed experts, which take none: set max_lora_expert_rank "
+            "(--max-lora-expert-rank) to its rank, or to the sum of those of gate and up if it has "
+            "them apart (some models' experts take none at all: docs/lora.md)"
+        )
+    raise _refused(adapter, f"it is on {name!r:.120}, which is {why}")
+
+
+def _is_turned(
+    adapter: LoRARequest,
+    config: Mapping[str, Any],
+    found: Sequence[tuple[AdaptedModule, Mapping[str, StoredTensor]]],
+    targets: Mapping[LoraPlace, LoraSize],
+) -> bool:
+    """Whether A of stacked experts is by outputs: all that are not square say so, or none does."""
+    stacks = [
+        (targets[module.place], pair["A"].shape)
+        for module, pair in found
+        if module.place.op == "experts" and module.expert is None and "A" in pair
+    ]
+    told = [shape[-1:] == (size.channels,) for size, shape in stacks if size.channels != size.depth]
+    if stacks and not told and not _SINCE_0_20.match(str(config.get("peft_version"))):
+        raise _refused(
+            adapter,
+            "it is on square weights of routed experts alone, and was saved before PEFT 0.20, so "
+            "that inputs and outputs can't be told apart; train it with a newer PEFT",
+        )
+    return any(told)
+
+
 def _part(
     adapter: LoRARequest,
     config: Mapping[str, Any],
-    module: str,
-    op: AdaptedOp,
+    module: AdaptedModule,
     pair: Mapping[str, StoredTensor],
-    targets: Mapping[LoraPlace, tuple[int, int]],
-    max_rank: int,
+    size: LoraSize,
+    first_rank: int,
+    is_turned: bool,
 ) -> LoraPart:
-    target = targets.get(LoraPlace(f"{module}.weight", op))
-    if target is None:
-        raise _refused(
-            adapter,
-            f"it is on {module!r:.120}, which is no {op} of this model that takes adapters (routed "
-            "experts do not)",
-        )
+    name = module.name
     if pair.keys() != {"A", "B"}:
-        raise _refused(adapter, f"of {module!r:.120} it has lora_{next(iter(pair))} alone")
+        raise _refused(adapter, f"of {name!r:.120} it has lora_{next(iter(pair))} alone")
     a, b = pair["A"], pair["B"]
-    rank = _number(adapter, config, "r", "rank_pattern", module)
-    alpha = _number(adapter, config, "lora_alpha", "alpha_pattern", module)
-    if rank > max_rank:
+    rank = _number(adapter, config, "r", "rank_pattern", name)
+    alpha = _number(adapter, config, "lora_alpha", "alpha_pattern", name)
+    if first_rank + rank > size.max_rank:
+        option = "max_lora_expert_rank" if size.experts else "max_lora_rank"
         raise _refused(
             adapter,
-            f"its rank is {rank:g} and the limit {max_rank}; raise max_lora_rank (--max-lora-rank)",
+            f"its rank is {first_rank + rank:g} and the limit {size.max_rank}; raise {option} "
+            f"(--{option.replace('_', '-')})",
         )
-    channels, depth = target
-    if a.shape != (rank, depth) or b.shape != (channels, rank):
+    if module.expert is not None and module.expert >= size.experts:
+        raise _refused(adapter, f"it is on {name!r:.120}, but there are {size.experts} experts")
+    is_stack = size.experts > 0 and module.expert is None
+    count = size.experts if is_stack else 1
+    depth, channels = size.depth, size.channels // module.parts
+    if is_stack and is_turned:
+        depth, channels = channels, depth
+    shapes = (rank * count, depth), (channels, rank * count)
+    if a.shape != shapes[0] or b.shape != shapes[1]:
+        wanted = " and ".join(f"[{rows:g}, {columns:g}]" for rows, columns in shapes)
         raise _refused(
             adapter,
-            f"on {module!r:.120} it has lora_A {list(a.shape)} and lora_B {list(b.shape)}, but "
-            f"rank {rank:g} and this model take [{rank:g}, {depth}] and [{channels}, {rank:g}]",
+            f"on {name!r:.120} it has lora_A {list(a.shape)} and lora_B {list(b.shape)}, but "
+            f"rank {rank:g} and this model take {wanted}",
         )
     for tensor in (a, b):
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise _refused(adapter, f"its tensors are {tensor.dtype}; save it in bfloat16")
-    return LoraPart(a=a, b=b, scale=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return LoraPart(
+        module=module, a=a, b=b, scale=scale, rank=int(rank), first_rank=first_rank,
+        is_turned=is_turned,
+    )  # fmt: skip
 
 
 def _number(
@@ -302,6 +391,6 @@ def _number(
             raise _refused(adapter, f"{patterns} has {key!r:.80}: {error}") from error
     if isinstance(value, int | float) and not isinstance(value, bool):
         least = 1 if name == "r" else -_MOST
-        if least <= value <= _MOST:  # NaN is neither
+        if least <= value <= _MOST and (name != "r" or value == int(value)):  # NaN is neither
             return float(value)
     raise _refused(adapter, f"{name} in {_CONFIG} is {value!r:.80}, which is no such number")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -15,24 +17,30 @@ class Parameters:
     `is_plain`: transformers has no rule that changes a tensor of this architecture on loading, so
     a checkpoint that has all the names has all the parameters. `tables`: the mean of each buffer
     that is computed from the config though a checkpoint may hold it.
+
+    `experts`: of a parameter that stacks routed experts, the modules that one expert's part has in
+    checkpoints where each is stored by itself, in the order of its channels. {} is the expert.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, tuple[str, ...]]
     is_plain: bool
     tables: Mapping[str, float] = field(default_factory=dict)
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def describe_parameters(
     module: nn.Module, computed: Mapping[str, Tensor] | None = None
 ) -> Parameters:
-    """`computed`: buffers by name that are not read from a checkpoint."""
+    """`computed`: buffers by name that are not read from a checkpoint. Without it the module is
+    about to be filled, which asks for neither `tables` nor `experts`."""
     state = module.state_dict()
     return Parameters(
         shapes={name: tuple(p.shape) for name, p in state.items()},
         aliases=_aliases(module),
         is_plain=not _has_converters(module),
         tables={n: mean_of(t) for n, t in (computed or {}).items() if n in state},
+        experts={} if computed is None else _experts(module),
     )
 
 
@@ -57,3 +65,34 @@ def _has_converters(module: nn.Module) -> bool:
     # The rules for old names apply to every model; they rename and nothing else.
     rules = get_model_conversion_mapping(module, add_legacy=False)
     return any(not isinstance(rule, WeightRenaming) for rule in rules)
+
+
+def _experts(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Learned from how transformers takes a stack of two experts apart, whose two channels are
+    numbers: 0 and 1, 2 and 3."""
+    if not _has_converters(module):
+        return {}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model: Any = module  # a PreTrainedModel
+    found = {}
+    for name in [name for name, p in module.named_parameters() if p.dim() == 3]:
+        try:
+            parts = revert_weight_conversion(model, {name: torch.arange(4).view(2, 2, 1)})
+        except (RuntimeError, ValueError, KeyError, IndexError, TypeError, NotImplementedError):
+            continue
+        named = {tuple(t.flatten().tolist()): n.removesuffix(".weight") for n, t in parts.items()}
+        for pairs in ([((0, 1), (2, 3))], [((0,), (2,)), ((1,), (3,))]):  # one part each, or two
+            if named.keys() == {channels for pair in pairs for channels in pair}:
+                templates = tuple(_template(*(named[one] for one in pair)) for pair in pairs)
+                if all(templates):
+                    found[name] = templates
+    return found
+
+
+def _template(first: str, second: str) -> str:
+    """The module's names of experts 0 and 1 -> that with {} for the number; "" if there is none."""
+    pairs = list(zip(first.split("."), second.split("."), strict=False))
+    template = ".".join("{}" if pair == ("0", "1") else pair[0] for pair in pairs)
+    is_it = template.replace("{}", "0") == first and template.replace("{}", "1") == second
+    return template if is_it and template.count("{}") == 1 else ""

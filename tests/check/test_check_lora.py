@@ -17,7 +17,7 @@ from llmc.config import EngineConfig
 from llmc.errors import ConfigError, InvalidRequestError
 from llmc.lora_request import LoRARequest
 from llmc.runner.adapter_store import fill_slot
-from llmc.weights.lora import LoraPlace
+from llmc.weights.lora_places import LoraPlace
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,32 @@ def test_bfloat16_is_compared_in_float32_too(model: Path, adapters: list[LoRAReq
     assert made.certified and made.noise is not None
     assert made.float32 is not None and made.float32.relative < 2e-5
     assert made.dtype == str(torch.bfloat16).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_adapters_on_routed_experts(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_checkpoint(family, tmp_path / "model")
+    adapter = save_adapter(
+        load_reference(path), tmp_path / "experts", r=3, target_modules=["q_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )  # fmt: skip
+    config = EngineConfig(
+        model=str(path), device="cpu", opt_level=0, enable_lora=True, max_lora_expert_rank=3,
+        dtype="bfloat16" if family == "gpt_oss" else "float32",
+    )  # fmt: skip
+    made = check_model(config, adapters=[adapter])
+    exact = made.logits if made.float32 is None else made.float32
+    assert made.certified and exact.relative < 2e-5
+    place = LoraPlace("model.layers.1.mlp.experts.down_proj", "experts")
+
+    def without_one(targets, slot, weights):  # type: ignore[no-untyped-def]
+        a, b = weights[place]
+        fill_slot(targets, slot, {**weights, place: (a.roll(1, 0), b)})
+
+    monkeypatch.setattr(variants, "fill_slot", without_one)
+    assert not check_model(config, adapters=[adapter]).certified
 
 
 def test_what_can_not_be_checked(config: EngineConfig, adapters: list[LoRARequest]) -> None:

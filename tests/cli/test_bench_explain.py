@@ -19,7 +19,7 @@ from llmc.load_test.explain import Explanation, Limits, explain_steps
 from llmc.load_test.explain_report import format_table
 from llmc.load_test.observe import ObservedStep, OpRow
 from llmc.load_test.op_work import Call, RequestTokens, Work, work_of
-from llmc.passes.inputs import CacheInput, Input, StateInput, WeightInput
+from llmc.passes.inputs import AdapterInput, CacheInput, Input, StateInput, WeightInput
 
 LIMITS = Limits(bytes_per_s=1e10, operations_per_s=1e11)
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, LAYERS = 32, 4, 2, 8, 64, 96, 2
@@ -182,6 +182,27 @@ def test_of_tables_experts_and_states_what_is_used_counts() -> None:
     slots = torch.zeros(9, 16)
     found = call("linear_recurrence", [(1, 4), (2, 2)], state, torch.empty(3, 16), x=x, state=slots)
     assert found == Work(num_bytes=2 * x.nbytes + 2 * 2 * 16 * FLOAT, num_operations=2 * 3 * 16)
+
+
+def test_of_adapters_on_experts_those_that_rows_use_count() -> None:
+    a, b = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 4, 32)
+    roles: dict[str, Input] = {
+        "a": AdapterInput(op="experts", matrix="a", weights=("up",), widths=(32,)),
+        "b": AdapterInput(op="experts", matrix="b", weights=("up",), widths=(32,)),
+    }
+    # two tokens of two choices, the first without an adapter; the second chose one expert twice
+    adapter, expert, out = (
+        torch.tensor([0, 2]).int(),
+        torch.tensor([1, 2, 5, 5]),
+        torch.zeros(4, 32),
+    )
+    found = call(
+        "add_lora", [(2, 2)], roles, None, written="out", out=out, a=a, b=b, adapter=adapter,
+        expert=expert,
+    )  # fmt: skip
+    assert found.num_operations == 2 * 2 * 4 * (16 + 32)
+    used = 4 * (16 + 32) * FLOAT
+    assert found.num_bytes == used + 2 * out.nbytes + adapter.nbytes + expert.nbytes
 
 
 def test_a_view_has_no_work_and_what_is_written_to_counts_twice() -> None:

@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 import safetensors.torch
 import tiny_engine
-from tiny_adapters import peft_model, save_adapter
-from tiny_models import Continuation, continue_greedily, load_reference, prompts, save_checkpoint
+import torch
+from tiers import tiered
+from tiny_adapters import peft, peft_model, save_adapter
+from tiny_configs import save_random, tiny_config
+from tiny_models import (
+    FAMILIES,
+    Continuation,
+    continue_greedily,
+    load_reference,
+    prompts,
+    save_checkpoint,
+)
 
 from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
@@ -80,7 +90,6 @@ def make_subject(family: str, root: Path, *, copies: bool = True, **options: Any
     """`copies`: an adapter has copies of the embedding and the head, as PEFT saves it by itself."""
     changes = {"tie_word_embeddings": True} if family == "gemma3" else {}
     path = save_checkpoint(family, root / "model", **changes)
-    model = load_reference(path)
     on = LINEARS[family]
     is_conv = family == "gpt2"
     adapters = (
@@ -100,16 +109,25 @@ def make_subject(family: str, root: Path, *, copies: bool = True, **options: Any
             save_embedding_layers="auto" if copies else False,
         ),
     )  # fmt: skip
+    return serve(path, adapters, LENGTHS, **options)
+
+
+def serve(
+    path: Path,
+    adapters: Sequence[LoRARequest | None],
+    lengths: Sequence[int],
+    **options: Any,
+) -> Subject:
     expected = []
     for adapter in adapters:
-        with peft_model(model, adapter) as answering:
+        with peft_model(load_reference(path), adapter) as answering:
             expected.append(
-                tuple(continue_greedily(answering, p, NUM_TOKENS) for p in prompts(LENGTHS))
+                tuple(continue_greedily(answering, p, NUM_TOKENS) for p in prompts(lengths))
             )
     running = tiny_engine.start(
         path, enable_lora=True, max_loras=2, max_cpu_loras=2, max_lora_rank=8, **options
     )
-    return Subject(running=running, adapters=adapters, expected=tuple(expected))
+    return Subject(running=running, adapters=tuple(adapters), expected=tuple(expected))
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
@@ -193,15 +211,85 @@ def test_adapters_as_peft_can_be_asked_for_them(tmp_path: Path) -> None:
     file = Path(adapters[0].lora_path) / "adapter_model.safetensors"
     short = {name: tensor.bfloat16() for name, tensor in safetensors.torch.load_file(file).items()}
     safetensors.torch.save_file(short, file)
-    (prompt,) = prompts((12,))
-    expected = []
-    for adapter in adapters:
-        with peft_model(load_reference(path), adapter) as answering:
-            expected.append(continue_greedily(answering, prompt, NUM_TOKENS))
-    assert len({want.logprobs for want in expected}) == len(adapters)
-    subject = Subject(
-        running=tiny_engine.start(path, enable_lora=True, max_loras=2, max_lora_rank=8),
-        adapters=tuple(adapters),
-        expected=tuple((want,) for want in expected),
-    )
+    subject = serve(path, adapters, (12,))
+    answers = {want.logprobs for of_one in subject.expected for want in of_one}
+    assert len(answers) == len(adapters)
     subject.check(subject.engine())
+
+
+FEW = (1, 5, 19)
+ROUTED = {
+    "mixtral": "gate and up in one parameter",
+    "gpt_oss": "stored by input, with biases",
+    "nemotron_h": "no gate; beside recurrent states",
+    "longcat_flash": "in a loop of the model's own, some of which change nothing",
+}
+
+
+@pytest.mark.parametrize("family", tiered(ROUTED, "mixtral", "gpt_oss"))
+def test_routed_experts(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    if family in FAMILIES:
+        save_checkpoint(family, path)
+    else:
+        save_random(tiny_config(family), path)
+    up, down = f"experts.{'up' if family == 'nemotron_h' else 'gate_up'}_proj", "experts.down_proj"
+    # PEFT takes no adapters of different target_parameters together: each has a model of its own
+    asked: dict[str, dict[str, Any]] = {
+        "all": {"r": 3, "target_modules": ["k_proj", "q_a_proj"], "target_parameters": [up, down]},
+        "up": {
+            "r": 4, "lora_alpha": 2, "use_rslora": True, "target_modules": [],
+            "target_parameters": [up],
+        },
+        "down": {
+            "r": 2, "rank_pattern": {r".*\.1\..*down_proj": 5}, "target_modules": [],
+            "target_parameters": [down],
+        },
+    }  # fmt: skip
+    adapters: list[LoRARequest | None] = [
+        save_adapter(load_reference(path), tmp_path / name, number=i, **config)
+        for i, (name, config) in enumerate(asked.items(), start=1)
+    ]
+    subject = serve(path, [*adapters, None], FEW, max_lora_expert_rank=5)
+    test_adapters_change_the_answers(subject)
+    subject.check(subject.engine(), lengths=FEW)
+    subject.check(subject.engine(max_num_batched_tokens=16, num_blocks=19), lengths=FEW)
+
+
+def test_experts_by_themselves(tmp_path: Path) -> None:
+    """As of models that had a linear for each expert; PEFT joins them when it loads them."""
+    path = save_checkpoint("mixtral", tmp_path / "model")
+    shapes = {"w1": (64, 32), "w2": (32, 64), "w3": (64, 32)}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in range(2):
+        moe = f"base_model.model.model.layers.{layer}.block_sparse_moe"
+        for module, (n, k) in {
+            f"{moe}.experts.{expert}.{linear}": shape
+            for expert in range(4)
+            for linear, shape in shapes.items()
+        }.items():
+            tensors[f"{module}.lora_A.weight"] = 0.3 * torch.randn(3, k, generator=generator)
+            tensors[f"{module}.lora_B.weight"] = 0.3 * torch.randn(n, 3, generator=generator)
+    folder = tmp_path / "old"
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=3, lora_alpha=5, target_modules=list(shapes), inference_mode=True
+    )
+    config.save_pretrained(folder)
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
+    subject = serve(path, (LoRARequest("old", 1, str(folder)), None), FEW, max_lora_expert_rank=6)
+    test_adapters_change_the_answers(subject)
+    subject.check(subject.engine(), lengths=FEW)
+
+
+def test_experts_and_router_as_peft_takes_all_linears(tmp_path: Path) -> None:
+    """It makes parameters of what was linears: the router's weight, the stacks of experts."""
+    path = save_checkpoint("mixtral", tmp_path / "model")
+    adapter = save_adapter(
+        load_reference(path), tmp_path / "all", number=1, r=2, target_modules="all-linear"
+    )
+    config = (Path(adapter.lora_path) / "adapter_config.json").read_text()
+    assert '"gate.weight"' in config and '"gate_up_proj"' in config
+    subject = serve(path, (None, adapter), FEW, max_lora_expert_rank=4)
+    test_adapters_change_the_answers(subject)
+    subject.check(subject.engine(), lengths=FEW)

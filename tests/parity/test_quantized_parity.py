@@ -11,6 +11,7 @@ import torch
 from real_model import needs_model
 from shared_captures import shared_captures
 from tiers import tiered
+from tiny_adapters import peft_model, save_adapter
 from tiny_models import (
     continue_greedily,
     load_reference,
@@ -73,15 +74,24 @@ def test_the_quantized_weights_are_computed_with_exactly(checkpoint: Path, forma
 
 @pytest.mark.parametrize(("family", "format"), [("mixtral", "int4"), ("gpt_oss", "int8")])
 def test_so_are_those_of_routed_experts(family: str, format: Format, tmp_path: Path) -> None:
-    """gpt_oss has them by input, with biases."""
+    """gpt_oss has them by input, with biases. Beside them, in full, what an adapter adds."""
     path = save_checkpoint(family, tmp_path / family, **SIZES)
-    running = tiny_engine.start(path, quantization=format, activation_bits=32)
+    running = tiny_engine.start(
+        path, quantization=format, activation_bits=32, enable_lora=True, max_lora_expert_rank=2
+    )
     (report,) = [r for r in running.started.info.pass_reports if "quantize_linears" in r]
     assert "4 llmc.quantized_expert_linear.default" in report, "two layers of two"
+    stacks = ["experts.gate_up_proj", "experts.down_proj"]
+    adapter = save_adapter(
+        load_reference(path), tmp_path / "a", r=2, target_modules=[], target_parameters=stacks
+    )
     exact, asked = quantized_reference(path, format), prompts((3, 9, 17))
-    got = tiny_engine.generate(running.engine(), asked, 6)
-    want = [continue_greedily(exact, prompt, 6) for prompt in asked]
-    assert tiny_engine.differences(want, got) == (0, [])
+    for used in (None, adapter):
+        engine = running.engine(adapters=running.started.engine._features.adapters)
+        got = tiny_engine.generate(engine, asked, 6, adapter=used)
+        with peft_model(exact, used) as model:
+            want = [continue_greedily(model, prompt, 6) for prompt in asked]
+        assert tiny_engine.differences(want, got) == (0, [])
 
 
 @needs_model

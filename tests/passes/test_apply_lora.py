@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from tiny_graphs import (
@@ -18,6 +19,7 @@ from tiny_graphs import (
 )
 from torch import Tensor
 
+from llmc.kernels.expert_linear import expert_linear
 from llmc.passes.apply_lora import apply_lora
 from llmc.passes.inputs import AdapterInput
 from llmc.passes.merge_linears import merge_linears
@@ -125,6 +127,57 @@ def test_rows_of_an_embedding() -> None:
     plain[0, :2] += a[2, [3, 0]] @ b[2]
     torch.testing.assert_close(got, plain)
     assert_idempotent(gm, apply_lora(slots=SLOTS, rank=RANK))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_choices_of_experts_get_their_tokens_adapters(transposed: bool) -> None:
+    experts = 8
+    stack = rand(experts, 8, 6) if transposed else rand(experts, 6, 8)
+
+    def routed(token_ids: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        chosen = x[0].topk(2).indices
+        rows = x[0].unsqueeze(1).expand(-1, 2, -1).reshape(-1, 8)
+        out = expert_linear.overload(rows, w, None, chosen.reshape(-1), transposed)
+        return out.view(-1, 2, 6) * (token_ids + 1)[:, None, None]
+
+    inputs = {
+        "token_ids": INPUTS["token_ids"], "x": X, "w": weight("experts.up", stack),
+    }  # fmt: skip
+    gm = trace(routed, **inputs)
+    _, (report,) = apply(gm, apply_lora(slots=SLOTS, rank=RANK))
+    assert not report.changed
+    assert report.notes == ("1 linears of routed experts: max_lora_expert_rank is 0",)
+    rewritten, (report,) = apply(gm, apply_lora(slots=SLOTS, rank=RANK, expert_rank=3))
+    assert report.added["llmc.add_lora.default"] == 1 and not report.notes
+    given = Values.of(**inputs)
+    filled = Values(step={**given.step, **STEP}, weights=given.weights)
+    plain, got = run(gm, filled), run(rewritten, filled)
+    role_a, role_b = sorted(roles(rewritten, AdapterInput), key=lambda role: role.matrix)
+    assert (role_a.op, role_a.weights, role_a.widths) == ("experts", ("experts.up",), (6,))
+    a = draw_adapter(role_a, (SLOTS, experts, 3, 8))[2]
+    b = draw_adapter(role_b, (SLOTS, experts, 3, 6))[2]
+    for token in range(2):
+        for choice, expert in enumerate(X.tensor[0, token].topk(2).indices.tolist()):
+            low = X.tensor[0, token] @ a[expert].T
+            plain[token, choice] += (token + 1) * (low @ b[expert])
+    torch.testing.assert_close(got, plain)
+    assert_idempotent(gm, apply_lora(slots=SLOTS, rank=RANK, expert_rank=3))
+
+
+def test_experts_over_sorted_rows_are_left_alone() -> None:
+    def sorted_rows(token_ids: Tensor, x: Tensor, expert: Tensor, w: Tensor) -> Tensor:
+        rows = x[0].index_select(0, expert.argsort())
+        out: Tensor = expert_linear.overload(rows, w, None, expert.sort().values, False)
+        return out * token_ids[:, None]
+
+    inputs = {
+        "token_ids": INPUTS["token_ids"], "x": X, "expert": step(torch.tensor([1, 0, 1, 1, 0])),
+        "w": weight("experts.up", rand(2, 6, 8)),
+    }  # fmt: skip
+    _, (report,) = apply(trace(sorted_rows, **inputs), apply_lora(slots=1, rank=1, expert_rank=1))
+    assert report.notes == (
+        "1 linears of routed experts: their rows are not the tokens' choices in order",
+    )
 
 
 def test_off_by_default_and_what_is_left_alone() -> None:

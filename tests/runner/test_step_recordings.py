@@ -89,14 +89,17 @@ def test_an_op_that_torch_calls_may_write_to_its_arguments_and_make_a_result() -
         assert torch.equal(got, run()) and torch.equal(state, state_then)
 
 
+@pytest.mark.parametrize("experts", [0, 3])
 @torch.inference_mode()
-def test_rows_that_had_no_adapter_may_have_one_later() -> None:
-    x, base, adapter = torch.randn(2, 32), torch.randn(2, 16), torch.zeros(2, dtype=torch.int32)
-    a, b, bounds = torch.randn(1, 1, 4, 32), torch.randn(1, 4, 16), torch.tensor([0, 16]).int()
+def test_rows_that_had_no_adapter_may_have_one_later(experts: int) -> None:
+    rows = 4 if experts else 2
+    x, base, adapter = torch.randn(rows, 32), torch.randn(rows, 16), torch.zeros(2).int()
+    a, b = torch.randn(1, experts or 1, 4, 32), torch.randn(1, *([3] if experts else []), 4, 16)
+    bounds, expert = torch.tensor([0, 16]).int(), torch.tensor([2, 0, 1, 2]) if experts else None
 
     def run() -> Tensor:
         out: Tensor = ours("rms_norm", base, None, 1e-5, 0.0)
-        ours("add_lora", out, x, a, b, bounds, adapter)
+        ours("add_lora", out, x, a, b, bounds, adapter, expert)
         return out
 
     recorded = record(run)

@@ -25,6 +25,7 @@ from llmc.engine.messages import AddRequest
 from llmc.engine.options import EngineFeatures, EngineLimits, RowStates
 from llmc.engine.plan import Runner
 from llmc.engine.spec_decode.speculation import Speculation
+from llmc.lora_request import LoRARequest
 from llmc.runner import kv_cache
 from llmc.sampling_params import SamplingParams
 from llmc.startup.start import Started, start_engine
@@ -166,7 +167,12 @@ class Generated:
 
 
 def generate(
-    engine: EngineCore, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: Any
+    engine: EngineCore,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    *,
+    adapter: LoRARequest | None = None,
+    **sampling: Any,
 ) -> list[Generated]:
     """All prompts in one batch, greedy unless asked otherwise; fails on any request's error."""
     params = SamplingParams(
@@ -174,7 +180,14 @@ def generate(
         | sampling
     )
     for i, prompt in enumerate(prompts):
-        engine.add(AddRequest(request_id=str(i), prompt_token_ids=list(prompt), sampling=params))
+        engine.add(
+            AddRequest(
+                request_id=str(i),
+                prompt_token_ids=list(prompt),
+                sampling=params,
+                adapter=adapter,
+            )
+        )
     out = finish(engine)
     return [out[str(i)] for i in range(len(prompts))]
 

@@ -182,6 +182,19 @@ def lora(rows: int, rank: int, parts: int = 1) -> Plan[None]:
     )
 
 
+def lora_experts(tokens: int, rank: int) -> Plan[None]:
+    """Four slots on 128 experts, of which each token chose eight."""
+    return add_lora.plan(
+        meta(8 * tokens, 1536),
+        meta(8 * tokens, 2048),
+        meta(4, 128, rank, 2048),
+        meta(4, 128, rank, 1536),
+        ints(2),
+        ints(tokens),
+        longs(8 * tokens),
+    )
+
+
 def step_inputs() -> Plan[None]:
     tokens, rows = 8192, 64
     history, table = ints(257, 40961), ints(257, 2 * 2560)
@@ -388,6 +401,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "expert_linear many": lambda: experts(32768, transposed=True, bias=True),
     "add_lora few": lambda: lora(64, 16, parts=3),
     "add_lora many": lambda: lora(8192, 64),
+    "add_lora experts": lambda: lora_experts(64, 16),
     "fused_linear row": lambda: few_rows(1, 4096, 14336),
     "fused_linear row gated": lambda: few_rows(1, 28672, 4096, "silu"),
     "fused_linear few": lambda: few_rows(8, 4096, 14336),

@@ -13,12 +13,36 @@ from torch import Tensor
 
 from llmc.errors import InvalidRequestError
 from llmc.lora_request import LoRARequest
-from llmc.weights.lora import LoraPlace, open_adapter, read_adapter
+from llmc.weights.lora import open_adapter, read_adapter
+from llmc.weights.lora_places import LoraPlace, LoraSize
+from llmc.weights.parameters import Parameters
 
 TARGETS = {
-    LoraPlace("model.q.weight"): (6, 8),
-    LoraPlace("model.o.weight"): (8, 8),
-    LoraPlace("model.embed.weight", "embedding"): (8, 5),
+    LoraPlace("model.q.weight"): LoraSize(6, 8, 2),
+    LoraPlace("model.o.weight"): LoraSize(8, 8, 2),
+    LoraPlace("model.embed.weight", "embedding"): LoraSize(8, 5, 2),
+}
+UP, DOWN = "model.1.experts.gate_up", "model.1.experts.down"
+PARAMETERS = Parameters(
+    shapes={
+        "model.embed.weight": (5, 8),
+        "model.q.weight": (6, 8),
+        "model.o.weight": (8, 8),
+        UP: (3, 4, 8),
+        f"{UP}_bias": (3, 4),
+        DOWN: (3, 8, 2),
+    },
+    aliases={},
+    is_plain=False,
+    experts={
+        UP: ("model.1.moe.experts.{}.w1", "model.1.moe.experts.{}.w3"),
+        DOWN: ("model.1.moe.experts.{}.w2",),
+    },
+)
+EXPERTS = {
+    **TARGETS,
+    LoraPlace(UP, "experts"): LoraSize(4, 8, 4, 3),
+    LoraPlace(DOWN, "experts"): LoraSize(8, 2, 4, 3),
 }
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "bias": "none", "peft_version": "0.21"}
 
@@ -52,7 +76,7 @@ def save(path: Path, config: Any = CONFIG, tensors: dict[str, Tensor] | None = N
 )
 def test_scales(changes: dict[str, Any], scale: float, tmp_path: Path) -> None:
     adapter = save(tmp_path, {**CONFIG, **changes})
-    weights = read_adapter(adapter, open_adapter(adapter, TARGETS, 2), torch.float32, {})
+    weights = read_adapter(adapter, open_adapter(adapter, TARGETS, PARAMETERS), torch.float32, {})
     ((a, b),) = weights.values()
     stored = good_tensors()
     torch.testing.assert_close(a, stored["base_model.model.model.q.lora_A.weight"])
@@ -69,7 +93,7 @@ EMBEDDING = {
 def test_a_copy_of_the_models_embedding(tmp_path: Path) -> None:
     own = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     adapter = save(tmp_path, tensors={**EMBEDDING, COPY: own})
-    stored = open_adapter(adapter, TARGETS, 2)
+    stored = open_adapter(adapter, TARGETS, PARAMETERS)
     for served in (own, own.bfloat16()):  # PEFT would put the copy into a model of that dtype
         weights = read_adapter(adapter, stored, served.dtype, {"model.embed.weight": served})
         assert list(weights) == [LoraPlace("model.embed.weight", "embedding")]
@@ -86,21 +110,23 @@ def test_a_copy_of_the_models_embedding(tmp_path: Path) -> None:
 
 def test_a_tied_embedding_without_the_heads_part(tmp_path: Path) -> None:
     adapter = save(tmp_path, {**CONFIG, "ensure_weight_tying": True}, EMBEDDING)
-    assert open_adapter(adapter, TARGETS, 2).parts, "embedding and head are two weights"
+    assert open_adapter(adapter, TARGETS, PARAMETERS).parts, "embedding and head are two weights"
     tied = {
         **TARGETS,
-        LoraPlace("head.weight", "embedding"): (8, 5),
-        LoraPlace("model.embed.weight"): (5, 8),
-        LoraPlace("head.weight"): (5, 8),
+        LoraPlace("head.weight", "embedding"): LoraSize(8, 5, 2),
+        LoraPlace("model.embed.weight"): LoraSize(5, 8, 2),
+        LoraPlace("head.weight"): LoraSize(5, 8, 2),
     }
     with pytest.raises(InvalidRequestError, match="nothing on the head"):
-        open_adapter(adapter, tied, 2)
+        open_adapter(adapter, tied, PARAMETERS)
     head = {"head.lora_A.weight": torch.ones(2, 8), "head.lora_B.weight": torch.ones(5, 2)}
     both = save(tmp_path, {**CONFIG, "ensure_weight_tying": True}, {**EMBEDDING, **head})
-    assert len(open_adapter(both, tied, 2).parts) == 2
+    assert len(open_adapter(both, tied, PARAMETERS).parts) == 2
 
 
 A, B = "base_model.model.model.q.lora_A.weight", "base_model.model.model.q.lora_B.weight"
+# of a square weight it is not known which side is the inputs'
+O_PAIR = {A.replace(".q.", ".o."): torch.ones(2, 8), B.replace(".q.", ".o."): torch.ones(8, 2)}
 
 
 @pytest.mark.parametrize(
@@ -116,12 +142,15 @@ A, B = "base_model.model.model.q.lora_A.weight", "base_model.model.model.q.lora_
         ({**CONFIG, "init_lora_weights": "pissa"}, None, "init_lora_weights is 'pissa', which ch"),
         ({**CONFIG, "init_lora_weights": "olora"}, None, "path_initial_model_for_weight_conver"),
         ({**CONFIG, "init_lora_weights": ["eva"]}, None, r"init_lora_weights is \['eva'\]"),
-        ({**CONFIG, "target_parameters": ["experts.down_proj"]}, None, "adapts routed experts"),
+        ({**CONFIG, "target_parameters": "experts.down"}, None, "is no list of names"),
+        ({**CONFIG, "target_parameters": ["a"] * 4097}, None, "names 4097, over 4096"),
+        ({**CONFIG, "target_parameters": ["o.weight"]}, O_PAIR, "no linear of this model that ta"),
         ({**CONFIG, "lora_bias": True}, None, "it uses lora_bias"),
         ({**CONFIG, "bias": "lora_only"}, None, "trains biases"),
         ({**CONFIG, "some_new_method": {"a": 1}}, None, "it uses some_new_method"),
         ({**CONFIG, "r": 0}, None, "r in adapter_config.json is 0"),
         ({**CONFIG, "r": "2"}, None, "r in adapter_config.json is '2'"),
+        ({**CONFIG, "r": 2.5}, None, r"r in adapter_config.json is 2\.5"),
         ({**CONFIG, "lora_alpha": 10**400}, None, "lora_alpha in adapter_config.json is 1000"),
         ({**CONFIG, "lora_alpha": float("nan")}, None, "lora_alpha in adapter_config.json is nan"),
         ({**CONFIG, "lora_alpha": None}, None, "lora_alpha in adapter_config.json is None"),
@@ -144,32 +173,127 @@ def test_refused(
     config: Any, tensors: dict[str, Tensor] | None, reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidRequestError, match=reason) as caught:
-        open_adapter(save(tmp_path, config, tensors), TARGETS, 2)
+        open_adapter(save(tmp_path, config, tensors), TARGETS, PARAMETERS)
     assert "LoRA adapter 'one'" in str(caught.value)
+
+
+def on(module: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    name = f"base_model.model.model.{module}"
+    return {f"{name}.lora_A.weight": a.contiguous(), f"{name}.lora_B.weight": b.contiguous()}
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_experts_in_one_parameter(is_turned: bool, tmp_path: Path) -> None:
+    """The wrappers are in the order of the module's parameters, the last outermost. Before 0.20
+    PEFT had A and B of most models turned."""
+    gen = torch.Generator().manual_seed(2)
+    a = {n: torch.randn(3, 2, k, generator=gen) for n, k in (("up", 8), ("down", 2))}
+    b = {n: torch.randn(3, k, 2, generator=gen) for n, k in (("up", 4), ("down", 8))}
+    wrapped = {"up": "1.experts.base_layer", "down": "1.experts"}
+    tensors = {}
+    for name, module in wrapped.items():
+        left, right = (b[name].mT, a[name].mT) if is_turned else (a[name], b[name])
+        tensors |= on(module, left.flatten(0, 1), right.permute(1, 2, 0).flatten(1, 2))
+    config = {
+        **CONFIG,
+        "target_parameters": ["experts.down", "1.experts.gate_up", "q.weight"],
+        "alpha_pattern": {"experts.down": 3, "q": 100},
+    }
+    adapter = save(tmp_path, config, {**tensors, **good_tensors()})
+    stored = open_adapter(adapter, EXPERTS, PARAMETERS)
+    weights = read_adapter(adapter, stored, torch.float32, {})
+    scales = {"up": 4.0, "down": 1.5}
+    for name, place in (("up", LoraPlace(UP, "experts")), ("down", LoraPlace(DOWN, "experts"))):
+        torch.testing.assert_close(weights[place][0], a[name])
+        torch.testing.assert_close(weights[place][1], scales[name] * b[name])
+    q = weights[LoraPlace("model.q.weight")]  # PEFT compares the parameter's name: q.weight
+    torch.testing.assert_close(q[1], 4.0 * good_tensors()[B])
+
+
+def test_experts_by_themselves(tmp_path: Path) -> None:
+    """Gate and up are ranks of one A, and of B each has its channels. An expert may lack one."""
+    gen = torch.Generator().manual_seed(3)
+
+    def pair(rank: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(rank, k, generator=gen), torch.randn(n, rank, generator=gen)
+
+    gate, up, lone, down = pair(2, 2, 8), pair(1, 2, 8), pair(2, 2, 8), pair(2, 8, 2)
+    experts = "1.moe.experts"
+    adapter = save(
+        tmp_path,
+        {**CONFIG, "rank_pattern": {"experts.0.w3": 1}},
+        {
+            **on(f"{experts}.0.w3", *up),
+            **on(f"{experts}.0.w1", *gate),
+            **on(f"{experts}.2.w3", *lone),
+            **on(f"{experts}.1.w2", *down),
+        },
+    )
+    stored = open_adapter(adapter, EXPERTS, PARAMETERS)
+    weights = read_adapter(adapter, stored, torch.float32, {})
+    a, b = weights[LoraPlace(UP, "experts")]
+    want = torch.zeros(3, 4, 8)
+    want[0, :2], want[0, 2:] = 4 * gate[1] @ gate[0], 8 * up[1] @ up[0]
+    want[2, 2:] = 4 * lone[1] @ lone[0]
+    torch.testing.assert_close(b @ a, want)
+    a, b = weights[LoraPlace(DOWN, "experts")]
+    torch.testing.assert_close((b @ a)[1], 4 * down[1] @ down[0])
+    assert not (b @ a)[::2].any()
+
+
+STACKED = {"target_parameters": ["experts.gate_up"]}
+
+
+@pytest.mark.parametrize(
+    "config,module,shapes,targets,reason",
+    [
+        (STACKED, "1.experts", ((6, 8), (4, 6)), TARGETS, r"take none: set max_lora_expert_rank"),
+        ({}, "1.moe.experts.0.w2", ((2, 2), (8, 2)), TARGETS, "take none: set max_lora_expert_r"),
+        (STACKED, "1.experts", ((2, 8), (4, 2)), EXPERTS, r"take \[6, 8\] and \[4, 6\]"),
+        (STACKED, "1.experts.base_layer", ((6, 8), (4, 6)), EXPERTS, "is no linear of this mo"),
+        ({**STACKED, "r": 5}, "1.experts", ((15, 8), (4, 15)), EXPERTS, "5 and the limit 4; raise "
+         "max_lora_expert_rank"),
+        ({**STACKED, "peft_version": "0.19.1"}, "1.experts", ((6, 8), (8, 6)),
+         {LoraPlace(UP, "experts"): LoraSize(8, 8, 4, 3)}, "can't be told apart; train it with a"),
+        ({}, "1.moe.experts.3.w2", ((2, 2), (8, 2)), EXPERTS, "but there are 3 experts"),
+        ({}, "1.moe.experts.0.w1", ((2, 8), (4, 2)), EXPERTS, r"take \[2, 8\] and \[2, 2\]"),
+        ({}, "1.experts", ((6, 8), (4, 6)), EXPERTS, "no linear of this model that takes"),
+        ({"target_parameters": ["gate_up_bias"]}, "1.experts", ((2, 4), (3, 2)), EXPERTS,
+         "no linear of this model that takes"),
+        (STACKED, "1.experts", ((6, 8), (4, 6)), {**TARGETS, LoraPlace(DOWN, "experts"):
+         LoraSize(8, 2, 4, 3)}, "whose code takes none"),
+    ],
+)  # fmt: skip
+def test_refused_on_experts(
+    config: Any, module: str, shapes: Any, targets: Any, reason: str, tmp_path: Path
+) -> None:
+    adapter = save(tmp_path, {**CONFIG, **config}, on(module, *map(torch.ones, shapes)))
+    with pytest.raises(InvalidRequestError, match=reason):
+        open_adapter(adapter, targets, PARAMETERS)
 
 
 def test_weights_that_are_not_finite(tmp_path: Path) -> None:
     for wrong in (float("nan"), float("inf"), 3e38):  # times the scale, the last is infinite
         adapter = save(tmp_path, tensors={**good_tensors(), B: torch.full((6, 2), wrong)})
-        parts = open_adapter(adapter, TARGETS, 2)
+        parts = open_adapter(adapter, TARGETS, PARAMETERS)
         with pytest.raises(InvalidRequestError, match=r"model\.q\.weight are not finite"):
             read_adapter(adapter, parts, torch.float32, {})
 
 
 def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="is no directory with"):
-        open_adapter(LoRARequest("one", 1, str(tmp_path / "nowhere")), TARGETS, 2)
+        open_adapter(LoRARequest("one", 1, str(tmp_path / "nowhere")), TARGETS, PARAMETERS)
     adapter = save(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
-    parts = open_adapter(adapter, TARGETS, 2)
+    parts = open_adapter(adapter, TARGETS, PARAMETERS)
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(InvalidRequestError, match="no whole safetensors file"):
-        open_adapter(adapter, TARGETS, 2)
+        open_adapter(adapter, TARGETS, PARAMETERS)
     with pytest.raises(InvalidRequestError, match="ends inside tensor"):
         read_adapter(adapter, parts, torch.float32, {})
     file.rename(tmp_path / "adapter_model.bin")
     with pytest.raises(InvalidRequestError, match="pickled adapter_model.bin, which is not opened"):
-        open_adapter(adapter, TARGETS, 2)
+        open_adapter(adapter, TARGETS, PARAMETERS)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""What the modules in an adapter's file are on: a parameter, and of routed experts which of them.
+
+<module>                    the linear or embedding whose weight is <module>.weight
+<module>[.base_layer ...]   of `target_parameters`: PEFT wraps the module once for each of its
+                            parameters that is named there, in their order, the first innermost
+<experts>.<number>.<linear> one expert's part of a parameter that stacks them, as checkpoints
+                            have it that store each expert by itself
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llmc.passes.inputs import AdaptedOp
+from llmc.weights.parameters import Parameters
+
+_NUMBER = re.compile(r"(?<=\.)\d{1,6}(?=\.)", re.ASCII)
+
+
+class LoraPlace(NamedTuple):
+    """What an adapter can be on: a parameter, as it is read by a linear or an embedding."""
+
+    weight: str
+    op: AdaptedOp = "linear"
+
+
+class LoraSize(NamedTuple):
+    """N and K of a place, the largest rank there, and how many experts (0: no stack of them)."""
+
+    channels: int
+    depth: int
+    max_rank: int
+    experts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedModule:
+    """`name` is what PEFT compares its patterns with.
+
+    `expert`: the one that it is on, and there on a part of the channels, of so many `parts`; None:
+    on all that is at `place`.
+    """
+
+    place: LoraPlace
+    name: str
+    expert: int | None = None
+    part: int = 0
+    parts: int = 1
+
+
+class AdaptedModules:
+    """`target_parameters`: those of the adapter's config."""
+
+    def __init__(
+        self,
+        targets: Mapping[LoraPlace, LoraSize],
+        parameters: Parameters,
+        target_parameters: Sequence[str],
+    ) -> None:
+        self._targets = targets
+        self._parameters = parameters
+        self._wrapped = _wrapped(parameters, target_parameters)
+        self._experts = {
+            template: (name, part, len(templates))
+            for name, templates in parameters.experts.items()
+            for part, template in enumerate(templates)
+        }
+
+    def find(self, module: str, op: AdaptedOp) -> AdaptedModule | None:
+        """None where it can't be told, or is neither experts nor plainly a linear's weight."""
+        if op == "embedding":
+            return AdaptedModule(place=LoraPlace(f"{module}.weight", op), name=module)
+        parameter = self._wrapped.get(module)
+        if parameter is not None:
+            return self._of_parameter(parameter)
+        for number in _NUMBER.finditer(module):
+            template = f"{module[: number.start()]}{{}}{module[number.end() :]}"
+            if template in self._experts:
+                name, part, parts = self._experts[template]
+                return AdaptedModule(
+                    place=LoraPlace(name, "experts"),
+                    name=module,
+                    expert=int(number[0]),
+                    part=part,
+                    parts=parts,
+                )
+        return AdaptedModule(place=LoraPlace(f"{module}.weight"), name=module)
+
+    def _of_parameter(self, name: str) -> AdaptedModule | None:
+        shape = self._parameters.shapes[name]
+        if len(shape) == 3:
+            return AdaptedModule(place=LoraPlace(name, "experts"), name=name)
+        # A square weight may be stored the other way round, and one of several names has several
+        # readers, of which PEFT adapts one.
+        place = LoraPlace(name)
+        size = self._targets.get(place)
+        is_plain = size is not None and shape == size[:2] != size[1::-1]
+        if not is_plain or name in self._parameters.aliases:
+            return None
+        return AdaptedModule(place=place, name=name)
+
+
+def _wrapped(parameters: Parameters, asked: Sequence[str]) -> dict[str, str]:
+    """The parameter that each of PEFT's wrappers is on, by the wrapper's name in the file."""
+    endings = tuple(f".{one}" for one in asked)
+    of_module: dict[str, list[str]] = {}
+    for name in parameters.shapes:
+        if f".{name}".endswith(endings):
+            of_module.setdefault(name.rpartition(".")[0], []).append(name)
+    return {
+        module + ".base_layer" * (len(names) - 1 - i): name
+        for module, names in of_module.items()
+        for i, name in enumerate(names)
+    }
