@@ -210,7 +210,7 @@ ENGINE_OPTIONS = (
         panel=MODEL_PANEL,
         metavar=_choices(TASKS),
         help="What the model is served for: text, embeddings of its hidden states, or a "
-        "classifier's scores. auto: what its files say.",
+        "classifier's scores; token_: those of each token. auto: what its files say.",
     ),
     EngineOption(
         field="pooling",

@@ -23,7 +23,13 @@ from llmc.server.ollama_protocol import (
     OllamaChatBody,
     ShowBody,
 )
-from llmc.server.pooling_protocol import EmbeddingBody, InputBody, RerankBody, ScoreBody
+from llmc.server.pooling_protocol import (
+    EmbeddingBody,
+    InputBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 from llmc.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -43,7 +49,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
     "/v1/embeddings": EmbeddingBody,
-    "/pooling": EmbeddingBody,
+    "/pooling": PoolingBody,
     "/classify": InputBody,
     "/score": ScoreBody,
     "/v1/score": ScoreBody,
