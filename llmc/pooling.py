@@ -22,9 +22,10 @@ POOLING_TASKS: tuple[Task, ...] = ("embed", "classify", "token_embed", "token_cl
 TOKEN_TASKS = ("token_embed", "token_classify")
 TASKS = ("auto", "generate", "pooling", "score", "reward", *POOLING_TASKS)
 # As sentence-transformers names them: of the last token, of the first one, or a mean of all tokens:
-# plain, weighted by their places from 1, or with the sum divided by the root of their number.
-Method = Literal["last", "cls", "mean", "weightedmean", "mean_sqrt_len"]
-METHODS: tuple[Method, ...] = ("last", "cls", "mean", "weightedmean", "mean_sqrt_len")
+# plain, weighted by their places from 1, or with the sum divided by the root of their number; or
+# the greatest value of each channel.
+Method = Literal["last", "cls", "mean", "weightedmean", "mean_sqrt_len", "max"]
+METHODS: tuple[Method, ...] = ("last", "cls", "mean", "weightedmean", "mean_sqrt_len", "max")
 POOLINGS = ("auto", *METHODS)
 Activation = Literal["softmax", "sigmoid", "none"]
 DENSE = "llmc_dense_{}"  # the name of a Dense layer in a module

@@ -232,11 +232,12 @@ def _embedder(config: EngineConfig, of_tokens: bool, path: Path, facts: ConfigFa
 def _stated_method(folder: Path) -> Method:
     stated = parse_json(folder / "config.json")
     named = stated.get("pooling_mode")  # newer directories; older ones have a switch for each
-    modes = [named] if named else [name for field, name in _MODES.items() if stated.get(field)]
+    modes = named if isinstance(named, list) else [named] if named else []
+    modes = modes or [name for field, name in _MODES.items() if stated.get(field)] or ["mean"]
     found = _method_named(_LONG.get(str(modes[0]), str(modes[0]))) if len(modes) == 1 else None
     if found is None:
         raise CheckpointError(
-            f"{folder.name}/config.json asks for {' and '.join(map(str, modes)) or 'no'} pooling; "
+            f"{folder.name}/config.json asks for {' and '.join(map(str, modes))} pooling; "
             f"served is one of {', '.join(METHODS)} (--pooling chooses one)"
         )
     return found

@@ -64,6 +64,8 @@ def pooled(states: torch.Tensor, method: str) -> torch.Tensor:
         "last": states[-1],
         "mean": states.mean(0),
         "weightedmean": (states * weight).sum(0) / weight.sum(),
+        "mean_sqrt_len": states.sum(0) / len(states) ** 0.5,
+        "max": states.amax(0),
     }[method]
 
 
@@ -72,6 +74,7 @@ CASES = [
     ("qwen3", "last"),
     ("qwen3", "mean"),
     ("gemma3", "weightedmean"),
+    ("gemma3", "max"),
     ("gpt_oss", "last"),
 ]
 
@@ -332,7 +335,11 @@ def test_what_can_not_be_served_is_refused_by_name(tmp_path: Path) -> None:
     refused(ConfigError, "pooling and normalize are for", pooling="mean")
     refused(ConfigError, "enable_lora is for models that gen", task="embed", enable_lora=True)
     as_sentence_transformer(path, "pooling_mode_max_tokens", dense=False)
-    refused(CheckpointError, "asks for max pooling")
+    both = {"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": True}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(both))
+    refused(CheckpointError, "asks for mean and max pooling")
+    (path / "1_Pooling" / "config.json").write_text('{"pooling_mode": ["cls", "lasttoken"]}')
+    refused(CheckpointError, "asks for cls and lasttoken pooling")
     (path / "modules.json").write_text('[{"type": "own.Transformer", "path": ""}]')
     refused(CheckpointError, "has a module own.Transformer")
     (path / "modules.json").write_text('[{"type": "x.Transformer", "path": "../x"}]')
