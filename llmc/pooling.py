@@ -114,6 +114,11 @@ class PoolingInfo:
     def classifies(self) -> bool:
         return self.task in ("classify", "token_classify")
 
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether texts can be compared: by their embeddings, or as one label of both."""
+        return self.task == "embed" or (self.task == "classify" and self.size == 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:

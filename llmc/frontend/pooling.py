@@ -70,7 +70,7 @@ class Scoring:
         """
         self._info = info = inputs.need_pooling("embed", "classify")
         self._params = params
-        if info.task == "classify" and info.size != 1:
+        if not info.scores_pairs:
             raise InvalidRequestError(
                 f"this classifier has {info.size} labels; texts are scored by one with a single "
                 "label, or by embeddings. /classify and LLM.classify give its labels",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from live_server import Live, live_server
-from tiny_chat import TinyChat, start_tiny_chat, tiny_chat_model
+from tiny_chat import TinyChat, save_tiny_classifier, start_tiny_chat
 
 from llmc.server import pooling
 
@@ -149,23 +149,11 @@ def test_a_model_that_generates_says_how_to_embed() -> None:
             assert response.status_code == 400 and "--task embed" in response.text
 
 
-def save_classifier(path: Path, maker: Any) -> Any:
-    import transformers as tf
-
-    config = tf.AutoConfig.from_pretrained(tiny_chat_model(), num_labels=2)
-    config.id2label = {0: "bad", 1: "good"}
-    model = maker.from_config(config).eval()
-    model.save_pretrained(path)
-    for file in tiny_chat_model().glob("tokenizer*"):
-        (path / file.name).write_bytes(file.read_bytes())
-    return model
-
-
 def test_a_classifier_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     import transformers as tf
 
-    model = save_classifier(tmp_path, tf.AutoModelForTokenClassification)
+    model = save_tiny_classifier(tmp_path, tf.AutoModelForTokenClassification)
     with live_server(over=start_tiny_chat(tmp_path, max_model_len=64)) as live:
         tokens = [live.post("/tokenize", {"prompt": text}).json()["tokens"] for text in TEXTS]
         with torch.no_grad():
@@ -207,7 +195,7 @@ def test_a_classifier(tmp_path: Path) -> None:
     import torch
     import transformers as tf
 
-    model = save_classifier(tmp_path, tf.AutoModelForSequenceClassification)
+    model = save_tiny_classifier(tmp_path, tf.AutoModelForSequenceClassification)
     assert "id2label" in json.loads((tmp_path / "config.json").read_text())
     with live_server(over=start_tiny_chat(tmp_path, max_model_len=64)) as live:
         tokens = live.post("/tokenize", {"prompt": TEXTS[0]}).json()["tokens"]
