@@ -34,6 +34,7 @@ from llmc.kernels.quantized_linear import (
     EXACT_BITS,
     FORMATS,
     Format,
+    mxfp4_draw,
     quantization_of,
     quantize,
 )
@@ -47,6 +48,7 @@ from llmc.load_test.report import context, write_json
 SHAPES = "1024x6144,4096x4096"
 ROWS = "1,2,4,8,16,32,64,256,1024"
 ROUNDED = ("int8/16", "int4/16", "int4/8")  # weight and bits of x, where CPUs multiply integers
+STORED = (*FORMATS, "mxfp4")
 PLAIN = ("float32", "bfloat16", "float16")
 LIMIT_SIZE = 2048  # of the square product that gives the rate of operations
 COLD_BYTES = 300e6
@@ -121,8 +123,8 @@ def linears(depth: int, channels: int, formats: Iterable[str]) -> Iterator[Conte
             yield from _plain(weight, getattr(torch, name))
         else:
             format, _, bits = name.partition("/")
-            if format not in FORMATS or (bits and name not in ROUNDED):
-                known = ", ".join((*PLAIN, *FORMATS, *ROUNDED))
+            if format not in STORED or (bits and name not in ROUNDED):
+                known = ", ".join((*PLAIN, *STORED, *ROUNDED))
                 raise SystemExit(f"error: --formats has {name!r}; known are {known}")
             yield _low_bit(weight, cast(Format, format), int(bits or EXACT_BITS), name)
 
@@ -141,10 +143,13 @@ def _plain(weight: Tensor, dtype: torch.dtype) -> Iterator[Contestant]:
 
 
 def _low_bit(weight: Tensor, format: Format, bits: int, name: str) -> Contestant:
-    to = quantization_of(format, *weight.shape)
-    if to is None:
-        raise SystemExit(f"error: {tuple(weight.shape)} can't be stored in {format}")
-    low, scale = quantize(weight, to)
+    if format == "mxfp4":  # no model is quantized to it here
+        low, scale = mxfp4_draw(torch.Generator().manual_seed(0), *weight.shape)
+    else:
+        to = quantization_of(format, *weight.shape)
+        if to is None:
+            raise SystemExit(f"error: {tuple(weight.shape)} can't be stored in {format}")
+        low, scale = quantize(weight, to)
     size = low.numel() + scale.numel() * scale.element_size()
     copies = [_in_huge_pages(low) for _ in range(_copies(size))]
     return Contestant(
@@ -223,7 +228,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="per shape and row count")
     parser.add_argument("--rows", default=ROWS)
     rounded = ROUNDED if multiplies_integers() else ()
-    parser.add_argument("--formats", default=",".join((*PLAIN, *FORMATS, *rounded)))
+    parser.add_argument("--formats", default=",".join((*PLAIN, *STORED, *rounded)))
     parser.add_argument("--shapes", default=SHAPES, help="KxN, comma-separated")
     parser.add_argument("--output-json", type=Path)
     args = parser.parse_args()

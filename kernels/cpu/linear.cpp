@@ -10,7 +10,8 @@ namespace {
 
 constexpr int64_t kMaxTileRows = 192, kTileChannels = 16;
 constexpr int64_t kMaxStreamRows = 2;  // up to here reading is faster line by line than by tiles
-constexpr int64_t kMaxDotRows = 4;     // and by dot products than by panels
+constexpr int64_t kFewRows = 4;        // and by dot products than by pairs, or by columns of it
+constexpr int64_t kMaxDotRows = kNative == 8 ? 32 : 16;  // and than by panels of float32
 
 bool by_tiles(const LinearArgs& a) {
   return a.dtype == Dtype::bf16 && a.rows > kMaxStreamRows && a.channels >= kTileChannels &&
@@ -18,7 +19,7 @@ bool by_tiles(const LinearArgs& a) {
 }
 
 bool by_pairs(const LinearArgs& a) {
-  return a.dtype == Dtype::bf16 && a.rows > kMaxDotRows && a.channels >= kTileChannels &&
+  return a.dtype == Dtype::bf16 && a.rows > kFewRows && a.channels >= kTileChannels &&
          has_pairs() && !amx_ready();
 }
 
@@ -80,7 +81,7 @@ void linear(const LinearArgs& a) {
 }
 
 void linear_columns(const LinearArgs& a) {
-  if (a.rows <= kMaxDotRows) return few_columns(a);
+  if (a.rows <= kFewRows) return few_columns(a);
   with_type(a.dtype, [&](auto t) {
     using T = decltype(t);
     matmul::multiply<T>(a, Columns<T>{static_cast<const T*>(a.weight), a.weight_stride});

@@ -71,10 +71,13 @@ struct Words<bf16> {  // a register of them is two of floats: the even ones, and
     return acc + (vf)(w & 0xffff0000u) * load_as<vf>(x + kNative);
   }
   static void pack(const T* x, int64_t n, X* to) {
-    for (int64_t i = 0; i < n; ++i) {
-      const int64_t in = i % kStep;
-      to[i - in + in % 2 * kNative + in / 2] = to_float(x[i]);
+    int64_t i = 0;
+    for (; i + kStep <= n; i += kStep) {
+      const V w = get(x + i);
+      store_as(to + i, (vf)(w << 16));
+      store_as(to + i + kNative, (vf)(w & 0xffff0000u));
     }
+    for (int64_t in = 0; i + in < n; ++in) to[i + in % 2 * kNative + in / 2] = to_float(x[i + in]);
   }
 };
 #endif
@@ -151,7 +154,7 @@ LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t ro
   const int64_t stride = p.a.weight_stride;
   const typename Words::T* w = p.weight(n);
   const typename Words::X* x[M];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
   for (int j = 0; j < M; ++j) x[j] = p.row(m + std::min<int64_t>(j, rows - 1));
   const int64_t whole = p.a.depth / Words::kStep * Words::kStep, tail = p.a.depth - whole;
   typename Words::Sum acc[kSums] = {};
@@ -159,7 +162,7 @@ LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t ro
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) {
       const auto v = get(w + i * stride + k);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
       for (int j = 0; j < M; ++j) acc[j * R + i] = Words::add(acc[j * R + i], v, x[j] + k);
     }
   };
@@ -179,6 +182,16 @@ LLMC_INLINE void block(const Product<Words>& p, int64_t n, int64_t m, int64_t ro
     for (int64_t i = 0; i < R; ++i) p.put(m + j, n + i, sums[j * R + i]);
 }
 
+// kSums rows of the weight by M rows of x; `rows` are all there are.
+template <int M, class Words>
+LLMC_INLINE void blocks(const Product<Words>& p, int64_t n, int64_t m, int64_t rows) {
+  for (int64_t i = 0; i < M; ++i, n += kSums / M)
+    if (m == 0)
+      block<M, true>(p, n, m, std::min<int64_t>(M, rows - m));
+    else
+      block<M, false>(p, n, m, std::min<int64_t>(M, rows - m));
+}
+
 // One channel and one row: what is left at the edges.
 template <class Words>
 void single(const Product<Words>& p, int64_t n, int64_t m) {
@@ -193,20 +206,27 @@ void single(const Product<Words>& p, int64_t n, int64_t m) {
 
 template <class Words>
 void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end) {
+  // By fours, and by threes where they divide kSums, so that few rows are done twice.
+  constexpr bool kThrees = kSums % 3 == 0;
+  constexpr int kAtOnce = kThrees ? 6 : 4;
+  const bool at_once = rows > 4 && rows <= kAtOnce;
+  const int64_t groups = (rows + 3) / 4;
+  const int64_t fours = kThrees ? std::max<int64_t>(0, rows - 3 * groups) : groups;
   int64_t n = begin;
   for (; n + kSums <= end; n += kSums) {  // all rows of x while these of the weight are near
-    int64_t m = 0;
-    for (; rows - m > 2; m += 4)
-      for (int64_t i = 0; i < kSums; i += kSums / 4)
-        if (m == 0)
-          block<4, true>(p, n + i, m, std::min<int64_t>(4, rows - m));
-        else
-          block<4, false>(p, n + i, m, std::min<int64_t>(4, rows - m));
-    if (rows - m == 2) {
-      stream<2>(p, n, m);
-      stream<2>(p, n + kSums / 2, m);
+    if (rows == 1) {
+      stream<1>(p, n, 0);
+    } else if (rows == 2) {
+      stream<2>(p, n, 0);
+      stream<2>(p, n + kSums / 2, 0);
+    } else if (at_once) {
+      blocks<kAtOnce>(p, n, 0, rows);
+    } else {
+      int64_t m = 0;
+      for (; m < 4 * fours; m += 4) blocks<4>(p, n, m, rows);
+      if constexpr (kThrees)
+        for (; m < rows; m += 3) blocks<3>(p, n, m, rows);
     }
-    if (rows - m == 1) stream<1>(p, n, m);
   }
   for (; n < end; ++n)
     for (int64_t m = 0; m < rows; ++m) single(p, n, m);

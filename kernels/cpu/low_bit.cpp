@@ -1,6 +1,7 @@
 // quantized_linear for few rows: a block of channels is read once, as one stream, and meets
 // several rows of x. One row is bound by reading the weight.
 #include "low_bit.h"
+#include "low_bit_bytes.h"
 #include "low_bit_integers.h"
 #include "parallel.h"
 
@@ -169,7 +170,18 @@ void run(const LowBitArgs& a) {
 #ifdef LLMC_AVX512_BF16
   if (a.dtype == Dtype::bf16) return by_blocks<PairReader<kFormat>>(a);
 #endif
+#ifdef LLMC_FOUR_INPUTS
+  if constexpr (kFormat == Format::fp8 || kFormat == Format::mxfp4)
+    return by_blocks<FourReader<kFormat>>(a);
+#endif
   by_blocks<FloatReader<kFormat>>(a);
+}
+
+int64_t most_by_blocks(Format format) {
+#ifdef LLMC_FOUR_INPUTS
+  if (format == Format::fp8 || format == Format::mxfp4) return 8;
+#endif
+  return kMaxFewRows;
 }
 
 }  // namespace
@@ -177,7 +189,7 @@ void run(const LowBitArgs& a) {
 void quantized_linear(const LowBitArgs& a) {
   if (a.x_bits < kExactBits && a.rows > kMaxRoundedRows) return quantized_integer_rows(a);
   const bool is_widened = a.dtype == Dtype::bf16 && widens_weights();
-  if (a.rows > kMaxFewRows && !is_widened) return quantized_many_rows(a);
+  if (a.rows > most_by_blocks(a.format) && !is_widened) return quantized_many_rows(a);
   switch (a.format) {
     case Format::int8: return run<Format::int8>(a);
     case Format::int4: return run<Format::int4>(a);

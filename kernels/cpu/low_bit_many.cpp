@@ -1,6 +1,7 @@
 // quantized_linear for many rows by float32 tiles, on CPUs that multiply neither tiles nor pairs of
 // bf16, and for x of other dtypes: a stretch of the weight is widened, scaled, and multiplied.
 #include "low_bit.h"
+#include "low_bit_bytes.h"
 #include "matmul.h"
 
 namespace llmc {
@@ -34,6 +35,13 @@ struct LowBit {
         if (kFormat == Format::int4) offset = zero_of(a, block, (k + i) / a.group);
         minimum = minimum_of(a, block, (k + i) / a.group);
       }
+#ifdef LLMC_FOUR_INPUTS
+      if constexpr (kFormat == Format::fp8 || kFormat == Format::mxfp4) {
+        widen_fours(line, scale, to);
+        to += Reader::kInputs * matmul::kBlock;
+        continue;
+      }
+#endif
       const v16u bytes = load_as<v16u>(line);
 #pragma GCC unroll 8
       for (int step = 0; step < Reader::kSteps; ++step, to += matmul::kBlock) {
@@ -43,6 +51,25 @@ struct LowBit {
       }
     }
   }
+
+#ifdef LLMC_FOUR_INPUTS
+  LLMC_METHOD void widen_fours(const uint8_t* line, v16f scale, float* to) const {
+    using Fours = FourReader<kFormat>;
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; ++part) {
+      const auto bytes = load_as<typename Fours::Line>(line + part * sizeof(typename Fours::Line));
+      const vf scaled = Fours::kScale * (part ? scale.hi : scale.lo);
+#pragma GCC unroll 2
+      for (int step = 0; step < Fours::kSteps; ++step) {
+        const auto values = Fours::get(bytes, step);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)
+          store(to + Fours::input(step, i) * matmul::kBlock + part * kNative,
+                values.value[i] * scaled);
+      }
+    }
+  }
+#endif
 };
 
 template <Format kFormat>

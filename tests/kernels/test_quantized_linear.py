@@ -16,6 +16,7 @@ from llmc.kernels.quantized_linear import (
     FORMATS,
     Format,
     Quantization,
+    _to_blocks,
     dequantize,
     quantization_of,
     quantize,
@@ -121,6 +122,21 @@ def assert_near(got: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> None:
     assert got.shape == want.shape
     rounding = 2**-8 * 1.02 if len(x) <= 192 else 2**-7
     assert float(((got.double() - want).abs() - rounding * want.abs() - room).max()) <= 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 9, 16, 40])
+def test_rare_codes_of_fp8_among_plain_ones(rows: int) -> None:
+    """NaN, zeros and subnormal values, which kernels may read in another way than the others."""
+    values = torch.linspace(0.1, 400, 32 * 64).view(32, 64)
+    values[3, 5], values[9, 40], values[17, 63], values[30, 0] = 0, 2**-9, -7 * 2**-9, float("nan")
+    codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    weight = _to_blocks(codes, 4).view(torch.float8_e4m3fn)
+    scale = torch.ones(2, 1, 16)
+    x = torch.randint(-3, 4, (rows, 64), generator=torch.Generator().manual_seed(0)).float()
+    got, want = run(x, weight, scale), x @ codes.view(torch.float8_e4m3fn).float().T
+    assert bool(got[:, 30].isnan().all()), "NaN times 0 too"
+    want[:, 30] = got[:, 30]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-2, equal_nan=True)
 
 
 @pytest.mark.parametrize("format", FORMATS)
