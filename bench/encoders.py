@@ -2,7 +2,8 @@
 
 For every model type that transformers can make fill in words, a shrunken copy of its default config
 is made at random and its vectors and scores are compared with transformers' own
-(`llmc.check.encoder`). Prints docs/encoders.md's table; takes about 10 min on two slow cores.
+(`llmc.check.encoder`), and so are the scores of tokens. Prints the table of docs/encoders.md; takes
+about 15 min on two slow cores.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import contextlib
 import io
 import re
 import sys
-from typing import Any
+from collections.abc import Container
+from typing import Any, Literal
 
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
 from llmc.check.architecture import make_config, shrunken_configs
@@ -25,20 +28,27 @@ from llmc.check.encoder import LIMIT, check_encoder
 from llmc.compiler.heads import is_masked_lm
 from llmc.config import EngineConfig
 from llmc.errors import CompileError
-from llmc.pooling import Head
+from llmc.pooling import Head, Task
+
+# What is compared, the kind of head that this takes, and the types that have one.
+COLUMNS: tuple[tuple[Task, Literal["hidden", "score", "token_score"], Container[str]], ...] = (
+    ("embed", "hidden", MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    ("classify", "score", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    ("token_classify", "token_score", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+)
 
 
-def measure(model_type: str, *, is_classifier: bool) -> str:
+def measure(model_type: str, task: Task, kind: Literal["hidden", "score", "token_score"]) -> str:
     """One cell: "yes", by how much it differs, or why it is refused."""
     config: Any = AutoConfig.for_model(model_type)
     if not is_masked_lm(config) or getattr(config, "is_encoder_decoder", False):
         return "no encoder"
     reason = "its config can't be made small"
-    head = Head(kind="score" if is_classifier else "hidden", encoder=True)
+    head = Head(kind=kind, encoder=True)
     for shrunken in shrunken_configs(config, head):
         try:
             small = make_config(config, shrunken.config)
-            error = check_encoder(EngineConfig(model=""), small, is_classifier=is_classifier)
+            error = check_encoder(EngineConfig(model=""), small, task)
         except CompileError as e:  # of its code, whatever its sizes
             return f"no: {_in_words(e)}"
         except Exception as e:  # a row of the table, whatever it is
@@ -57,19 +67,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*")
     chosen = parser.parse_args().types or sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-    print("| model type | vectors | scores |\n| --- | --- | --- |")
+    print("| model type | vectors | scores | scores of tokens |\n| --- | --- | --- | --- |")
     for model_type in chosen:
         with contextlib.redirect_stderr(io.StringIO()):
             try:
-                vectors = measure(model_type, is_classifier=False)
-                has_classifier = model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-                scores = measure(model_type, is_classifier=True) if has_classifier else ""
+                cells = [
+                    measure(model_type, task, kind) if model_type in types else ""
+                    for task, kind, types in COLUMNS
+                ]
             except Exception as e:  # transformers' own default config can't be made
-                vectors, scores = f"no: {_in_words(e)}", ""
-        if vectors.startswith("no: ") and scores.startswith("no: "):
-            scores = "no"
-        if vectors != "no encoder":
-            print(f"| {model_type} | {vectors} | {scores} |", flush=True)
+                cells = [f"no: {_in_words(e)}", "", ""]
+        if cells[0].startswith("no: "):
+            cells[1:] = ["no" if cell.startswith("no: ") else cell for cell in cells[1:]]
+        if cells[0] != "no encoder":
+            print(f"| {model_type} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -128,10 +128,11 @@ def about_model(info: ModelInfo) -> str:
 
 
 def _task(pooling: PoolingInfo) -> str:
-    if pooling.task == "classify":
-        return f"classify, {pooling.size} label{'s' if pooling.size > 1 else ''}"
+    if pooling.classifies:
+        return f"{pooling.task}, {pooling.size} label{'s' if pooling.size > 1 else ''}"
     how = "normalized" if pooling.normalize else "not normalized"
-    return f"embed, {pooling.size} values, {pooling.method} pooling, {how}"
+    pooled = "of each token" if pooling.of_tokens else f"{pooling.method} pooling"
+    return f"{pooling.task}, {pooling.size} values, {pooled}, {how}"
 
 
 def model_rows(info: ModelInfo) -> list[tuple[str, str]]:

@@ -208,9 +208,9 @@ ENGINE_OPTIONS = (
     EngineOption(
         field="task",
         panel=MODEL_PANEL,
-        metavar=_choices(TASKS),
-        help="What the model is served for: text, embeddings of its hidden states, or a "
-        "classifier's scores. auto: what its files say.",
+        metavar="TASK",  # their names are wider than a line
+        help=f"What the model is served for: {', '.join(TASKS)} (text, embeddings of its hidden "
+        "states, or a classifier's scores; token_: those of each token). auto: what its files say.",
     ),
     EngineOption(
         field="pooling",

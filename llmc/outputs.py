@@ -94,9 +94,10 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingOutput:
-    """A raw vector: pooled hidden states that are not normalized, or a classifier's raw scores."""
+    """A vector, or one of each token of the prompt: hidden states or embeddings, or a classifier's
+    scores or probabilities, one a label."""
 
-    data: list[float]
+    data: list[float] | list[list[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

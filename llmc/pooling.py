@@ -16,11 +16,16 @@ from llmc.errors import InvalidRequestError
 
 # What a model is served for. `auto`: what its files say. `pooling` and `score`: a classifier as
 # one, any other model for embeddings. `reward`: a classifier whose scores stay as they are.
-TASKS = ("auto", "generate", "pooling", "embed", "classify", "score", "reward")
+# `token_embed` and `token_classify`: a vector of each token.
+Task = Literal["embed", "classify", "token_embed", "token_classify"]
+POOLING_TASKS: tuple[Task, ...] = ("embed", "classify", "token_embed", "token_classify")
+TOKEN_TASKS = ("token_embed", "token_classify")
+TASKS = ("auto", "generate", "pooling", "score", "reward", *POOLING_TASKS)
 # As sentence-transformers names them: of the last token, of the first one, or a mean of all tokens:
-# plain, weighted by their places from 1, or with the sum divided by the root of their number.
-Method = Literal["last", "cls", "mean", "weightedmean", "mean_sqrt_len"]
-METHODS: tuple[Method, ...] = ("last", "cls", "mean", "weightedmean", "mean_sqrt_len")
+# plain, weighted by their places from 1, or with the sum divided by the root of their number; or
+# the greatest value of each channel.
+Method = Literal["last", "cls", "mean", "weightedmean", "mean_sqrt_len", "max"]
+METHODS: tuple[Method, ...] = ("last", "cls", "mean", "weightedmean", "mean_sqrt_len", "max")
 POOLINGS = ("auto", *METHODS)
 Activation = Literal["softmax", "sigmoid", "none"]
 DENSE = "llmc_dense_{}"  # the name of a Dense layer in a module
@@ -72,7 +77,7 @@ class Head:
     `draft`: it is no model but a head that drafts for one.
     """
 
-    kind: Literal["lm", "hidden", "score"] = "lm"
+    kind: Literal["lm", "hidden", "score", "token_score"] = "lm"
     dense: tuple[Dense, ...] = ()
     encoder: bool = False
     token_types: bool = False
@@ -92,13 +97,27 @@ LM = Head()
 class PoolingInfo:
     """Of a model that runs. `size`: values of its vectors; for a classifier, one a label."""
 
-    task: Literal["embed", "classify"]
+    task: Task
     method: Method
     size: int
     normalize: bool = False  # embeddings: to length 1
     activation: Activation = "none"  # classifiers: of scores
     labels: tuple[str, ...] = ()
     token_types: bool = False  # it is told which text of a pair a token is of
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether each token of a text has a vector: then they are one behind the other."""
+        return self.task in TOKEN_TASKS
+
+    @property
+    def classifies(self) -> bool:
+        return self.task in ("classify", "token_classify")
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether texts can be compared: by their embeddings, or as one label of both."""
+        return self.task == "embed" or (self.task == "classify" and self.size == 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +145,7 @@ class PoolingParams:
             )
 
 
-def values_of(vector: bytes) -> Sequence[float]:
+def values_of(vector: bytes) -> array[float]:
     """The raw values, float32 in this machine's byte order."""
     return array("f", vector)
 

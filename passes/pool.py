@@ -7,6 +7,7 @@ from torch import fx
 
 from llmc.kernels.linear_recurrence import linear_recurrence
 from llmc.kernels.pool_tokens import pool_tokens
+from llmc.kernels.running_max import running_max
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import aten, calls, emit, replace, val
 from llmc.passes.inputs import step_input
@@ -18,7 +19,8 @@ def running_pool(gm: fx.GraphModule, *, method: Method) -> Notes:
     """Every token gets the pooled value of its request up to there, so that the last one has all.
 
     Sums are carried from one chunk of a prompt to the next by `linear_recurrence` with nothing
-    decaying; `slot_state` then gives it a slot for each request. Drawn for `mean`.
+    decaying, and greatest values by `running_max`; `slot_state` then gives each a slot for each
+    request. Drawn for `mean`.
 
     Before:
         pooled [1, T, N] = llmc.pool_tokens(hidden [1, T, N])
@@ -48,8 +50,11 @@ def _pooled(graph: fx.Graph, marker: fx.Node, hidden: fx.Node, method: Method) -
             )
         elif method == "weightedmean":
             values = emit(graph, aten.mul.Tensor, values, count)
-        still = emit(graph, aten.ones_like.default, values)
-        total = emit(graph, linear_recurrence.overload, values, still, None, None, None, None)
+        if method == "max":
+            total = emit(graph, running_max.overload, values, None, None, None, None)
+        else:
+            still = emit(graph, aten.ones_like.default, values)
+            total = emit(graph, linear_recurrence.overload, values, still, None, None, None, None)
         divisor = _divisor(graph, method, count)
         if divisor is not None:
             total = emit(graph, aten.div.Tensor, total, divisor)

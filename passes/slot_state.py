@@ -12,6 +12,7 @@ from llmc.kernels.decayed_softmax import decayed_softmax
 from llmc.kernels.delta_rule import delta_rule
 from llmc.kernels.linear_recurrence import linear_recurrence
 from llmc.kernels.registry import Op
+from llmc.kernels.running_max import running_max
 from llmc.kernels.selective_scan import selective_scan
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, calls, set_arguments, val
@@ -23,6 +24,7 @@ STATE_OPS: tuple[Op, ...] = (
     selective_scan,
     linear_recurrence,
     decayed_softmax,
+    running_max,
 )
 
 

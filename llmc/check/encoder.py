@@ -21,6 +21,7 @@ from llmc.check.reference import encoder_maker, load_encoder, save_random
 from llmc.config import EngineConfig
 from llmc.errors import LlmcError
 from llmc.llm import LLM
+from llmc.pooling import Task
 from llmc.startup.architecture_certificate import ArchitectureCertificate
 
 _LENGTHS = (5, 1, 37, 20, 90)
@@ -28,22 +29,23 @@ LIMIT = 1e-3  # relative, in float32
 _FIRST_ID = 5  # ids below are often those of padding, which some models number otherwise
 
 
-def check_encoder(config: EngineConfig, hf_config: Any, *, is_classifier: bool) -> float:
-    """The relative error of the worst text's vector: the mean of its hidden states, or its scores.
+def check_encoder(config: EngineConfig, hf_config: Any, task: Task) -> float:
+    """The relative error of the worst text's vector: the mean of its hidden states, its scores, or
+    those of its tokens.
 
     `hf_config` is small enough to be made at random. Raises what its class, or a start, raises.
     """
     with tempfile.TemporaryDirectory(prefix="llmc-check-") as folder:
         path = Path(folder)
-        save_random(hf_config, path, encoder_maker(hf_config, is_classifier=is_classifier))
+        save_random(hf_config, path, encoder_maker(hf_config, task))
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         fields |= {
             "model": folder,
             "tokenizer": None,
             "chat_template": None,
             "revision": None,
-            "task": "classify" if is_classifier else "embed",
-            "pooling": "auto" if is_classifier else "mean",
+            "task": task,
+            "pooling": "mean" if task == "embed" else "auto",
             "normalize": None,
             "dtype": "float32",
             "load_format": "auto",
@@ -58,7 +60,7 @@ def check_encoder(config: EngineConfig, hf_config: Any, *, is_classifier: bool) 
         found = [torch.tensor(o.outputs.data) for o in outputs if o.outputs is not None]
         if len(found) != len(texts):
             raise LlmcError(next(o.error for o in outputs if o.error) or "a text has no vector")
-        want = _reference(path, hf_config, texts, is_classifier=is_classifier)
+        want = _reference(path, hf_config, texts, task)
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, want, strict=True))
 
 
@@ -78,16 +80,14 @@ def _texts(lengths: list[int], vocab: int) -> list[list[int]]:
     return [torch.randint(first, vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
-def _reference(
-    path: Path, hf_config: Any, texts: list[list[int]], *, is_classifier: bool
-) -> list[Tensor]:
+def _reference(path: Path, hf_config: Any, texts: list[list[int]], task: Task) -> list[Tensor]:
     """As transformers reads each text alone, with what it makes of positions and masks itself."""
-    module = load_encoder(path, hf_config, is_classifier=is_classifier)
+    module = load_encoder(path, hf_config, task)
     found = []
     for ids in texts:
         with torch.inference_mode():
             given = torch.tensor([ids])
-            if is_classifier:
+            if task != "embed":
                 found.append(module(input_ids=given).logits[0])
             else:
                 found.append(module.base_model(input_ids=given).last_hidden_state[0].mean(0))

@@ -22,6 +22,7 @@ from llmc.check.tokens import TokenSequence
 from llmc.compiler.heads import without_head
 from llmc.errors import CheckpointError
 from llmc.passes.inputs import AdaptedOp
+from llmc.pooling import Task
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
 from llmc.weights.lora import LoraWeights
 from llmc.weights.quantized.quantization_config import StoredQuantization
@@ -141,16 +142,20 @@ def _load(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) 
     return module
 
 
-def encoder_maker(hf_config: Any, *, is_classifier: bool) -> Any:
+def encoder_maker(hf_config: Any, task: Task) -> Any:
     """transformers' class of classes that makes what is served of an encoder."""
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-    return AutoModelForSequenceClassification if is_classifier else without_head(hf_config)
+    makers = {
+        "classify": AutoModelForSequenceClassification,
+        "token_classify": AutoModelForTokenClassification,
+    }
+    return makers.get(task) or without_head(hf_config)
 
 
-def load_encoder(path: Path, hf_config: Any, *, is_classifier: bool) -> Any:
+def load_encoder(path: Path, hf_config: Any, task: Task) -> Any:
     """An encoder's checkpoint in float32, with its plainest attention."""
-    maker = encoder_maker(hf_config, is_classifier=is_classifier)
+    maker = encoder_maker(hf_config, task)
     with _no_progress_bar():
         module = maker.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return module.eval()

@@ -31,7 +31,12 @@ _BUILD_ERRORS = (
     RuntimeError,
     ImportError,
 )
-_KINDS = {"lm": "language model", "hidden": "language model", "score": "classifier"}
+_KINDS = {
+    "lm": "language model",
+    "hidden": "language model",
+    "score": "classifier",
+    "token_score": "classifier of tokens",
+}
 # Side outputs, and the halving of layers every so often, which divides weights in place: float16
 # would overflow without it, other dtypes give the same.
 _SWITCHED_OFF = {

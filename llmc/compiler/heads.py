@@ -1,8 +1,9 @@
 """What a captured model computes of each token: logits, its last hidden state, or a classifier's.
 
-lm:     the model as it is                            -> logits of the next token [1, T, V]
-hidden: the model without its head, then Dense layers -> [1, T, N]
-score:  a classifier's model and its head             -> [1, T, labels]
+lm:          the model as it is                            -> logits of the next token [1, T, V]
+hidden:      the model without its head, then Dense layers -> [1, T, N]
+score:       a classifier's model and its head             -> [1, T, labels]
+token_score: a classifier of tokens as it is               -> [1, T, labels]
 
 A draft head (draft_head.py) is of the first kind. Where the others pool their tokens,
 `pool_tokens` marks it. All that follows is computed of every token, as if each were the only one of
@@ -40,11 +41,13 @@ def make_module(config: Any, head: Head, **options: Any) -> nn.Module:
     """
     if head.draft is not None:
         return make_head(_generator(config), config, head.draft, **options)
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     maker: Any = _generator(config)
     if head.kind == "score":
         maker = AutoModelForSequenceClassification
+    elif head.kind == "token_score":
+        maker = AutoModelForTokenClassification
     elif head.encoder:
         maker = without_head(config)
     module: nn.Module = maker.from_config(config, **options)
@@ -215,7 +218,8 @@ class HeadOutput(nn.Module):
         super().__init__()
         self.model = model
         self.head = head
-        inner: Any = model if head.kind == "lm" else model.base_model
+        self.is_whole = head.kind in ("lm", "token_score")
+        inner: Any = model if self.is_whole else model.base_model
         self.classifies = _reads_tokens(model, head)
         self.inner = model if self.classifies else inner
         parameters = inspect.signature(self.inner.forward).parameters
@@ -237,7 +241,7 @@ class HeadOutput(nn.Module):
         if self.classifies:
             scores: Tensor = out.logits[None]
             return pool_tokens.overload(scores) if pools_last(self.model) else scores
-        if self.head.kind == "lm":
+        if self.is_whole:
             logits: Tensor = out.logits
             return logits
         hidden: Tensor = pool_tokens.overload(out.last_hidden_state)

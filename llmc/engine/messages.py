@@ -78,8 +78,9 @@ class RequestUpdate:
     model. A stop token that ends the text is the last of `new_token_ids`; with `is_whole` there is
     none: a structured output was complete without it. `prompt_logprobs`, of each prompt token but
     the first, come with the first token. `vector` is all that a request to a model that pools
-    gets: float32 values, in this machine's byte order. `error` comes with finish_reason "error";
-    `is_refused`: the request was invalid and never began.
+    gets: float32 values, in this machine's byte order; one of each token of the prompt, in order,
+    where `prompt_logprobs` are asked for. `error` comes with finish_reason "error"; `is_refused`:
+    the request was invalid and never began.
     """
 
     request_id: str

@@ -23,6 +23,9 @@ class RowStates(Protocol):
         """NewRow.row_state of a request; raises InvalidRequestError."""
 
 
+MAX_SCORED = 256  # prompt tokens of a step that are scored: each takes a row of logits
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
     """Sizes of the model, the block pool and a step."""
@@ -33,6 +36,7 @@ class EngineLimits:
     max_num_batched_tokens: int  # of one step
     max_model_len: int
     vocab_size: int  # the width of the model's logits
+    max_num_scored_tokens: int = MAX_SCORED  # of the prompts, of one step
     max_num_queued: int | None = None  # None: no limit
 
     def __post_init__(self) -> None:

@@ -53,8 +53,9 @@ class RowWork:
     The last len(entered_token_ids) of the tokens are known to the engine but not to the runner,
     which drew others there or none: they are written into the row before it is computed.
 
-    With `is_scored` (a prompt whose log-probabilities are wanted) each token whose next one is
-    known is scored: all of them inside the prompt, all but the last at its end.
+    With `is_scored` (a prompt whose log-probabilities are wanted, or the vectors of its tokens)
+    each token whose next one is known is scored: all of them inside the prompt, all but the last at
+    its end.
 
     With `kept_blocks` the new blocks follow the first so many of the row's, in place of others.
 
@@ -79,7 +80,7 @@ class RowWork:
 
     @property
     def num_scored(self) -> int:
-        """Tokens whose next one gets a log-probability."""
+        """Tokens whose next one gets a log-probability, or that have a vector themselves."""
         return self.num_tokens - self.sample if self.is_scored else 0
 
 
@@ -147,6 +148,10 @@ class TokenLogprobs:
     top_logprobs: Sequence[float] = ()
 
 
+# Of a token whose next one is known: that one's log-probability; of a model that pools, a vector.
+Score = TokenLogprobs | bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What the runner drew: the samples of the plan's `work` items in order.
@@ -154,12 +159,13 @@ class StepResult:
     `token_ids[i]` is None where that row's logits were not finite (its request must fail, the
     others go on). `logprobs[i]` is None where the request asked for none. `scores` are those of
     the scored prompt tokens, in the order of `work`. `vectors`, of a model that pools: the float32
-    values of each sample, in this machine's byte order; their tokens mean nothing.
+    values of each sample, in this machine's byte order; their tokens mean nothing. There `scores`
+    are vectors too, None where one is not finite.
     """
 
     token_ids: Sequence[int | None]
     logprobs: Sequence[TokenLogprobs | None] = field(default=())
-    scores: Sequence[TokenLogprobs] = ()
+    scores: Sequence[Score | None] = ()
     vectors: Sequence[bytes] = ()
 
 

@@ -10,17 +10,17 @@ from llmc.engine.plan import NewRow, RowMask, RowWork, StepPlan
 from llmc.engine.request import Request
 from llmc.image_input import before_cut, uncut
 
-MAX_SCORED = 256  # prompt tokens of a step that are scored: each takes a row of logits
-
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """`requests` is aligned with `work`; `budget` is how many tokens still fit.
+    """`requests` is aligned with `work`; `budget` is how many tokens still fit, `score_budget` how
+    many that are scored.
 
     `snapshots` are those of a model whose states are kept; of answers with `keeps_answers` alone.
     """
 
     budget: int
+    score_budget: int
     snapshots: StateSnapshots | None = None
     keeps_answers: bool = False
     work: list[RowWork] = field(default_factory=list)
@@ -34,7 +34,7 @@ class PlanBuilder:
 
     def has_room(self, request: Request) -> bool:
         """Whether the request can compute a token in this step."""
-        if request.needs_scores and self.num_scored >= MAX_SCORED:
+        if request.needs_scores and self.num_scored >= self.score_budget:
             return False
         return self.budget >= request.least_tokens
 
@@ -57,7 +57,7 @@ class PlanBuilder:
         num_tokens = min(num_wanted, self.budget)
         is_scored = request.needs_scores and start < len(request.prompt_scores)
         if is_scored:
-            num_tokens = min(num_tokens, MAX_SCORED - self.num_scored)
+            num_tokens = min(num_tokens, self.score_budget - self.num_scored)
         if request.whole_images:
             num_tokens = uncut(request.images, start, start + num_tokens) - start
         stop = self._stop_at(request, start + num_tokens)

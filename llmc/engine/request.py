@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from llmc.engine.messages import FinishedRequest, RequestUpdate
-from llmc.engine.plan import RowMask, RowWork, TokenLogprobs
+from llmc.engine.plan import RowMask, RowWork, Score, TokenLogprobs
 from llmc.image_input import ImageInput
 from llmc.lora_request import LoRARequest
 from llmc.outputs import FinishReason
@@ -90,7 +90,7 @@ class Request:
     queue_s: float | None = None  # from then to its first step; None until that
     num_preemptions: int = 0
     first_token_s: float | None = None  # from then to its first token; None until that
-    prompt_scores: list[TokenLogprobs | None] = field(default_factory=list)  # of tokens 1, 2, ...
+    prompt_scores: list[Score | None] = field(default_factory=list)  # of all but the last token
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)
@@ -103,7 +103,7 @@ class Request:
 
     @property
     def needs_scores(self) -> bool:
-        """Log-probabilities of the prompt are asked for and not complete. They come in order."""
+        """What is asked of the prompt's tokens is not complete. It comes in order."""
         return bool(self.prompt_scores) and self.prompt_scores[-1] is None
 
     @property
@@ -125,7 +125,7 @@ class Request:
         )
         num_tokens = len(self.token_ids)
         if self.prompt_scores and num_tokens == self.num_prompt_tokens + 1:
-            update.prompt_logprobs = [score for score in self.prompt_scores if score is not None]
+            update.prompt_logprobs = [s for s in self.prompt_scores if isinstance(s, TokenLogprobs)]
         if (
             token in self.stop_token_ids
             and num_tokens - self.num_prompt_tokens > self.sampling.min_tokens

@@ -28,7 +28,7 @@ from llmc.engine.kv.row_table import NO_SOURCE, RowTable, Source, new_row
 from llmc.engine.messages import STEP_SIZES, FinishedRequest, RequestUpdate
 from llmc.engine.options import EngineFeatures, EngineLimits
 from llmc.engine.parallel_sampling import PromptSharing
-from llmc.engine.plan import StepPlan, StepResult, TokenLogprobs
+from llmc.engine.plan import Score, StepPlan, StepResult, TokenLogprobs
 from llmc.engine.plan_builder import PlanBuilder
 from llmc.engine.queues import Queues
 from llmc.engine.request import NOT_FINITE, Request, RequestState
@@ -77,6 +77,7 @@ class Scheduler:
         self._queues = Queues(self.rows, self._sharing)
         self.running, self.waiting = self._queues.running, self._queues.waiting
         self._max_num_batched_tokens = limits.max_num_batched_tokens
+        self._max_num_scored_tokens = limits.max_num_scored_tokens
         self._use_priority = features.scheduling_policy == "priority"
         self._in_flight: deque[PlanBuilder] = deque()
         self._no_room_for: Request | None = None  # the first in the queue, in the last step
@@ -157,7 +158,9 @@ class Scheduler:
         """The next step, or None when nothing can run (before a result in flight has come)."""
         snapshots = self.pool.snapshots
         keeps_answers = snapshots is not None and snapshots.can_keep_answers(len(self.running))
-        builder = PlanBuilder(self._max_num_batched_tokens, snapshots, keeps_answers)
+        builder = PlanBuilder(
+            self._max_num_batched_tokens, self._max_num_scored_tokens, snapshots, keeps_answers
+        )
         if self.bisection:
             self._schedule_suspects(builder)
         else:
@@ -369,12 +372,13 @@ class Scheduler:
             request.num_in_flight -= 1
             token, logprob = next(drawn) if work.sample else _NOTHING_DRAWN
             rest = list(islice(drawn, len(work.draft_token_ids))) if work.draft_token_ids else ()
+            found: Sequence[Score | None] = ()
             if work.is_scored:
                 end = work.start + work.num_scored
-                request.prompt_scores[work.start : end] = islice(scores, work.num_scored)
+                found = request.prompt_scores[work.start : end] = [*islice(scores, work.num_scored)]
             if request.state is FINISHED:
                 self.num_wasted_row_steps += 1
-            elif work.sample and token is None:
+            elif (work.sample and token is None) or None in found:
                 updates.append(self._fail(request))
             elif rest:
                 tokens = [token, *(token for token, _ in rest)]
@@ -504,9 +508,13 @@ class Scheduler:
 def _add_vectors(
     builder: PlanBuilder, result: StepResult, updates: Sequence[RequestUpdate]
 ) -> None:
-    """What a step of a model that pools has made, to the requests that it ends."""
-    sampled = (r for r, work in zip(builder.requests, builder.work, strict=True) if work.sample)
-    vectors = {r.request_id: v for r, v in zip(sampled, result.vectors, strict=True)}
+    """What a step of a model that pools has made, to the requests that it ends: a vector, behind
+    those of the tokens before the last where they are asked for."""
+    sampled = [r for r, work in zip(builder.requests, builder.work, strict=True) if work.sample]
+    vectors = {
+        r.request_id: b"".join((*(s for s in r.prompt_scores if isinstance(s, bytes)), last))
+        for r, last in zip(sampled, result.vectors, strict=True)
+    }
     for update in updates:
         if update.error is None:
             update.vector, update.new_token_ids = vectors[update.request_id], ()

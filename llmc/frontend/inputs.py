@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from llmc.engine import admission
 from llmc.errors import InvalidRequestError
@@ -21,7 +21,7 @@ from llmc.frontend.images import PromptImages, images_of, take_images
 from llmc.image_input import ImageInput
 from llmc.lora_request import LoRARequest
 from llmc.model_info import ImageInfo
-from llmc.pooling import SECOND_TEXT, PoolingInfo
+from llmc.pooling import SECOND_TEXT, PoolingInfo, Task
 from llmc.sampling_params import BAD_WORD_TOKENS, SamplingParams
 from llmc.structured_outputs import StructuredOutputs
 from llmc.text.chat import Message, render_chat, render_text
@@ -32,6 +32,14 @@ log = logging.getLogger(__name__)
 
 # The engine's request for a vector: it ends with the prompt.
 _POOLED = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+_POOLED_TOKENS = dataclasses.replace(_POOLED, prompt_logprobs=0)
+# What a model that returns vectors is served for, and where it is asked for it.
+_ASKED: dict[Task, str] = {
+    "embed": "embeddings (/v1/embeddings, LLM.embed)",
+    "classify": "classification (/classify, LLM.classify)",
+    "token_embed": "embeddings of tokens (/pooling, LLM.encode)",
+    "token_classify": "classification of tokens (/pooling, LLM.encode)",
+}
 
 _PROMPT_KEYS = (
     *("prompt", "prompt_token_ids", "add_special_tokens", "cache_salt", "multi_modal_data"),
@@ -207,21 +215,16 @@ class InputProcessor:
         """Raises InvalidRequestError for a model that returns vectors."""
         pooling = self.model.pooling
         if pooling is not None:
-            what, where = (
-                ("embeddings", "/v1/embeddings, LLM.embed")
-                if pooling.task == "embed"
-                else ("classification", "/classify, LLM.classify")
-            )
             raise InvalidRequestError(
-                f"{self.model.name} is served for {what} ({where}) and generates no text; a "
+                f"{self.model.name} is served for {_ASKED[pooling.task]} and generates no text; a "
                 "checkpoint that can is served for it with task='generate' (--task generate)",
                 param="model",
                 code="wrong_task",
             )
 
-    def need_pooling(self, task: Literal["embed", "classify"] | None = None) -> PoolingInfo:
-        """Raises InvalidRequestError unless the model returns vectors, of this kind if one is
-        named."""
+    def need_pooling(self, *tasks: Task) -> PoolingInfo:
+        """Raises InvalidRequestError unless the model returns vectors, of one of these kinds if
+        some are named."""
         pooling = self.model.pooling
         if pooling is None:
             raise InvalidRequestError(
@@ -230,13 +233,10 @@ class InputProcessor:
                 param="model",
                 code="wrong_task",
             )
-        if task is not None and pooling.task != task:
-            hint = {
-                "embed": "it is a classifier: ask /classify or LLM.classify",
-                "classify": "it gives embeddings: ask /v1/embeddings or LLM.embed",
-            }[task]
+        if tasks and pooling.task not in tasks:
             raise InvalidRequestError(
-                f"{self.model.name} can't be asked for this; {hint}",
+                f"{self.model.name} is served for {_ASKED[pooling.task]}, and not for "
+                f"{' or '.join(map(repr, tasks))}",
                 param="model",
                 code="wrong_task",
             )
@@ -245,7 +245,8 @@ class InputProcessor:
     def pooled(
         self, prompt: Prompt, *, pair: str | None = None, truncate: int | None = None
     ) -> Input:
-        """A prompt whose vector is wanted, or a text and its `pair`, as the tokenizer joins them.
+        """A prompt whose vector is wanted, or those of its tokens where the model is served for
+        them; or a text and its `pair`, as the tokenizer joins them.
 
         `truncate`: the most tokens, beyond which the end is cut off; -1: the context.
         """
@@ -279,7 +280,8 @@ class InputProcessor:
         admission.check_pooled(token_ids, self._limits)
         if any(types):
             token_ids = [i + SECOND_TEXT * t for i, t in zip(token_ids, types, strict=True)]
-        return Input(prompt=text, prompt_token_ids=token_ids, sampling=_POOLED, cache_salt=salt)
+        sampling = _POOLED_TOKENS if pooling.of_tokens else _POOLED
+        return Input(prompt=text, prompt_token_ids=token_ids, sampling=sampling, cache_salt=salt)
 
     def _check_extra_args(self, sampling: SamplingParams) -> None:
         known = self.model.extra_args

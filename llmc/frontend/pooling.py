@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from llmc.errors import InvalidRequestError
@@ -10,6 +11,7 @@ from llmc.outputs import ClassificationOutput
 from llmc.pooling import (
     PoolingInfo,
     PoolingParams,
+    Task,
     check_dimensions,
     cosine,
     embedding,
@@ -21,7 +23,7 @@ from llmc.text.tokenizer import check_text
 
 def check_params(params: PoolingParams, info: PoolingInfo) -> None:
     """Raises InvalidRequestError for what this model can't do."""
-    if params.dimensions is not None and info.task != "embed":
+    if params.dimensions is not None and info.classifies:
         raise InvalidRequestError(
             "dimensions are of embeddings, and this model is a classifier", param="dimensions"
         )
@@ -32,6 +34,20 @@ def classification(vector: bytes, info: PoolingInfo, params: PoolingParams) -> C
     raw = values_of(vector)
     best = max(range(len(raw)), key=raw.__getitem__)
     return ClassificationOutput(probs=probabilities(raw, info, params), label=info.labels[best])
+
+
+def pooled(
+    vector: bytes, info: PoolingInfo, params: PoolingParams, task: Task | None
+) -> list[array[float]]:
+    """The vector of a text, or of each of its tokens. They are as the model makes them; where
+    `use_activation` says so, or a `task` is named, as embeddings and probabilities are."""
+    raw = values_of(vector)
+    rows = [raw[i : i + info.size] for i in range(0, len(raw), info.size)]
+    if not (task if params.use_activation is None else params.use_activation):
+        return [row[: params.dimensions] for row in rows]
+    if info.classifies:
+        return [array("f", probabilities(row, info, params)) for row in rows]
+    return [embedding(row, info, params) for row in rows]
 
 
 class Scoring:
@@ -52,9 +68,9 @@ class Scoring:
 
         Raises InvalidRequestError.
         """
-        self._info = info = inputs.need_pooling()
+        self._info = info = inputs.need_pooling("embed", "classify")
         self._params = params
-        if info.task == "classify" and info.size != 1:
+        if not info.scores_pairs:
             raise InvalidRequestError(
                 f"this classifier has {info.size} labels; texts are scored by one with a single "
                 "label, or by embeddings. /classify and LLM.classify give its labels",

@@ -11,7 +11,7 @@ from llmc.errors import InvalidRequestError
 from llmc.frontend.arguments import as_list
 from llmc.frontend.inputs import Input, InputProcessor, Prompt
 from llmc.frontend.outputs import ActiveRequest
-from llmc.frontend.pooling import Scoring, check_params, classification
+from llmc.frontend.pooling import Scoring, check_params, classification, pooled
 from llmc.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -19,7 +19,7 @@ from llmc.outputs import (
     PoolingRequestOutput,
     ScoringOutput,
 )
-from llmc.pooling import PoolingParams, embedding, values_of
+from llmc.pooling import PoolingParams, Task, embedding, values_of
 
 T = TypeVar("T")
 Prompts = Prompt | Sequence[Prompt]
@@ -61,16 +61,23 @@ class PoolingMethods:
         prompts: Prompts,
         pooling_params: PoolingParams | None = None,
         *,
+        pooling_task: Task | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The raw vector of each prompt, `.outputs.data`: not normalized, no probabilities."""
+        """The vector of each prompt, `.outputs.data`; a list of those of its tokens where the model
+        is served for them.
+
+        With a `pooling_task`, which is that of the model, normalized or as probabilities, unless
+        `use_activation` is False; without one raw, unless it is True.
+        """
         params = _params(pooling_params, None, truncate_prompt_tokens)
-        info = self._inputs.need_pooling()
+        info = self._inputs.need_pooling(*(() if pooling_task is None else (pooling_task,)))
         check_params(params, info)
 
         def made(vector: bytes) -> PoolingOutput:
-            return PoolingOutput(data=list(values_of(vector)[: params.dimensions]))
+            rows = [list(row) for row in pooled(vector, info, params, pooling_task)]
+            return PoolingOutput(data=rows if info.of_tokens else rows[0])
 
         return self._pooled(prompts, params, use_tqdm, made)
 

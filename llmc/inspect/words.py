@@ -35,6 +35,7 @@ _WORDS: dict[str, Words] = {
     "delta_rule": ("recurrent", "update the layer's memory and read it (delta rule)"),
     "selective_scan": ("recurrent", "update the layer's state and read it (state space)"),
     "decayed_softmax": ("recurrent", "update the layer's state and read it"),
+    "running_max": ("recurrent", "the greatest values of the text so far (max pooling)"),
     "linear_recurrence": ("recurrent", "update the layer's state and read it"),
     "rms_norm": ("norm", "scale every token to unit size (RMSNorm)"),
     "add_rms_norm": ("norm", "add to the residual stream, then RMSNorm"),

@@ -48,11 +48,14 @@ def read_result(delta: Delta, tokens: Sequence[int], gathered: Sequence[Tensor])
     )
 
 
-def read_vectors(tokens: Sequence[int], vectors: Tensor) -> StepResult:
+def read_vectors(delta: Delta, tokens: Sequence[int], vectors: Tensor) -> StepResult:
     """Of a step that pools: [S, N] float32; a token below 0 says that a vector is not finite."""
+    found = [vector.tobytes() for vector in vectors.numpy()]
+    drawn = [i for i in range(len(tokens)) if i not in delta.scored]
     return StepResult(
-        token_ids=[token if token >= 0 else None for token in tokens],
-        vectors=[vector.tobytes() for vector in vectors.numpy()],
+        token_ids=[tokens[i] if tokens[i] >= 0 else None for i in drawn],
+        scores=[found[i] if tokens[i] >= 0 else None for i in sorted(delta.scored)],
+        vectors=[found[i] for i in drawn],
     )
 
 

@@ -221,7 +221,7 @@ class ModelRunner:
             return StepResult(token_ids=())
         drawn, *gathered = launched.download.wait()
         if self._pools:
-            return read_vectors(drawn.tolist(), gathered[0])
+            return read_vectors(launched.delta, drawn.tolist(), gathered[0])
         return read_result(launched.delta, drawn.tolist(), gathered)
 
     def logits(self, plan: StepPlan) -> Tensor:

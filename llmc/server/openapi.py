@@ -23,7 +23,13 @@ from llmc.server.ollama_protocol import (
     OllamaChatBody,
     ShowBody,
 )
-from llmc.server.pooling_protocol import EmbeddingBody, InputBody, RerankBody, ScoreBody
+from llmc.server.pooling_protocol import (
+    EmbeddingBody,
+    InputBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 from llmc.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -43,7 +49,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
     "/v1/embeddings": EmbeddingBody,
-    "/pooling": EmbeddingBody,
+    "/pooling": PoolingBody,
     "/classify": InputBody,
     "/score": ScoreBody,
     "/v1/score": ScoreBody,
@@ -62,26 +68,15 @@ BODIES: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-POOLING_PATHS = frozenset(
-    {
-        "/v1/embeddings",
-        "/pooling",
-        "/classify",
-        "/score",
-        "/v1/score",
-        "/rerank",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/api/embed",
-        "/api/embeddings",
-    }
-)
+EMBEDDING_PATHS = frozenset({"/v1/embeddings", "/api/embed", "/api/embeddings"})
+SCORING_PATHS = frozenset({"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"})
 GENERATING_PATHS = frozenset(
     {
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",
         "/v1/messages",
+        "/v1/messages/count_tokens",
         "/api/chat",
         "/api/generate",
     }
@@ -158,7 +153,8 @@ async def openapi(request: Request) -> Response:
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
         by_priority=config.scheduling_policy == "priority",
-        pools=info.pooling is not None,
+        pooling=info.pooling,
+        reads_nothing=state.llm.tokenizer is not None and bool(state.llm.tokenizer.encode("")),
         infills=state.llm.tokenizer is not None and has_marks(state.llm.tokenizer),
         reads_images=info.images is not None,
         has_batches=state.settings.batch_dir is not None,
@@ -203,9 +199,14 @@ def _is_served(path: str, served: Served) -> bool:
     """Whether it answers at all: the others say in a 400 or 404 what the server was started for."""
     if path.startswith(BATCH_PATHS):
         return served.has_batches
-    if path in POOLING_PATHS:
-        return served.pools
-    return not (path in GENERATING_PATHS and served.pools)
+    pooling = served.pooling
+    if path in EMBEDDING_PATHS:
+        return pooling is not None and pooling.task == "embed"
+    if path in SCORING_PATHS:
+        return pooling is not None and pooling.scores_pairs
+    if path == "/classify":
+        return pooling is not None and pooling.task == "classify"
+    return (path not in GENERATING_PATHS) if pooling is not None else path != "/pooling"
 
 
 def _operation(route: Any, path: str) -> dict[str, Any]:

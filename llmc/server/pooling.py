@@ -9,23 +9,27 @@ import base64
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from starlette.requests import Request
 
 from llmc.async_llm import AsyncLLM, Stream
+from llmc.errors import InvalidRequestError
 from llmc.frontend.inputs import Input, Prompt
-from llmc.frontend.pooling import check_params, classification
-from llmc.pooling import PoolingParams, embedding, values_of
+from llmc.frontend.pooling import check_params, classification, pooled
+from llmc.pooling import PoolingInfo, PoolingParams, embedding, values_of
 from llmc.server import answer
 from llmc.server.body import read_body, split_inputs
 from llmc.server.models import model_name
 from llmc.server.pooling_protocol import (
     MAX_INPUTS,
+    MAX_TOKEN_VALUES,
     Document,
     EmbeddingBody,
     InputBody,
     PooledBody,
+    PoolingBody,
     RerankBody,
     ScoreBody,
 )
@@ -79,10 +83,11 @@ async def create_embedding(request: Request) -> GenerationResponse:
 
 
 async def create_pooling(request: Request) -> GenerationResponse:
-    """Vectors as the model makes them: not normalized, no probabilities."""
-    body = await read_body(request, EmbeddingBody)
+    """Vectors of texts or of their tokens: without a `task` as the model makes them."""
+    body = await read_body(request, PoolingBody)
     llm: AsyncLLM = request.app.state.llm
-    model, info = model_name(request, body.model), llm.inputs.need_pooling()
+    model = model_name(request, body.model)
+    info = llm.inputs.need_pooling(*(() if body.task is None else (body.task,)))
     params = params_of(body, body.dimensions)
     check_params(params, info)
     head = answer.Head("pool", "list", model)
@@ -90,14 +95,14 @@ async def create_pooling(request: Request) -> GenerationResponse:
     def made(stream: Stream) -> dict[str, Any]:
         data = []
         for i, one in enumerate(stream.requests):
-            values = values_of(one.vector)
-            if params.use_activation:
-                values = (
-                    embedding(values, info, params)
-                    if info.task == "embed"
-                    else classification(one.vector, info, params).probs
-                )
-            shown = written(array("f", values[: params.dimensions]), body.encoding_format)
+            rows = pooled(one.vector, info, params, body.task)
+            shown: Any
+            if not info.of_tokens:
+                shown = written(rows[0], body.encoding_format)
+            elif body.encoding_format == "float":
+                shown = [list(row) for row in rows]
+            else:
+                shown = written(array("f", chain.from_iterable(rows)), body.encoding_format)
             data.append({"object": "pooling", "index": i, "data": shown})
         return head(data=data, usage=usage(stream))
 
@@ -183,7 +188,19 @@ async def respond(
         ]
     with naming({"prompt": "input"}):
         sources = await llm.prepare.pooled(prompts, truncate=body.truncate_prompt_tokens)
+    check_answer(sources, llm.inputs.need_pooling())
     return submit(request, body, sources, made)
+
+
+def check_answer(sources: Sequence[Input], info: PoolingInfo) -> None:
+    """Raises InvalidRequestError where the vectors of all tokens would be too many."""
+    tokens = sum(len(source.prompt_token_ids) for source in sources) if info.of_tokens else 0
+    if tokens * info.size > MAX_TOKEN_VALUES:
+        raise InvalidRequestError(
+            f"{tokens} tokens have {tokens * info.size} values, {info.size} each; an answer has at "
+            f"most {MAX_TOKEN_VALUES}. Send fewer texts in a call",
+            param="input",
+        )
 
 
 def submit(

@@ -8,9 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from llmc.engine.admission import MAX_CACHE_SALT
+from llmc.pooling import Task
 from llmc.server.protocol import Body, Int64
 
 MAX_INPUTS = 2048  # texts of one call, as OpenAI's clients split them
+MAX_TOKEN_VALUES = MAX_INPUTS * 4096  # in an answer with a vector of each token
 
 Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
 _CHAT: Mapping[str, tuple[Any, ...]] = {
@@ -44,13 +46,19 @@ class InputBody(PooledBody):
 
 
 class EmbeddingBody(InputBody):
-    """POST /v1/embeddings and /pooling."""
+    """POST /v1/embeddings."""
 
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     use_activation: bool | None = Field(
         default=None, validation_alias=AliasChoices("use_activation", "normalize")
     )
+
+
+class PoolingBody(EmbeddingBody):
+    """POST /pooling: whatever the model is served for, which `task` may name."""
+
+    task: Task | None = None
 
 
 class ScoreBody(PooledBody):

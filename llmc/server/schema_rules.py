@@ -15,8 +15,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from llmc.pooling import PoolingInfo
 from llmc.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS
 from llmc.server import anthropic_protocol, ollama_protocol, responses_protocol, turn
+from llmc.server.pooling_protocol import MAX_INPUTS
 from llmc.server.protocol import Body
 from llmc.server.settings import MAX_PROMPTS
 from llmc.server.structured import FORMATS
@@ -37,7 +39,8 @@ class Served:
     vocab_size: int
     max_model_len: int
     by_priority: bool = False
-    pools: bool = False  # for vectors, not for text
+    pooling: PoolingInfo | None = None  # for vectors, not for text
+    reads_nothing: bool = False  # an empty text has tokens: those that begin and end every text
     infills: bool = False  # the tokenizer has marks for text in the middle
     reads_images: bool = False
     has_batches: bool = False
@@ -256,8 +259,9 @@ FIELDS: Mapping[str, Schema] = {
 }
 
 
-def _of_bodies(images: bool) -> Mapping[str, Mapping[str, Schema]]:
+def _of_bodies(served: Served) -> Mapping[str, Mapping[str, Schema]]:
     """By body and field."""
+    images = served.reads_images
     chat = _list(_chat_messages(images), minItems=1)
     allowed_tools = _object(
         ("type", "mode", "tools"),
@@ -267,7 +271,7 @@ def _of_bodies(images: bool) -> Mapping[str, Mapping[str, Schema]]:
     )
     return {
         "ChatBody": {"messages": chat},
-        "TokenizeBody": {"messages": chat},
+        "TokenizeBody": {"messages": chat if served.pooling is None else NULL},
         "OllamaChatBody": {"messages": _list(_ollama_messages(images))},
         "GenerateBody": {"images": _list(BASE64) if images else NONE_GIVEN},
         "CountTokensBody": {
@@ -285,7 +289,7 @@ def _of_bodies(images: bool) -> Mapping[str, Mapping[str, Schema]]:
 
 def refine(schemas: dict[str, Schema], bodies: Sequence[type[BaseModel]], served: Served) -> None:
     """Add the rules to `schemas`, pydantic's by the names of the models."""
-    limits, of_bodies = _limits(served), _of_bodies(served.reads_images)
+    limits, of_bodies = _limits(served), _of_bodies(served)
     for body in bodies:
         schema = schemas[body.__name__]
         properties: dict[str, Schema] = schema.get("properties", {})
@@ -315,11 +319,13 @@ def _rules(
     own = dict(of_body)
     if body.__name__ == "CompletionBody":
         own["prompt"] = limits["prompt"]
-    if issubclass(body, ollama_protocol.OllamaBody):
+    if body.__module__ == ollama_protocol.__name__:
         own["model"] = _any(*(limits[key] for key in ("model", "latest")))
         own["prompt"] = TEXT
     if body.__name__ == "TokenizeBody":
         own["prompt"] = TEXT
+    if body.__name__ == "InputBody" and "inputs" in limits:
+        own["input"] = limits["inputs"]
     return own
 
 
@@ -331,6 +337,7 @@ def _limits(served: Served) -> dict[str, Schema]:
     several = {"minItems": 1, "maxItems": MAX_PROMPTS}
     ids = _list(token, minItems=1, maxItems=served.max_model_len - 1)
     return {
+        **_pooling_limits(served, _list(token, minItems=1)),
         "model": _const(*served.models),
         "latest": _const(*(f"{name}:latest" for name in served.models)),
         "tokens": _list(token),
@@ -348,6 +355,30 @@ def _limits(served: Served) -> dict[str, Schema]:
             "properties": {name: {} for name in served.extra_args},
             "additionalProperties": False,
         },
+    }
+
+
+def _pooling_limits(served: Served, ids: Schema) -> dict[str, Schema]:
+    """Those of a model that returns vectors. Its `ids` may be cut."""
+    pooling = served.pooling
+    if pooling is None:
+        return {}
+    size: Schema = {"type": "integer", "minimum": 1, "maximum": pooling.size}
+    cut: Schema = {"type": "integer", "minimum": 1, "maximum": served.max_model_len}
+    text = TEXT if served.reads_nothing else NAME
+    alone = text if pooling.task == "embed" else TEXT  # of a pair, which others read together
+    document = {**_object(("text",), text=alone), "additionalProperties": False}
+    several = {"minItems": 1, "maxItems": MAX_INPUTS}
+    texts = _any(alone, _list(alone, **several))
+    return {
+        "inputs": _any(text, ids, _list(_any(text, ids), **several)),
+        "query": alone,
+        "documents": _list(_any(alone, document), **several),
+        "text_1": texts,
+        "text_2": texts,
+        "dimensions": NULL if pooling.classifies else size,
+        "task": _const(pooling.task),
+        "truncate_prompt_tokens": _any(_const(-1), cut),
     }
 
 

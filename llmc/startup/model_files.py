@@ -189,9 +189,10 @@ def parse_json(path: Path) -> dict[str, Any]:
 
 
 def _module_class(kind: str) -> str:
-    """The name alone of a class of sentence-transformers; others keep their modules' names."""
+    """The name alone of a class of sentence-transformers, or of PyLate, which has its form for late
+    interaction; others keep their modules' names."""
     package, _, name = kind.rpartition(".")
-    return name if package.partition(".")[0] == "sentence_transformers" else kind
+    return name if package.partition(".")[0] in ("sentence_transformers", "pylate") else kind
 
 
 def sentence_modules(path: Path) -> list[tuple[str, Path]]:

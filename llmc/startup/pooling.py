@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, ConfigError
-from llmc.pooling import DENSE, METHODS, Activation, Dense, Head, Method, PoolingInfo
+from llmc.pooling import DENSE, METHODS, Activation, Dense, Head, Method, PoolingInfo, Task
 from llmc.startup.config_facts import ConfigFacts
 from llmc.startup.model_files import (
     ModelFiles,
@@ -21,7 +21,11 @@ from llmc.startup.model_files import (
     sentence_modules,
 )
 
-_CLASSIFIER = "ForSequenceClassification"
+# How their architectures end.
+_CLASSIFIERS: dict[Task, str] = {
+    "classify": "ForSequenceClassification",
+    "token_classify": "ForTokenClassification",
+}
 _IDENTITY = ("torch.nn.modules.linear.Identity", "torch.nn.Identity")
 _DENSE_ACTIVATIONS: dict[str, Literal["identity", "tanh"]] = {
     **dict.fromkeys(_IDENTITY, "identity"),
@@ -46,7 +50,7 @@ _MOST_WIDTH = 1 << 20
 class Pooling:
     """What a checkpoint is served for, when that is no text."""
 
-    task: Literal["embed", "classify"]
+    task: Task
     method: Method
     head: Head
     normalize: bool = False
@@ -57,9 +61,9 @@ class Pooling:
 
     def describe(self, size: int) -> PoolingInfo:
         """`size`: values of its vectors."""
-        if self.task == "embed":
+        if self.task in ("embed", "token_embed"):
             return PoolingInfo(
-                task="embed",
+                task=self.task,
                 method=self.method,
                 size=size,
                 normalize=self.normalize,
@@ -67,7 +71,7 @@ class Pooling:
             )
         named = self.labels if len(self.labels) == size else ()
         return PoolingInfo(
-            task="classify",
+            task=self.task,
             method=self.method,
             size=size,
             activation=self.activation or ("sigmoid" if size == 1 else "softmax"),
@@ -83,15 +87,11 @@ def find_pooling(config: EngineConfig, files: ModelFiles, facts: ConfigFacts) ->
     sentence-transformers modules can't be served.
     """
     stated = json_or_nothing(files.path / "config.json")
-    names = stated.get("architectures")
-    is_classifier = isinstance(names, list) and any(str(n).endswith(_CLASSIFIER) for n in names)
-    modules = files.path / "modules.json"
-    task = config.task
+    task, found = config.task, _own_task(files.path, stated)
     if task == "auto":
-        embeds = modules.is_file() or facts.is_encoder
-        task = "classify" if is_classifier else "embed" if embeds else "generate"
+        task = found or ("embed" if facts.is_encoder else "generate")
     elif task in ("score", "pooling"):
-        task = "classify" if is_classifier else "embed"
+        task = found or "embed"
     if task == "generate":
         if facts.is_encoder:
             raise ConfigError(
@@ -105,15 +105,28 @@ def find_pooling(config: EngineConfig, files: ModelFiles, facts: ConfigFacts) ->
             )
         return None
     _check_options(config)
-    if task in ("classify", "reward"):
-        if not is_classifier:
+    if task in ("classify", "reward", "token_classify"):
+        needed: Task = "token_classify" if task == "token_classify" else "classify"
+        if found != needed:
             raise ConfigError(
                 f"task {config.task!r} needs a classifier's checkpoint (an architecture "
-                f"...{_CLASSIFIER} in config.json), which {files.name} is not; its hidden states "
-                "are served with task='embed' (--task embed)"
+                f"...{_CLASSIFIERS[needed]} in config.json), which {files.name} is not; its hidden "
+                "states are served with task='embed' (--task embed)"
             )
-        return _classifier(config, stated, facts)
-    return _embedder(config, files.path, facts)
+        return _classifier(config, needed, stated, facts)
+    return _embedder(config, task == "token_embed", files.path, facts)
+
+
+def _own_task(path: Path, stated: dict[str, Any]) -> Task | None:
+    """What a checkpoint was made for, if its files say so."""
+    names = stated.get("architectures")
+    for task, ending in _CLASSIFIERS.items():
+        if isinstance(names, list) and any(str(name).endswith(ending) for name in names):
+            return task
+    if not (path / "modules.json").is_file():
+        return None
+    pools = any(kind == "Pooling" for kind, _ in sentence_modules(path))
+    return "embed" if pools else "token_embed"  # as late interaction (ColBERT) compares
 
 
 def _check_options(config: EngineConfig) -> None:
@@ -128,8 +141,11 @@ def _check_options(config: EngineConfig) -> None:
             raise ConfigError(f"{name} is for models that generate text; leave it out")
 
 
-def _classifier(config: EngineConfig, stated: dict[str, Any], facts: ConfigFacts) -> Pooling:
-    method = _CLASSIFIER_POOLING.get(facts.classifier_pooling, "cls")
+def _classifier(
+    config: EngineConfig, task: Task, stated: dict[str, Any], facts: ConfigFacts
+) -> Pooling:
+    of_tokens = task == "token_classify"
+    method = "last" if of_tokens else _CLASSIFIER_POOLING.get(facts.classifier_pooling, "cls")
     if config.pooling not in ("auto", method):
         raise ConfigError(
             f"this classifier has {method!r} pooling, as transformers has it; pooling "
@@ -146,14 +162,20 @@ def _classifier(config: EngineConfig, stated: dict[str, Any], facts: ConfigFacts
         activation = "sigmoid"
     elif stated.get("problem_type") == "regression":
         activation = "none"
-    labels = stated.get("id2label")
     return Pooling(
-        task="classify",
+        task=task,
         method=method,
-        head=_head(facts, kind="score"),
+        head=_head(facts, kind="token_score" if of_tokens else "score"),
         activation=activation,
-        labels=tuple(str(v) for v in labels.values()) if isinstance(labels, dict) else (),
+        labels=_labels(stated.get("id2label")),
     )
+
+
+def _labels(named: object) -> tuple[str, ...]:
+    """By their numbers, which JSON has as texts, in any order; () where some have no name."""
+    if not isinstance(named, dict) or any(str(i) not in named for i in range(len(named))):
+        return ()
+    return tuple(str(named[str(i)]) for i in range(len(named)))
 
 
 def _head(facts: ConfigFacts, **fields: Any) -> Head:
@@ -161,16 +183,22 @@ def _head(facts: ConfigFacts, **fields: Any) -> Head:
     return Head(encoder=facts.is_encoder, token_types=types, **fields)
 
 
-def _embedder(config: EngineConfig, path: Path, facts: ConfigFacts) -> Pooling:
+def _embedder(config: EngineConfig, of_tokens: bool, path: Path, facts: ConfigFacts) -> Pooling:
     """By the modules of a sentence-transformers directory; else normalized, of a decoder the last
-    token, of an encoder the mean of its tokens."""
-    chosen, normalize = _method_named(config.pooling), True
+    token, of an encoder the mean of its tokens. With `of_tokens` each token's vector, normalized,
+    by the modules before the pooling."""
+    if of_tokens and config.pooling != "auto":
+        raise ConfigError(
+            f"pooling {config.pooling!r} is for task 'embed': with 'token_embed' each token has a "
+            "vector, and none are pooled"
+        )
+    chosen, normalize = _method_named("last" if of_tokens else config.pooling), True
     method = chosen or ("mean" if facts.is_encoder else "last")
     dense: list[Dense] = []
     folders: list[Path] = []
     max_tokens = None
     if (path / "modules.json").is_file():
-        normalize = False
+        normalize = of_tokens
         for kind, folder in sentence_modules(path):
             if kind == "Transformer":
                 stated = json_or_nothing(folder / "sentence_bert_config.json")
@@ -180,6 +208,8 @@ def _embedder(config: EngineConfig, path: Path, facts: ConfigFacts) -> Pooling:
                     )
                 limit = stated.get("max_seq_length")
                 max_tokens = limit if isinstance(limit, int) and limit > 0 else None
+            elif kind == "Pooling" and of_tokens:
+                break  # the rest is for what it makes
             elif kind == "Pooling":
                 method = chosen or _stated_method(folder)
             elif kind == "Dense":
@@ -190,7 +220,7 @@ def _embedder(config: EngineConfig, path: Path, facts: ConfigFacts) -> Pooling:
             else:
                 raise CheckpointError(f"modules.json has a module {kind}, which is not served")
     return Pooling(
-        task="embed",
+        task="token_embed" if of_tokens else "embed",
         method=method,
         head=_head(facts, kind="hidden", dense=tuple(dense)),
         normalize=normalize if config.normalize is None else config.normalize,
@@ -202,11 +232,12 @@ def _embedder(config: EngineConfig, path: Path, facts: ConfigFacts) -> Pooling:
 def _stated_method(folder: Path) -> Method:
     stated = parse_json(folder / "config.json")
     named = stated.get("pooling_mode")  # newer directories; older ones have a switch for each
-    modes = [named] if named else [name for field, name in _MODES.items() if stated.get(field)]
+    modes = named if isinstance(named, list) else [named] if named else []
+    modes = modes or [name for field, name in _MODES.items() if stated.get(field)] or ["mean"]
     found = _method_named(_LONG.get(str(modes[0]), str(modes[0]))) if len(modes) == 1 else None
     if found is None:
         raise CheckpointError(
-            f"{folder.name}/config.json asks for {' and '.join(map(str, modes)) or 'no'} pooling; "
+            f"{folder.name}/config.json asks for {' and '.join(map(str, modes))} pooling; "
             f"served is one of {', '.join(METHODS)} (--pooling chooses one)"
         )
     return found
@@ -220,10 +251,12 @@ def _dense(folder: Path) -> Dense:
     stated = parse_json(folder / "config.json")
     sizes = [stated.get(name) for name in ("in_features", "out_features")]
     activation = _DENSE_ACTIVATIONS.get(str(stated.get("activation_function")))
-    if activation is None or not all(type(n) is int and 0 < n < _MOST_WIDTH for n in sizes):
+    is_sized = all(type(n) is int and 0 < n < _MOST_WIDTH for n in sizes)
+    if activation is None or not is_sized or stated.get("use_residual"):
         raise CheckpointError(
             f"{folder.name}/config.json is no Dense module that is served (sizes {sizes}, "
-            f"activation {stated.get('activation_function')!r})"
+            f"activation {stated.get('activation_function')!r}, use_residual "
+            f"{stated.get('use_residual', False)!r})"
         )
     if not (folder / "model.safetensors").is_file():
         raise CheckpointError(f"{folder.name} has no model.safetensors")

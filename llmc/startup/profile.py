@@ -15,6 +15,7 @@ from llmc.compiler.cache import ProgramCache
 from llmc.compiler.program import lowered
 from llmc.engine.plan import NewRow, RowWork, StepPlan
 from llmc.kernels.cpu.levels import pick_level
+from llmc.pooling import TOKEN_TASKS
 from llmc.runner import kv_cache
 from llmc.runner.model_runner import ModelRunner
 from llmc.sampling_params import SamplingParams
@@ -41,7 +42,8 @@ def profile_model(
     tokens = min(config.max_num_batched_tokens, model.source.model_len)
     kernels = level.name if (level := pick_level()) is not None else "references"
     threads = torch.get_num_threads()
-    name = f"{tokens}-tokens-{config.max_num_seqs}-requests-{threads}-threads-{kernels}"
+    scored = "-scored" if _scores_tokens(model) else ""
+    name = f"{tokens}-tokens-{config.max_num_seqs}-requests{scored}-{threads}-threads-{kernels}"
     is_kept = program.device.type == "cpu" and mode.kernels_built and not config.swap_space
     if is_kept and program.from_cache and cache is not None:
         activations = cache.load_figure(key, name)
@@ -86,7 +88,7 @@ def _measured(
         max_model_len=max(probed, *LENGTHS),
         can_swap=False,
     ).runner
-    plan = _profile_plan(probed, blocks * groups)
+    plan = _profile_plan(probed, blocks * groups, is_scored=_scores_tokens(model))
     peak = PeakMemory(program.device)
     activations = _activations(probe, plan, peak, tokens)
     if mode.kernels_built:
@@ -145,7 +147,13 @@ def graphs_to_come(probe: ModelRunner) -> int:
     return first + (sizes - 1) * (probe.graph_bytes - first)
 
 
-def _profile_plan(tokens: int, num_blocks: int) -> StepPlan:
+def _scores_tokens(model: LoadedModel) -> bool:
+    """Whether every token of a prompt has a result."""
+    pooling = model.source.pooling
+    return pooling is not None and pooling.task in TOKEN_TASKS
+
+
+def _profile_plan(tokens: int, num_blocks: int, *, is_scored: bool) -> StepPlan:
     """One request that fills a whole prefill step, in the first of these blocks."""
     new = NewRow(
         row=0,
@@ -156,5 +164,12 @@ def _profile_plan(tokens: int, num_blocks: int) -> StepPlan:
         seed=0,
         stop_token_ids=(),
     )
-    work = RowWork(row=0, start=0, num_tokens=tokens, sample=True, new_blocks=range(num_blocks))
+    work = RowWork(
+        row=0,
+        start=0,
+        num_tokens=tokens,
+        sample=True,
+        new_blocks=range(num_blocks),
+        is_scored=is_scored,
+    )
     return StepPlan(step=0, new_rows=(new,), work=(work,))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
-from llmc.engine.options import EngineFeatures, EngineLimits
+from llmc.engine.options import MAX_SCORED, EngineFeatures, EngineLimits
 from llmc.engine.spec_decode.ngram import NgramSpeculation
 from llmc.engine.spec_decode.speculation import Speculation
 from llmc.model_info import ModelInfo, OnPhase, Phase
@@ -350,6 +350,9 @@ def _make_engine(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=pool.max_model_len,
             vocab_size=program.vocab_size,
+            max_num_scored_tokens=(
+                MAX_SCORED if model.source.pooling is None else config.max_num_batched_tokens
+            ),
             max_num_queued=config.max_num_queued,
         ),
         EngineFeatures(

@@ -27,6 +27,8 @@ def test_vectors_and_scores_are_certified(tmp_path: Path) -> None:
         tmp_path / "b", "xlm-roberta", "XLMRobertaForSequenceClassification", num_labels=1
     )
     assert check_architecture(scores).status == "certified"
+    of_tokens = config_in(tmp_path / "c", "bert", "BertForTokenClassification", num_labels=3)
+    assert check_architecture(of_tokens).status == "certified"
 
 
 def test_wrong_positions_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

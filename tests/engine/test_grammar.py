@@ -12,8 +12,7 @@ from fake_runner import VOCAB, DigitMatcher, FakeRunner, Outcome, run, run_alone
 from llmc.engine.core import EngineCore
 from llmc.engine.grammar import Matcher
 from llmc.engine.messages import AddRequest
-from llmc.engine.options import EngineFeatures, EngineLimits
-from llmc.engine.plan_builder import MAX_SCORED
+from llmc.engine.options import MAX_SCORED, EngineFeatures, EngineLimits
 from llmc.errors import InvalidRequestError
 from llmc.sampling_params import SamplingParams
 from llmc.structured_outputs import StructuredOutputs

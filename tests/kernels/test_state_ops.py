@@ -19,10 +19,11 @@ from torch import Tensor
 
 from llmc.kernels.registry import OPS
 
+IN_TORCH = (*STATE_OPS, "running_max")
 NUM_STEP_INPUTS = 3  # query_start, context_len, request_row: the last arguments; the state before
 
 
-@pytest.mark.parametrize(("name", "dtype", "index"), case_params(list(STATE_OPS)))
+@pytest.mark.parametrize(("name", "dtype", "index"), case_params(list(IN_TORCH)))
 def test_all_requests_at_once_match_the_reference(
     name: str, dtype: torch.dtype, index: int
 ) -> None:
@@ -44,8 +45,13 @@ def per_token(name: str, args: list[Any]) -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize("name", STATE_OPS)
-@pytest.mark.parametrize("which", ["reference", "torch", "cpu"])
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [
+        *((which, name) for which in ("reference", "torch") for name in IN_TORCH),
+        *(("cpu", name) for name in STATE_OPS),
+    ],
+)
 @pytest.mark.parametrize("cuts", [(40,), (1, 40), (17, 18, 40), tuple(range(1, 41))])
 def test_a_sequence_in_steps_is_the_sequence_at_once(
     name: str, which: str, cuts: tuple[int, ...]

@@ -135,6 +135,19 @@ def test_classifiers(family: str, fields: dict[str, Any], tmp_path: Path) -> Non
         torch.testing.assert_close(vectors(llm, texts()), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", tiered(["bert", "modernbert", "mpnet"], "bert", "mpnet"))
+def test_classifiers_of_tokens(family: str, tmp_path: Path) -> None:
+    """Many in a step, whatever `max_num_batched_tokens` says: a text can't be cut."""
+    model = save(config_of(family, num_labels=3), tmp_path, tf.AutoModelForTokenClassification)
+    with LLM(str(tmp_path), max_num_batched_tokens=16, **OPTIONS) as llm, torch.no_grad():
+        outputs = llm.encode(texts(), pooling_task="token_classify", use_tqdm=False)
+        for ids, output in zip(texts(), outputs, strict=True):
+            want = model(input_ids=torch.tensor([ids])).logits[0].softmax(-1)
+            assert output.outputs is not None
+            found = torch.tensor(output.outputs.data)
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
 def test_a_classifier_that_pools_its_scores(tmp_path: Path) -> None:
     config = tf.AutoConfig.for_model("eurobert", num_labels=2, head_dim=8, **_SIZES)
     assert config.classifier_pooling == "late"

@@ -64,6 +64,8 @@ def pooled(states: torch.Tensor, method: str) -> torch.Tensor:
         "last": states[-1],
         "mean": states.mean(0),
         "weightedmean": (states * weight).sum(0) / weight.sum(),
+        "mean_sqrt_len": states.sum(0) / len(states) ** 0.5,
+        "max": states.amax(0),
     }[method]
 
 
@@ -72,6 +74,7 @@ CASES = [
     ("qwen3", "last"),
     ("qwen3", "mean"),
     ("gemma3", "weightedmean"),
+    ("gemma3", "max"),
     ("gpt_oss", "last"),
 ]
 
@@ -89,10 +92,43 @@ def test_embeddings(family: str, method: str, tmp_path: Path) -> None:
         assert (engine.stats().prefix_cache_hits > 0) == (method == "last")
 
 
-def save_classifier(path: Path, labels: int, **fields: Any) -> Any:
-    config = make_config("llama", vocab_size=800, num_labels=labels, **fields)
+# plain attention; windows, sinks and experts
+TOKEN_CASES = [("qwen3", "token_embed"), ("gpt_oss", "token_classify")]
+
+
+@pytest.mark.parametrize(("family", "task"), TOKEN_CASES)
+def test_vectors_of_tokens(family: str, task: str, tmp_path: Path) -> None:
+    model: Any
+    if task == "token_embed":
+        path = save_checkpoint(family, tmp_path / "model")
+        model = load_reference(path)
+        want = [hidden(model, prompt) for prompt in PROMPTS]
+    else:
+        path = tmp_path
+        model = save_classifier(path, 12, family, tf.AutoModelForTokenClassification)
+        with torch.no_grad():
+            want = [model(input_ids=torch.tensor([prompt])).logits[0] for prompt in PROMPTS]
+    running = tiny_engine.start(path, task=task)
+    inputs = InputProcessor(running.started.info, None)
+    info = inputs.need_pooling()
+    assert info.task == task and info.size == want[0].shape[1]
+    for step_tokens in (256, 7):
+        engine = running.engine(max_num_batched_tokens=step_tokens)
+        for _ in range(2):  # a cached prefix has no vectors
+            found = [rows.view(-1, info.size) for rows in vectors(engine, inputs)]
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def save_classifier(
+    path: Path,
+    labels: int,
+    family: str = "llama",
+    maker: Any = tf.AutoModelForSequenceClassification,
+    **fields: Any,
+) -> Any:
+    config = make_config(family, vocab_size=800, num_labels=labels, **fields)
     torch.manual_seed(0)
-    model = tf.AutoModelForSequenceClassification.from_config(config).eval()
+    model = maker.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -139,6 +175,38 @@ def test_a_classifier_of_one_label_scores_pairs(tmp_path: Path) -> None:
         (raw,) = llm.classify([[1, 2, 3]])
         logits = model(input_ids=torch.tensor([[1, 2, 3]])).logits[0]
         assert raw.outputs is not None and raw.outputs.probs == pytest.approx(logits.tolist())
+
+
+def test_a_classifier_of_tokens(tmp_path: Path) -> None:
+    names = [f"B-{i}" for i in range(12)]
+    model = save_classifier(
+        tmp_path, 12, maker=tf.AutoModelForTokenClassification, id2label=dict(enumerate(names))
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["id2label"] = dict(sorted(config["id2label"].items()))  # as texts: "1", "10", "11", "2"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = [list(prompt) for prompt in PROMPTS]
+    with LLM(str(tmp_path), **OPTIONS) as llm, torch.no_grad():
+        assert llm.info.pooling is not None and list(llm.info.pooling.labels) == names
+        raw = llm.encode(prompts, use_tqdm=False)
+        params = PoolingParams(use_activation=False)
+        also_raw = llm.encode(prompts, params, pooling_task="token_classify", use_tqdm=False)
+        scores = llm.encode(prompts, pooling_task="token_classify", use_tqdm=False)
+        for prompt, *found in zip(prompts, raw, also_raw, scores, strict=True):
+            want = model(input_ids=torch.tensor([prompt])).logits[0]
+            for output, wanted in zip(found, (want, want, want.softmax(-1)), strict=True):
+                assert output.outputs is not None and output.prompt_token_ids == prompt
+                torch.testing.assert_close(torch.tensor(output.outputs.data), wanted)
+        served = r"is served for classification of tokens \(/pooling, LLM.encode\)"
+        for call in (llm.generate, llm.embed, llm.classify):
+            with pytest.raises(InvalidRequestError, match=served):
+                call([1, 2])
+        with pytest.raises(InvalidRequestError, match="and not for 'token_embed'"):
+            llm.encode([1, 2], pooling_task="token_embed")
+        with pytest.raises(InvalidRequestError, match=served):
+            llm.score("a", "b")
+    with pytest.raises(ConfigError, match=r"\.\.\.ForSequenceClassification in config.json"):
+        start_engine(EngineConfig(model=str(tmp_path), task="classify", **OPTIONS))
 
 
 def as_sentence_transformer(path: Path, method: str, *, dense: bool) -> torch.nn.Linear | None:
@@ -204,6 +272,35 @@ def test_a_directory_of_sentence_transformers(sentences: tuple[LLM, Any, Any]) -
     torch.testing.assert_close(torch.tensor(raw.embedding), want[0], rtol=1e-4, atol=1e-5)
 
 
+def test_a_directory_of_late_interaction(tmp_path: Path) -> None:
+    """Of PyLate: no pooling, and a Dense module over each token's hidden state. In a directory with
+    a pooling, what follows it is for what it makes."""
+    path = save_checkpoint("qwen3", tmp_path / "model")
+    linear = as_sentence_transformer(path, "pooling_mode_mean_tokens", dense=True)
+    assert linear is not None
+    model, prompt = load_reference(path), PROMPTS[3]
+    with LLM(str(path), task="token_embed", **OPTIONS) as llm:
+        (output,) = llm.encode(list(prompt), pooling_task="token_embed", use_tqdm=False)
+        assert output.outputs is not None
+        want = torch.nn.functional.normalize(hidden(model, prompt))
+        torch.testing.assert_close(torch.tensor(output.outputs.data), want, rtol=1e-4, atol=1e-5)
+    modules = json.loads((path / "modules.json").read_text())
+    modules = [one for one in modules if one["path"] in ("", "2_Dense")]
+    modules[1]["type"] = "pylate.models.Dense.Dense"
+    (path / "modules.json").write_text(json.dumps(modules))
+    with LLM(str(path), **OPTIONS) as llm, torch.no_grad():
+        assert llm.info.pooling is not None and llm.info.pooling.task == "token_embed"
+        params = PoolingParams(dimensions=8)
+        (output,) = llm.encode(list(prompt), params, pooling_task="token_embed", use_tqdm=False)
+        assert output.outputs is not None
+        want = torch.nn.functional.normalize(linear(hidden(model, prompt))[:, :8])
+        torch.testing.assert_close(torch.tensor(output.outputs.data), want, rtol=1e-4, atol=1e-5)
+    dense = json.loads((path / "2_Dense" / "config.json").read_text())
+    (path / "2_Dense" / "config.json").write_text(json.dumps({**dense, "use_residual": True}))
+    with pytest.raises(CheckpointError, match="use_residual True"):
+        start_engine(EngineConfig(model=str(path), **OPTIONS))
+
+
 def test_long_texts_are_refused_or_cut(sentences: tuple[LLM, Any, Any]) -> None:
     llm, *_ = sentences
     text = "license " * 60
@@ -233,10 +330,16 @@ def test_what_can_not_be_served_is_refused_by_name(tmp_path: Path) -> None:
 
     refused(ConfigError, "unknown task 'transcribe'", task="transcribe")
     refused(ConfigError, "needs a classifier's checkpoint", task="classify")
+    refused(ConfigError, "ForTokenClassification in config.json", task="token_classify")
+    refused(ConfigError, "pooling 'mean' is for task 'embed'", task="token_embed", pooling="mean")
     refused(ConfigError, "pooling and normalize are for", pooling="mean")
     refused(ConfigError, "enable_lora is for models that gen", task="embed", enable_lora=True)
     as_sentence_transformer(path, "pooling_mode_max_tokens", dense=False)
-    refused(CheckpointError, "asks for max pooling")
+    both = {"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": True}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(both))
+    refused(CheckpointError, "asks for mean and max pooling")
+    (path / "1_Pooling" / "config.json").write_text('{"pooling_mode": ["cls", "lasttoken"]}')
+    refused(CheckpointError, "asks for cls and lasttoken pooling")
     (path / "modules.json").write_text('[{"type": "own.Transformer", "path": ""}]')
     refused(CheckpointError, "has a module own.Transformer")
     (path / "modules.json").write_text('[{"type": "x.Transformer", "path": "../x"}]')

@@ -41,8 +41,9 @@ def test_each_token_gets_what_is_pooled_up_to_it(method: Method) -> None:
     x, positions = step(HIDDEN, dynamic=1), step(torch.tensor([0, 1, 2, 2, 3]))
     graph = trace(_reading_both, x=x, positions=positions)
     made, reports = apply(graph, running_pool(method=method), slot_state())
-    assert reports[0].added["llmc.linear_recurrence.default"] == 1
-    assert [role.op for role in roles(made, StateInput)] == ["linear_recurrence"]
+    op = "running_max" if method == "max" else "linear_recurrence"
+    assert reports[0].added[f"llmc.{op}.default"] == 1
+    assert [role.op for role in roles(made, StateInput)] == [op]
     earlier = torch.randn(4, generator=GEN)
     state = torch.full((3, 4), math.nan)
     state[2] = earlier
@@ -66,6 +67,7 @@ def test_each_token_gets_what_is_pooled_up_to_it(method: Method) -> None:
             (first * COUNT).sum(0) / 6,
             (earlier + 3 * HIDDEN[0, 3] + 4 * last) / 10,
         ),
+        "max": (first.amax(0), torch.stack((earlier, HIDDEN[0, 3], last)).amax(0)),
         "mean_sqrt_len": (first.sum(0) / 3**0.5, (earlier + HIDDEN[0, 3:].sum(0)) / 2),
     }[method]
     torch.testing.assert_close(pooled[2], want[0])

@@ -22,7 +22,13 @@ from llmc.server.ollama_protocol import (
     OllamaOptions,
     ShowBody,
 )
-from llmc.server.pooling_protocol import EmbeddingBody, InputBody, RerankBody, ScoreBody
+from llmc.server.pooling_protocol import (
+    EmbeddingBody,
+    InputBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 from llmc.server.responses_protocol import ResponsesBody
 from llmc.server.responses_store import MAX_STORED, MAX_STORED_BYTES
 from llmc.server.throughput import INTERVAL_S
@@ -50,7 +56,13 @@ SECTIONS: dict[str, tuple[type[protocol.Body], ...]] = {
     "Responses": (ResponsesBody,),
     "Anthropic Messages": (MessagesBody, CountTokensBody),
     "Ollama": (OllamaChatBody, GenerateBody, ShowBody, EmbedBody, OldEmbedBody),
-    "Embeddings, scores and classes": (EmbeddingBody, InputBody, ScoreBody, RerankBody),
+    "Embeddings, scores and classes": (
+        EmbeddingBody,
+        InputBody,
+        PoolingBody,
+        ScoreBody,
+        RerankBody,
+    ),
     "Batches": (BatchBody,),
 }
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from live_server import Live, live_server
-from tiny_chat import TinyChat, start_tiny_chat, tiny_chat_model
+from tiny_chat import TinyChat, save_tiny_classifier, start_tiny_chat
+
+from llmc.server import pooling
 
 TEXTS = ["Licensed under the Apache License", "You may obtain a copy", "the weather"]
 
@@ -147,16 +149,53 @@ def test_a_model_that_generates_says_how_to_embed() -> None:
             assert response.status_code == 400 and "--task embed" in response.text
 
 
+def test_a_classifier_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    import transformers as tf
+
+    model = save_tiny_classifier(tmp_path, tf.AutoModelForTokenClassification)
+    with live_server(over=start_tiny_chat(tmp_path, max_model_len=64)) as live:
+        tokens = [live.post("/tokenize", {"prompt": text}).json()["tokens"] for text in TEXTS]
+        with torch.no_grad():
+            logits = [model(input_ids=torch.tensor([ids])).logits[0] for ids in tokens]
+        task = {"task": "token_classify"}
+        for fields, want in (
+            ({}, logits),
+            ({**task, "use_activation": False}, logits),
+            (task, [one.softmax(-1) for one in logits]),
+        ):
+            answer = live.post("/pooling", {"input": TEXTS, **fields}).json()
+            for one, wanted in zip(answer["data"], want, strict=True):
+                torch.testing.assert_close(torch.tensor(one["data"]), wanted)
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, tokens))
+        coded = live.post("/pooling", {"input": TEXTS, **task, "encoding_format": "base64"}).json()
+        for one, other in zip(coded["data"], answer["data"], strict=True):
+            values = list(array.array("f", base64.b64decode(one["data"])))
+            assert values == [value for row in other["data"] for value in row]
+        for path, body in (
+            ("/pooling", {"input": "a", "task": "token_embed"}),
+            ("/pooling", {"input": "a", "task": "classify"}),
+            ("/classify", {"input": "a"}),
+            ("/v1/embeddings", {"input": "a"}),
+            ("/score", {"text_1": "a", "text_2": "b"}),
+            ("/v1/completions", {"prompt": "a"}),
+        ):
+            error = live.post(path, body).json()["error"]
+            assert error["code"] == "wrong_task"
+            assert "classification of tokens (/pooling, LLM.encode)" in error["message"]
+        refused = live.post("/pooling", {"input": "a", "task": "ner"})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "task"
+        monkeypatch.setattr(pooling, "MAX_TOKEN_VALUES", 2 * sum(map(len, tokens)) - 1)
+        refused = live.post("/pooling", {"input": TEXTS})
+        assert refused.status_code == 400 and "Send fewer texts" in refused.text
+        assert live.post("/pooling", {"input": TEXTS[:2]}).status_code == 200
+
+
 def test_a_classifier(tmp_path: Path) -> None:
     import torch
     import transformers as tf
 
-    config = tf.AutoConfig.from_pretrained(tiny_chat_model(), num_labels=2)
-    config.id2label = {0: "bad", 1: "good"}
-    model = tf.AutoModelForSequenceClassification.from_config(config).eval()
-    model.save_pretrained(tmp_path)
-    for file in tiny_chat_model().glob("tokenizer*"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    model = save_tiny_classifier(tmp_path, tf.AutoModelForSequenceClassification)
     assert "id2label" in json.loads((tmp_path / "config.json").read_text())
     with live_server(over=start_tiny_chat(tmp_path, max_model_len=64)) as live:
         tokens = live.post("/tokenize", {"prompt": TEXTS[0]}).json()["tokens"]

@@ -7,7 +7,8 @@ schema can't say. CORPUS has what was found before.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from tiers import tiered
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
 import schemathesis
+import transformers as tf
 from live_server import Live, live_server
 from schemathesis.config import GenerationConfig
 from schemathesis.engine import Status, events, from_schema
+from tiny_chat import save_tiny_classifier, start_tiny_chat
 
 from llmc.server.guard import ADMIN_PATHS
 from llmc.server.settings import ServerSettings
@@ -36,6 +39,7 @@ BEYOND = {
     r"tool": "names and schemas of tools are compared with each other",
     r"needs|must not exceed|whole answer|integer from n": "rules between two fields",
     r"send either|is empty": "rules between two fields",
+    r"can't be scored against": "as many texts on both sides, or one",
     r"make \d+ sequences": "the limit is for the product of two fields",
     r"bad word|logit_bias|characters": "counted in tokens, or by number",
     r"not a text|surrogate": "half characters",
@@ -56,11 +60,53 @@ def governed() -> Iterator[Live]:
 @pytest.mark.parametrize("key", tiered(["client", "operator"], "operator"))
 def test_the_schema_is_as_strict_as_the_server(governed: Live, key: str) -> None:
     """About 6,000 requests."""
-    url = f"http://127.0.0.1:{governed.port}"
+    failures, num_requests = run_schema(governed, key)
+    assert not failures, f"{len(failures)} of {num_requests}:\n" + "\n\n".join(sorted(failures))
+    assert num_requests > (50 if key == "operator" else 500)
+
+
+POOLED = {
+    "/pooling": {"embed", "classify", "token_classify"},
+    **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), {"embed"}),
+    "/classify": {"classify"},
+    **dict.fromkeys(("/score", "/rerank"), {"embed", "classify"}),
+}
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/messages/count_tokens", "/api/chat")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", tiered(["embed", "classify", "token_classify"], "classify"))
+def test_so_is_that_of_a_model_that_returns_vectors(task: str, tmp_path: Path) -> None:
+    """Only what is asked of such models; the rest is that of the others."""
+    makers = {
+        "classify": tf.AutoModelForSequenceClassification,
+        "token_classify": tf.AutoModelForTokenClassification,
+    }
+    options: dict[str, Any] = {"max_model_len": 2048, "kv_cache_memory": 1 << 24}
+    if task == "embed":
+        over = start_tiny_chat(task="embed", **options)
+    else:
+        save_tiny_classifier(tmp_path, makers[task], ("fits",))
+        over = start_tiny_chat(tmp_path, **options)
+    with live_server(SETTINGS, over=over) as live:
+        headers = {"authorization": "Bearer client"}
+        paths = live.client.get("/openapi.json", headers=headers).json()["paths"]
+        assert {path for path in POOLED if path in paths} == {
+            path for path, tasks in POOLED.items() if task in tasks
+        }
+        assert not any(path in paths for path in GENERATING)
+        failures, num_requests = run_schema(live, "client", [*POOLED])
+    assert not failures, f"{len(failures)} of {num_requests}:\n" + "\n\n".join(sorted(failures))
+    assert num_requests > 200
+
+
+def run_schema(live: Live, key: str, paths: Sequence[str] = ()) -> tuple[set[str], int]:
+    """What fails of the requests that are made from a server's schema, and how many there are."""
+    url = f"http://127.0.0.1:{live.port}"
     schema = schemathesis.openapi.from_url(
         f"{url}/openapi.json", headers={"authorization": "Bearer client"}
     )
-    ours = list(ADMIN_PATHS) if key == "operator" else None
+    ours = list(ADMIN_PATHS) if key == "operator" else list(paths)
     schema = schema.include(path=ours) if ours else schema.exclude(path=[*ADMIN_PATHS, ENDLESS])
     config = schema.config
     config.update(headers={"authorization": f"Bearer {key}"}, continue_on_failure=True)
@@ -87,8 +133,7 @@ def test_the_schema_is_as_strict_as_the_server(governed: Live, key: str) -> None
                 said = "" if answer is None else answer.text
                 title = f"{found.failure.title}: {found.failure.message}"
                 failures.add(f"{event.label}: {title}\n{said[:500]}\n{found.code_sample[:2000]}")
-    assert not failures, f"{len(failures)} of {num_requests}:\n" + "\n\n".join(sorted(failures))
-    assert num_requests > (50 if key == "operator" else 500)
+    return failures, num_requests
 
 
 USER = {"role": "user", "content": "count"}

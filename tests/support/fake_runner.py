@@ -26,8 +26,8 @@ from llmc.engine.core import EngineCore
 from llmc.engine.grammar import Matcher
 from llmc.engine.kv.layout import CacheLayout
 from llmc.engine.messages import AddRequest, RequestUpdate
+from llmc.engine.options import MAX_SCORED
 from llmc.engine.plan import NewRow, RowWork, StepPlan, StepResult, TokenLogprobs
-from llmc.engine.plan_builder import MAX_SCORED
 from llmc.sampling_params import SamplingParams
 from llmc.structured_outputs import StructuredOutputs
 

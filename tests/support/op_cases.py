@@ -36,6 +36,7 @@ from llmc.kernels import (  # noqa: F401
     record_tokens,
     rms_norm,
     rope_write,
+    running_max,
     sample,
     selective_scan,
     token_logprobs,
@@ -49,10 +50,10 @@ from llmc.kernels.registry import OPS, Case, Impl, Op
 
 CPU = torch.device("cpu")
 # What talks to other ranks is torch.distributed's (tests/kernels/test_collectives.py), and markers
-# never run. What reads images runs in few steps, in torch.
+# never run. What reads images, and max pooling, run in few steps, in torch.
 COLLECTIVES = {"all_reduce", "all_gather", "first_rank", "embed_shard"}
 MARKERS = {"attention", "pool_tokens", "draft_states"}
-WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", *COLLECTIVES}
+WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *COLLECTIVES}
 WITHOUT_CPP = {*WITHOUT_KERNELS, "encoder_attention"}  # torch's attention serves each text
 WITHOUT_TRITON = {*WITHOUT_KERNELS, "bmm"}  # whose GPU version is torch's: cuBLAS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ from typing import Any
 from tiny_models import save_checkpoint
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from llmc.config import EngineConfig
 from llmc.engine.core import EngineCore
@@ -52,6 +52,17 @@ def tiny_chat_model() -> Path:
     hf.chat_template = TEMPLATE
     hf.save_pretrained(path)
     return path
+
+
+def save_tiny_classifier(path: Path, maker: Any, labels: tuple[str, ...] = ("bad", "good")) -> Any:
+    """The same with a random head, saved with the tokenizer. `maker`: transformers' Auto class."""
+    config = AutoConfig.from_pretrained(tiny_chat_model(), num_labels=len(labels))
+    config.id2label = dict(enumerate(labels))
+    model = maker.from_config(config).eval()
+    model.save_pretrained(path)
+    for file in tiny_chat_model().glob("tokenizer*"):
+        (path / file.name).write_bytes(file.read_bytes())
+    return model
 
 
 _kept: list[tempfile.TemporaryDirectory[str]] = []
