@@ -24,7 +24,7 @@ from llmc.passes.inputs import (
     step_input,
     token_input,
 )
-from llmc.passes.sharding import RESHAPES
+from llmc.passes.sharding_rules import RESHAPES
 
 
 @graph_pass()

@@ -38,15 +38,8 @@ from llmc.passes.inputs import (
     add_constant,
     input_of,
 )
-from llmc.passes.sharding import (
-    RESHAPES,
-    SPLITS,
-    Cut,
-    Region,
-    Unprovable,
-    heads,
-    slice_bounds,
-)
+from llmc.passes.sharding import Cut, Region, Unprovable
+from llmc.passes.sharding_rules import RESHAPES, SPLITS, heads, rule_of, slice_bounds
 
 
 @graph_pass(required=True)
@@ -103,7 +96,7 @@ def shard_linears(gm: fx.GraphModule, *, size: int = 1) -> Notes:
 
 def _find(graph: fx.Graph, size: int) -> tuple[Region, Notes]:
     """All that can be cut: one attempt for each attention, and for each linear that is left."""
-    region = Region(size)
+    region = Region(size, rule_of)
     left: Counter[str] = Counter()
     for node in calls(graph, paged_attention.overload):
         if node in region.cuts:
@@ -123,7 +116,7 @@ def _find(graph: fx.Graph, size: int) -> tuple[Region, Notes]:
 def _attempt_attention(known: Region, node: fx.Node) -> Region:
     given = arguments(node)
     count, kv_count = (int(val(n).shape[1]) for n in (given.query, given.key_cache))
-    region = Region(known.size, known)
+    region = known.attempt()
     region.cut(node, 1, heads(known.size, count, kv_count)[0])
     region.grow()
     return region
@@ -137,7 +130,7 @@ def _attempt_linear(known: Region, node: fx.Node) -> Region:
     width = val(x).shape[-1]
     if not isinstance(input_of(given.weight), WeightInput) or x.op == "placeholder":
         raise Unprovable(f"{node.name} is no linear over a parameter")
-    region = Region(known.size, known)
+    region = known.attempt()
     region.cut(x, -1, ((int(width), known.size),))
     region.grow()
     return region

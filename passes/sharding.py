@@ -4,31 +4,23 @@ A region starts from one value that is to be cut. What that asks of the values t
 and of those made of it, follows from the rules of their ops, until it ends at linears: those whose
 outputs are cut have their rows cut, and those whose input is cut have their columns cut, so that
 their outputs are terms of a sum over the ranks. An op without a rule ends the attempt, and nothing
-of the region is cut: rules alone prove that the sum is what it was.
+of the region is cut: rules alone (sharding_rules.py) prove that the sum is what it was.
 """
 
 from __future__ import annotations
 
-import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from llmc.kernels.expert_linear import expert_linear
-from llmc.kernels.paged_attention import paged_attention
-from llmc.kernels.write_kv import write_kv
-from llmc.passes.edit import arguments, aten, is_call, val
+from llmc.passes.edit import val
 from llmc.passes.inputs import CacheInput, ConstantInput, WeightInput, input_of
 
 Sections = tuple[tuple[int, int], ...]  # (length, parts), end to end; of Shard
-
-SPLITS = (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default)
-RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-_MOST_SECTIONS = 64
+Rule = Callable[["Region", fx.Node], None]  # cuts and keeps what follows for the call's values
 
 
 class Unprovable(Exception):
@@ -49,16 +41,29 @@ class Cut:
 
 
 class Region:
-    """Cuts that follow from each other. `known` is an accepted region that this one adds to."""
+    """Cuts that follow from each other, by the rule that `rule_of` has for a call, if any.
 
-    def __init__(self, size: int, known: Region | None = None) -> None:
+    `known` is an accepted region that this one adds to.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        rule_of: Callable[[fx.Node], Rule | None],
+        known: Region | None = None,
+    ) -> None:
         self.size = size
+        self._rule_of = rule_of
         self.cuts: dict[fx.Node, Cut] = dict(known.cuts) if known else {}
         self.whole: set[fx.Node] = set(known.whole) if known else set()
         self.terms: set[fx.Node] = set(known.terms) if known else set()  # of a sum over the ranks
         self._queue: deque[fx.Node] = deque()
         self._unsure: list[tuple[fx.Node, Sequence[fx.Node]]] = []  # (call, unknown pieces)
         self._call: fx.Node | None = None  # whose rule is applied
+
+    def attempt(self) -> Region:
+        """One that begins with what is cut here."""
+        return Region(self.size, self._rule_of, self)
 
     def cut(self, node: Any, dim: int, sections: Sections) -> None:
         """The value must be cut so. Raises Unprovable where it can't be."""
@@ -113,10 +118,8 @@ class Region:
                     self.whole.add(value)
 
     def _apply(self, call: fx.Node) -> None:
-        rule = _RULES.get(call.target)
-        if rule is None and torch.Tag.pointwise in getattr(call.target, "tags", ()):
-            rule = _pointwise
-        if rule is None or call.op != "call_function":
+        rule = self._rule_of(call) if call.op == "call_function" else None
+        if rule is None:
             raise Unprovable(f"no rule for {call.name}")
         self._call = call
         rule(self, call)
@@ -149,422 +152,3 @@ class Region:
                 raise Unprovable(f"{source.name} is split across its parts")
             sections += found.sections if found is not None else [(length, 1)]
         self.cut(source, dim, tuple(sections))
-
-
-Rule = Callable[[Region, fx.Node], None]
-
-
-def _tensors(call: fx.Node) -> list[fx.Node]:
-    return [n for n in call.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-
-
-def _pointwise(region: Region, call: fx.Node) -> None:
-    """Dimensions are counted from the last; those of size 1 are the same for all."""
-    rank = val(call).dim()
-    sources = _tensors(call)
-    for value in (call, *sources):
-        if (found := region.cuts.get(value)) is None:
-            continue
-        dim = found.dim + rank - val(value).dim()
-        for other in (call, *sources):
-            at = dim - rank + val(other).dim()
-            if at >= 0 and val(other).shape[at] != 1:
-                region.cut(other, at, found.sections)
-            else:
-                region.keep(other)
-
-
-def _same(move: Callable[[fx.Node, int], int | None]) -> Rule:
-    """One tensor in, one out; `move(call, dim)` is where a dimension of the input is in the
-    output, None where it is not there."""
-
-    def rule(region: Region, call: fx.Node) -> None:
-        source = call.args[0]
-        places = {d: move(call, d) for d in range(val(source).dim())}
-        if (cut := region.cuts.get(source)) is not None:  # type: ignore[arg-type]
-            to = places[cut.dim]
-            if to is None:
-                raise Unprovable(f"{call.name} needs whole rows")
-            region.cut(call, to, cut.sections)
-        elif (cut := region.cuts.get(call)) is not None:
-            origin = next((d for d, to in places.items() if to == cut.dim), None)
-            if origin is None:
-                raise Unprovable(f"{call.name} makes the dimension")
-            region.cut(source, origin, cut.sections)
-
-    return rule
-
-
-def _positive(dim: int, rank: int) -> int:
-    return dim % rank if rank else 0
-
-
-def _rank(call: fx.Node) -> int:
-    return val(call.args[0]).dim()
-
-
-def _move_transpose(call: fx.Node, dim: int) -> int:
-    given = arguments(call)
-    a, b = _positive(given.dim0, _rank(call)), _positive(given.dim1, _rank(call))
-    return {a: b, b: a}.get(dim, dim)
-
-
-def _move_permute(call: fx.Node, dim: int) -> int:
-    return [_positive(d, _rank(call)) for d in arguments(call).dims].index(dim)
-
-
-def _move_unsqueeze(call: fx.Node, dim: int) -> int:
-    return dim + (_positive(arguments(call).dim, _rank(call) + 1) <= dim)
-
-
-def _move_squeeze(call: fx.Node, dim: int) -> int | None:
-    at = _positive(arguments(call).dim, _rank(call))
-    if val(call).dim() == _rank(call):
-        return dim
-    return None if dim == at else dim - (at < dim)
-
-
-def _move_select(call: fx.Node, dim: int) -> int | None:
-    at = _positive(arguments(call).dim, _rank(call))
-    return None if dim == at else dim - (at < dim)
-
-
-def _move_softmax(call: fx.Node, dim: int) -> int | None:
-    return None if dim == _positive(arguments(call).dim, _rank(call)) else dim
-
-
-def _move_reduce(call: fx.Node, dim: int) -> int | None:
-    given = arguments(call)
-    if not given.dim:
-        return None
-    gone = {_positive(d, _rank(call)) for d in given.dim}
-    if dim in gone:
-        return None
-    return dim if given.keepdim else dim - sum(d < dim for d in gone)
-
-
-def _expand(region: Region, call: fx.Node) -> None:
-    """Broadcasting: a dimension of size 1 stays whole, and each rank makes its part of the rest."""
-    _pointwise(region, call)
-
-
-def _norm(region: Region, call: fx.Node) -> None:
-    """Over the last dimensions, which must be whole."""
-    given = arguments(call)
-    first = val(call).dim() - len(given.normalized_shape)
-    for value, other in ((call, given.input), (given.input, call)):
-        if (cut := region.cuts.get(value)) is not None:
-            if cut.dim >= first:
-                raise Unprovable(f"{call.name} needs whole rows")
-            region.cut(other, cut.dim, cut.sections)
-    for weight in _tensors(call)[1:]:
-        region.keep(weight)
-
-
-def _reshape(region: Region, call: fx.Node) -> None:
-    source = call.args[0]
-    if (cut := region.cuts.get(source)) is not None:  # type: ignore[arg-type]
-        region.cut(call, *_through_reshape(call, val(source).shape, val(call).shape, cut))
-    elif (cut := region.cuts.get(call)) is not None:
-        region.cut(source, *_through_reshape(call, val(call).shape, val(source).shape, cut))
-
-
-def _through_reshape(
-    call: fx.Node, old: Sequence[Any], new: Sequence[Any], cut: Cut
-) -> tuple[int, Sections]:
-    """Where the cut of a value of shape `old` is when its shape is `new`."""
-    for before, after in _groups(call, old, new):
-        if cut.dim not in before:
-            continue
-        before, after = ([d for d in g if s[d] != 1] for g, s in ((before, old), (after, new)))
-        if len(before) == len(after) == 1:
-            return after[0], cut.sections
-        if len(after) == 1:
-            return after[0], _flat([int(old[d]) for d in before], before.index(cut.dim), cut)
-        if len(before) == 1:
-            return _unflat(call, after, [int(new[d]) for d in after], cut)
-        break
-    raise Unprovable(f"{call.name} mixes parts")
-
-
-def _groups(
-    call: fx.Node, old: Sequence[Any], new: Sequence[Any]
-) -> Iterable[tuple[list[int], list[int]]]:
-    """Dimensions of both shapes that hold the same, in order. Unknown sizes stand alone."""
-    i = j = 0
-    while i < len(old) or j < len(new):
-        if i < len(old) and j < len(new) and str(old[i]) == str(new[j]):
-            yield [i], [j]
-            i, j = i + 1, j + 1
-            continue
-        a: list[int] = []
-        b: list[int] = []
-        size_a = size_b = 1
-        while not a or size_a != size_b:
-            take_old = i < len(old) and (size_a <= size_b or j >= len(new))
-            if not take_old and j >= len(new):
-                raise Unprovable(f"{call.name} mixes parts")
-            if take_old:
-                if not isinstance(old[i], int):
-                    break
-                a, size_a, i = [*a, i], size_a * old[i], i + 1
-            else:
-                if not isinstance(new[j], int):
-                    break
-                b, size_b, j = [*b, j], size_b * new[j], j + 1
-        if size_a != size_b:
-            # a leading 1 of one side before an unknown size that both have
-            raise Unprovable(f"{call.name} mixes parts")
-        if not a and not b:
-            if i < len(old) and not isinstance(old[i], int) and j < len(new) and new[j] == 1:
-                yield [], [j]
-                j += 1
-                continue
-            raise Unprovable(f"{call.name} mixes parts")
-        yield a, b
-
-
-def _flat(sizes: Sequence[int], at: int, cut: Cut) -> Sections:
-    """Sections of the flattened dimension of `sizes`, of which that at `at` is cut."""
-    outer, inner = 1, 1
-    for n in sizes[:at]:
-        outer *= n
-    for n in sizes[at + 1 :]:
-        inner *= n
-    sections = tuple((length * inner, parts) for length, parts in cut.sections) * outer
-    if len(sections) > _MOST_SECTIONS:
-        raise Unprovable("the parts lie in too many pieces")
-    return sections
-
-
-def _unflat(call: fx.Node, dims: list[int], sizes: list[int], cut: Cut) -> tuple[int, Sections]:
-    """The inverse: which of `dims` is cut, and how."""
-    for at in range(len(dims)):
-        inner = 1
-        for n in sizes[at + 1 :]:
-            inner *= n
-        count = len(cut.sections)
-        for times in range(1, count + 1):  # the same sections again and again
-            own = cut.sections[: count // times]
-            if count % times or own * times != cut.sections:
-                continue
-            if any(n % inner or (n // inner) % parts for n, parts in own):
-                continue
-            made = tuple((n // inner, parts) for n, parts in own)
-            if sum(n for n, _ in made) == sizes[at] and _flat(sizes, at, Cut(0, made)) == (
-                cut.sections
-            ):
-                return dims[at], made
-    raise Unprovable(f"{call.name} mixes parts")
-
-
-def _cat(region: Region, call: fx.Node) -> None:
-    given = arguments(call)
-    dim = _positive(given.dim, val(call).dim())
-    for value in (call, *given.tensors):
-        if (cut := region.cuts.get(value)) is None:
-            continue
-        if cut.dim == dim:
-            region.divide(call, dim, [(t, int(val(t).shape[dim])) for t in given.tensors])
-            return
-        for other in (call, *given.tensors):
-            region.cut(other, cut.dim, cut.sections)
-
-
-def _split(region: Region, call: fx.Node) -> None:
-    """A call that gives several values, read by getitem."""
-    given = arguments(call)
-    dim = _positive(given.dim, _rank(call))
-    readers: dict[int, fx.Node] = {}
-    for user in call.users:
-        if not is_call(user, operator.getitem) or arguments(user).index in readers:
-            raise Unprovable(f"{call.name} has a reader that is not known")
-        readers[arguments(user).index] = user
-    source = call.args[0]
-    for value in (source, *readers.values()):
-        if (cut := region.cuts.get(value)) is not None and cut.dim != dim:  # type: ignore[arg-type]
-            for other in (source, *readers.values()):
-                region.cut(other, cut.dim, cut.sections)
-            return
-    parts = call.meta["val"]
-    pieces = [(readers.get(i), int(part.shape[dim])) for i, part in enumerate(parts)]
-    region.divide(source, dim, pieces)  # type: ignore[arg-type]
-
-
-def _item(region: Region, call: fx.Node) -> None:
-    source = call.args[0]
-    if not isinstance(source, fx.Node) or _RULES.get(source.target) is not _split:
-        raise Unprovable(f"no rule for {call.name}")
-    _split(region, source)
-
-
-def _slice(region: Region, call: fx.Node) -> None:
-    dim, start, end, step = slice_bounds(call)
-    source = call.args[0]
-    found = region.cuts.get(source) or region.cuts.get(call)  # type: ignore[arg-type]
-    if found is None:
-        return
-    if found.dim != dim:
-        region.cut(source, found.dim, found.sections)
-        region.cut(call, found.dim, found.sections)
-        return
-    size = int(val(source).shape[dim])
-    if step > 1:
-        if start >= step or end < size or size % step:
-            raise Unprovable(f"{call.name} takes some of the parts")
-        if (cut := region.cuts.get(source)) is not None:  # type: ignore[arg-type]
-            if any(n % (step * parts) for n, parts in cut.sections):
-                raise Unprovable(f"{call.name} takes some of the parts")
-            region.cut(call, dim, tuple((n // step, parts) for n, parts in cut.sections))
-        else:
-            region.cut(source, dim, tuple((n * step, p) for n, p in region.cuts[call].sections))
-        return
-    region.divide(source, dim, _tiles(source, dim, size))  # type: ignore[arg-type]
-
-
-def _tiles(source: Any, dim: int, size: int) -> list[tuple[fx.Node | None, int]]:
-    """The slices of a value along `dim`, which must not overlap, and what lies between them."""
-    bounds = sorted(
-        ((*slice_bounds(u)[1:3], u) for u in source.users if is_call(u, aten.slice.Tensor)
-         and slice_bounds(u)[0] == dim),
-        key=lambda bound: bound[:2],
-    )  # fmt: skip
-    tiles: list[tuple[fx.Node | None, int]] = []
-    at = 0
-    for start, end, node in bounds:
-        if start < at or slice_bounds(node)[3] != 1:
-            raise Unprovable(f"slices of {source.name} overlap")
-        if start > at:
-            tiles.append((None, start - at))
-        tiles.append((node, end - start))
-        at = end
-    if at < size:
-        tiles.append((None, size - at))
-    return tiles
-
-
-def slice_bounds(call: fx.Node) -> tuple[int, int, int, int]:
-    """(dim, start, end, step) of a slice whose bounds are numbers; else Unprovable."""
-    given = arguments(call)
-    dim = _positive(given.dim, _rank(call))
-    size = val(call.args[0]).shape[dim]
-    if val(call).shape[dim] is size or str(val(call).shape[dim]) == str(size):
-        return dim, 0, size if isinstance(size, int) else 0, given.step
-    bounds = (given.start or 0, size if given.end is None else given.end)
-    if not all(isinstance(n, int) for n in (*bounds, size, given.step)):
-        if isinstance(size, int):
-            raise Unprovable(f"{call.name} has bounds that are computed")
-        return dim, 0, 0, 1
-    start, end = (min(max(n + size if n < 0 else n, 0), size) for n in bounds)
-    return dim, start, max(start, end), given.step
-
-
-def _linear(region: Region, call: fx.Node) -> None:
-    given = arguments(call)
-    _product(region, call, given.input, given.weight, given.bias, rows=0, columns=1)
-
-
-def _expert_linear(region: Region, call: fx.Node) -> None:
-    given = arguments(call)
-    rows, columns = (2, 1) if given.transposed else (1, 2)
-    _product(region, call, given.x, given.weight, given.bias, rows=rows, columns=columns)
-    if call in region.terms and given.bias is not None:
-        raise Unprovable(f"{call.name} adds a bias of the row's expert to a part of the sum")
-    region.keep(given.expert)
-
-
-def _product(
-    region: Region, call: fx.Node, x: Any, weight: Any, bias: Any, *, rows: int, columns: int
-) -> None:
-    """By rows of the weight where the output is cut, by columns where the input is."""
-    cut_x, cut_out, cut_w = (region.cuts.get(v) for v in (x, call, weight))
-    last = val(x).dim() - 1
-    if cut_x is not None or (cut_w is not None and cut_w.dim == columns):
-        if cut_x is not None and cut_x.dim != last:
-            raise Unprovable(f"{call.name} is cut across its rows")
-        cut = cut_x or cut_w
-        assert cut is not None
-        region.cut(x, -1, cut.sections)
-        region.cut(weight, columns, cut.sections)
-        region.keep(call)
-        if bias is not None:
-            region.keep(bias)
-        region.terms.add(call)
-    elif cut_out is not None or cut_w is not None:
-        if cut_out is not None and cut_out.dim != last:
-            raise Unprovable(f"{call.name} is cut across its rows")
-        cut = cut_out or cut_w
-        assert cut is not None
-        region.cut(call, -1, cut.sections)
-        region.cut(weight, rows, cut.sections)
-        region.keep(x)
-        if bias is not None:
-            region.cut(bias, -1, cut.sections)
-    elif bias is not None and bias in region.cuts:
-        region.cut(call, -1, region.cuts[bias].sections)
-
-
-def heads(size: int, count: int, kv_count: int) -> tuple[Sections, Sections]:
-    """Sections of query and of key and value heads. Where there are fewer of the latter than
-    ranks, neighbours hold the same."""
-    if count % size or (kv_count % size and size % kv_count):
-        raise Unprovable(f"{count} heads over {kv_count} do not divide by {size}")
-    return ((count, size),), ((kv_count, min(size, kv_count)),)
-
-
-def _paged_attention(region: Region, call: fx.Node) -> None:
-    given = arguments(call)
-    if given.chosen is not None:
-        raise Unprovable("a sparse indexer chooses positions for all heads")
-    count, kv_count = (int(val(n).shape[1]) for n in (given.query, given.key_cache))
-    own, kv = heads(region.size, count, kv_count)
-    region.cut(given.query, 1, own)
-    region.cut(call, 1, own)
-    for cache in (given.key_cache, given.value_cache):
-        region.cut(cache, 1, kv)
-    for by_head in (given.sinks, given.slopes):
-        if by_head is not None:
-            region.cut(by_head, -1, own)
-
-
-def _write_kv(region: Region, call: fx.Node) -> None:
-    given = arguments(call)
-    for source, cache in ((given.key, given.key_cache), (given.value, given.value_cache)):
-        cut = region.cuts.get(source) or region.cuts.get(cache)
-        if cut is not None:
-            if cut.dim != 1:
-                raise Unprovable(f"{call.name} writes parts of heads")
-            region.cut(source, 1, cut.sections)
-            region.cut(cache, 1, cut.sections)
-
-
-def _stay(call: fx.Node, dim: int) -> int:
-    return dim
-
-
-_RULES: dict[Any, Rule] = {
-    aten.linear.default: _linear,
-    expert_linear.overload: _expert_linear,
-    paged_attention.overload: _paged_attention,
-    write_kv.overload: _write_kv,
-    operator.getitem: _item,
-    aten.cat.default: _cat,
-    aten.slice.Tensor: _slice,
-    aten.expand.default: _expand,
-    aten.layer_norm.default: _norm,
-    aten.rms_norm.default: _norm,
-    aten.transpose.int: _same(_move_transpose),
-    aten.permute.default: _same(_move_permute),
-    aten.unsqueeze.default: _same(_move_unsqueeze),
-    aten.squeeze.dim: _same(_move_squeeze),
-    aten.select.int: _same(_move_select),
-    aten.softmax.int: _same(_move_softmax),
-    **dict.fromkeys((aten.mean.dim, aten.sum.dim_IntList, aten.amax.default), _same(_move_reduce)),
-    **dict.fromkeys(
-        (aten.to.dtype, aten._to_copy.default, aten.contiguous.default, aten.detach.default,
-         aten.alias.default),
-        _same(_stay),
-    ),
-    **dict.fromkeys(RESHAPES, _reshape),
-    **dict.fromkeys(SPLITS, _split),
-}  # fmt: skip
