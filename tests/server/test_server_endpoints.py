@@ -9,7 +9,7 @@ from live_server import Live, live_server
 from scripted_engine import REPLY, SCRIPTS
 
 from llmc.server.app import ROUTES
-from llmc.server.openapi import BATCH_PATHS, POOLING_PATHS
+from llmc.server.openapi import BATCH_PATHS, EMBEDDING_PATHS, SCORING_PATHS
 from llmc.server.settings import ServerSettings
 
 COUNT = SCRIPTS["count"]
@@ -238,7 +238,8 @@ def test_metrics(live: Live) -> None:
 def test_openapi_describes_every_route_that_answers(live: Live) -> None:
     document = live.client.get("/openapi.json").json()
     paths = document["paths"]
-    others = [p for _, p, _ in ROUTES if p.startswith(BATCH_PATHS) or p in POOLING_PATHS]
+    vectors = EMBEDDING_PATHS | SCORING_PATHS | {"/classify", "/pooling"}
+    others = [p for _, p, _ in ROUTES if p.startswith(BATCH_PATHS) or p in vectors]
     assert len(paths) == len({path for _, path, _ in ROUTES} - {*others})
     assert not {"/v1/embeddings", "/v1/files"} & paths.keys(), "of a model that generates text"
     assert set(paths["/v1/responses/{name}"]) == {"get", "delete"}
