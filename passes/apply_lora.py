@@ -85,7 +85,7 @@ class _Adapters:
             return "linears: their rows are not the tokens"
         widths = _widths(node, role)
         channels, depth = (int(n) for n in val(given.weight).shape)
-        role_a = AdapterInput(matrix="a", weights=role.parts, widths=widths)
+        role_a = AdapterInput(op="linear", matrix="a", weights=role.parts, widths=widths)
         a = self._input(node, given.weight, role_a, len(widths), self._rank, depth)
         b = self._input(node, given.weight, replace(role_a, matrix="b"), self._rank, channels)
         with self._graph.inserting_after(node):

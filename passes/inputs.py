@@ -128,7 +128,7 @@ class AdapterInput:
     embeddings and routed experts have one.
     """
 
-    op: AdaptedOp = "linear"
+    op: AdaptedOp
     matrix: Literal["a", "b"]
     weights: tuple[str, ...]
     widths: tuple[int, ...]

@@ -55,7 +55,7 @@ def values() -> Values:
 
 def low_rank(role: AdapterInput, part: int, first: int, last: int, x: Tensor) -> Tensor:
     """The product with B A of slot 3, for the channels of one part."""
-    b_role = AdapterInput(matrix="b", weights=role.weights, widths=role.widths)
+    b_role = AdapterInput(op="linear", matrix="b", weights=role.weights, widths=role.widths)
     a = draw_adapter(role, (SLOTS, len(role.widths), RANK, 8))[2, part]
     b = draw_adapter(b_role, (SLOTS, RANK, sum(role.widths)))[2, :, first:last]
     return x @ a.T @ b
