@@ -42,8 +42,7 @@ def add_lora(
     rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     edges = bounds.tolist()
     if expert is not None:
-        adapter = of_experts(adapter, expert, *a.shape[:2])
-        a, b = a.flatten(0, 1).unsqueeze(1), b.flatten(0, 1)
+        a, b, adapter = experts_as_slots(a, b, adapter, expert)
     for number in adapter.unique().tolist():
         if not 0 < number <= a.shape[0]:
             continue
@@ -53,6 +52,14 @@ def add_lora(
             low = given @ a[number - 1, part].float().T
             own = flat[mine, begin:end].float() + low @ b[number - 1, :, begin:end].float()
             flat[mine, begin:end] = own.to(out.dtype)
+
+
+def experts_as_slots(
+    a: Tensor, b: Tensor, adapter: Tensor, expert: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """a [slots * E, 1, R, K], b [slots * E, R, N] and adapter [S]: each expert of a slot is one."""
+    numbers = of_experts(adapter, expert, *a.shape[:2])
+    return a.flatten(0, 1).unsqueeze(1), b.flatten(0, 1), numbers
 
 
 def of_experts(adapter: Tensor, expert: Tensor, slots: int, experts: int) -> Tensor:

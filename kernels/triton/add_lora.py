@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmc.kernels.add_lora import add_lora, of_experts
+from llmc.kernels.add_lora import add_lora, experts_as_slots
 from llmc.kernels.triton.attention_plan import at, locate
 from llmc.kernels.triton.define import define, needs_upcast, on_device, same_dtype, takes
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
@@ -114,8 +114,7 @@ def plan(
     expert: Tensor | None = None,
 ) -> Plan[None]:
     if expert is not None:
-        adapter = of_experts(adapter, expert, *a.shape[:2])
-        a, b = a.flatten(0, 1).unsqueeze(1), b.flatten(0, 1)
+        a, b, adapter = experts_as_slots(a, b, adapter, expert)
     rows, (slots, parts, rank, k) = adapter.shape[0], a.shape
     n = b.shape[2]
     given = x.reshape(rows, k)
