@@ -111,6 +111,17 @@ struct Packed {  // what a stretch of x became: its words times `scale`, which a
   float scale, sum;
 };
 
+// The fp8 in the lowest byte of each lane: twice the normal value less the least normal one is the
+// smaller for subnormal codes alone, and there it is what they stand for.
+template <class Floats, class Integers, class Lanes>
+LLMC_INLINE Floats fp8_floats(const Lanes& bits) {
+  const Lanes size = bits & 0x7fu;
+  const Floats normal = (Floats)((size << 20) + (120u << 23));
+  const Floats value = vmin(normal, 2.0f * normal - 0.015625f);
+  const Lanes nan = (Lanes)((Integers)size > 0x7e);
+  return (Floats)((Lanes)value | nan | (bits << 24 & 0x80000000u));
+}
+
 // A reader gives a line, or each part of it that a register holds, as kSteps steps; a step meets one
 // word of x. Values of int4 come as they are stored: what stands for zero is taken off a whole
 // stretch at once, times the sum of its x. Stretches have kMaxStretch inputs at the most. Where a
@@ -142,11 +153,7 @@ struct FloatReader {  // any CPU
       const v16f value = vmin(normal, 2.0f * normal - 1.0f);
       return (v16f)((v16u)value | (code << 28 & 0x80000000u));
     }
-    const v16u bits = line >> (8 * step), size = bits & 0x7fu;
-    const v16f normal = (v16f)((size << 20) + (120u << 23));
-    const v16f value = vmin(normal, 2.0f * normal - 0.015625f);
-    const v16u nan = (v16u)((v16i)size > 0x7e);
-    return (v16f)((v16u)value | nan | (bits << 24 & 0x80000000u));
+    return fp8_floats<v16f, v16i>(line >> (8 * step));
   }
   LLMC_INLINE void add(Sum& sum, V w, const X& x) { sum.value += w * x; }
   LLMC_INLINE v16f total(const Sum& sum) { return sum.value; }

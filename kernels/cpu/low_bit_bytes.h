@@ -72,12 +72,7 @@ struct FourReader {
   }
   __attribute__((noinline)) static V any_floats(__m256i codes) {
     V w;
-    for (int i = 0; i < 4; ++i) {
-      const vu bits = (vu)codes >> (8 * i), size = bits & 0x7fu;
-      const vf normal = (vf)((size << 20) + (120u << 23));
-      const vf value = vmin(normal, 2.0f * normal - 0.015625f);
-      w.value[i] = (vf)((vu)value | (vu)((vi)size > 0x7e) | (bits << 24 & 0x80000000u));
-    }
+    for (int i = 0; i < 4; ++i) w.value[i] = fp8_floats<vf, vi>((vu)codes >> (8 * i));
     return w;
   }
 };
