@@ -24,21 +24,23 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from llmc.check.architecture import make_config, shrunken_configs
-from llmc.check.encoder import LIMIT, check_encoder
+from llmc.check.encoder import LIMIT, TASKS, check_encoder
 from llmc.compiler.heads import is_masked_lm
 from llmc.config import EngineConfig
 from llmc.errors import CompileError
-from llmc.pooling import Head, Task
+from llmc.pooling import Head
 
-# What is compared, the kind of head that this takes, and the types that have one.
-COLUMNS: tuple[tuple[Task, Literal["hidden", "score", "token_score"], Container[str]], ...] = (
-    ("embed", "hidden", MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-    ("classify", "score", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
-    ("token_classify", "token_score", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+Kind = Literal["hidden", "score", "token_score"]
+
+# The kinds of heads whose output is compared, and the types that have one.
+COLUMNS: tuple[tuple[Kind, Container[str]], ...] = (
+    ("hidden", MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    ("score", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    ("token_score", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
 )
 
 
-def measure(model_type: str, task: Task, kind: Literal["hidden", "score", "token_score"]) -> str:
+def measure(model_type: str, kind: Kind) -> str:
     """One cell: "yes", by how much it differs, or why it is refused."""
     config: Any = AutoConfig.for_model(model_type)
     if not is_masked_lm(config) or getattr(config, "is_encoder_decoder", False):
@@ -48,7 +50,7 @@ def measure(model_type: str, task: Task, kind: Literal["hidden", "score", "token
     for shrunken in shrunken_configs(config, head):
         try:
             small = make_config(config, shrunken.config)
-            error = check_encoder(EngineConfig(model=""), small, task)
+            error = check_encoder(EngineConfig(model=""), small, TASKS[kind])
         except CompileError as e:  # of its code, whatever its sizes
             return f"no: {_in_words(e)}"
         except Exception as e:  # a row of the table, whatever it is
@@ -72,8 +74,8 @@ def main() -> None:
         with contextlib.redirect_stderr(io.StringIO()):
             try:
                 cells = [
-                    measure(model_type, task, kind) if model_type in types else ""
-                    for task, kind, types in COLUMNS
+                    measure(model_type, kind) if model_type in types else ""
+                    for kind, types in COLUMNS
                 ]
             except Exception as e:  # transformers' own default config can't be made
                 cells = [f"no: {_in_words(e)}", "", ""]

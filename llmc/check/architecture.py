@@ -21,7 +21,7 @@ from torch import nn
 
 from llmc.check.certificate import Certificate
 from llmc.check.check import check_model, find_certificate
-from llmc.check.encoder import check_encoder, describe
+from llmc.check.encoder import TASKS, check_encoder, describe
 from llmc.check.reference import save_random
 from llmc.check.shrink import Shrunken, keep_layers, num_layers, shared_layers, shrink
 from llmc.compiler.attention_fallback import build_model
@@ -30,14 +30,13 @@ from llmc.errors import CheckpointError, LlmcError, reason_of
 from llmc.inspect.shorten import layer_kinds, one_of_each
 from llmc.model_info import OnPhase
 from llmc.passes.layers import layer_list
-from llmc.pooling import LM, Head, Task
+from llmc.pooling import LM, Head
 from llmc.startup.architecture_certificate import ArchitectureCertificate
 from llmc.startup.resolve import pick_device, resolve
 
 log = logging.getLogger(__name__)
 
 Depth = Literal["one of each", "to last kind", "whole"]
-_TASKS: dict[str, Task] = {"hidden": "embed", "score": "classify", "token_score": "token_classify"}
 _DEPTHS: tuple[Depth, ...] = ("one of each", "to last kind", "whole")
 _MOST_PARAMETERS = 400_000_000
 _MOST_ROUNDING = 1e-3  # of the logits, relative
@@ -74,7 +73,7 @@ def check_architecture(
         try:
             if head.encoder:
                 small = make_config(hf_config, shrunken.config)
-                error = check_encoder(config, small, _TASKS[head.kind])
+                error = check_encoder(config, small, TASKS[head.kind])
                 return describe(error, shrunken.notes)
             found = _check(config, hf_config, shrunken, on_phase)
         except (LlmcError, *_BUILD_ERRORS) as e:  # the next one is closer to the model

@@ -26,6 +26,8 @@ from llmc.startup.architecture_certificate import ArchitectureCertificate
 
 _LENGTHS = (5, 1, 37, 20, 90)
 LIMIT = 1e-3  # relative, in float32
+# What an encoder with a head of this kind is served for.
+TASKS: dict[str, Task] = {"hidden": "embed", "score": "classify", "token_score": "token_classify"}
 _FIRST_ID = 5  # ids below are often those of padding, which some models number otherwise
 
 
