@@ -61,6 +61,7 @@ def card(state: Any, name: str) -> dict[str, Any]:
         "root": state.names[0] if adapter is None else adapter.lora_path,
         "parent": None if adapter is None else state.names[0],
         "max_model_len": info.max_model_len,
+        "task": "generate" if info.pooling is None else info.pooling.task,
         "state": "asleep" if state.sleeper.level else "loaded",
         "certificate": describe_status(info, is_checked=state.settings.certificate),
     }

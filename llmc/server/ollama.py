@@ -39,6 +39,7 @@ from llmc.server.sampling import cache_salt, sampling_params
 from llmc.server.structured import blaming
 from llmc.server.turn import Turn, naming, prepare_turn
 from llmc.text.chat import reasoning_format, tool_format
+from llmc.text.infill import has_marks
 from llmc.text.tools.arguments import decoded
 from llmc.text.tools.parse import Delta
 
@@ -140,19 +141,6 @@ async def show(request: Request) -> Response:
     name = model_name(request, wanted and wanted.removesuffix(":latest"))
     llm: AsyncLLM = request.app.state.llm
     tokenizer = llm.tokenizer
-    if llm.info.pooling is not None:
-        return _shown(request, name, ["embedding"])
-    capabilities = ["completion"]
-    if tokenizer is not None and tool_format(tokenizer) is not None:
-        capabilities.append("tools")
-    if tokenizer is not None and reasoning_format(tokenizer) is not None:
-        capabilities.append("thinking")
-    return _shown(request, name, capabilities)
-
-
-def _shown(request: Request, name: str, capabilities: list[str]) -> Response:
-    llm: AsyncLLM = request.app.state.llm
-    tokenizer = llm.tokenizer
     shown = card(name, request.app.state.created, llm.info)
     return json_response(
         {
@@ -164,10 +152,23 @@ def _shown(request: Request, name: str, capabilities: list[str]) -> Response:
                 "general.architecture": "llmc",
                 "llmc.context_length": llm.info.max_model_len,
             },
-            "capabilities": capabilities,
+            "capabilities": _capabilities(llm),
             "modified_at": shown["modified_at"],
         }
     )
+
+
+def _capabilities(llm: AsyncLLM) -> list[str]:
+    """In Ollama's words, which has none for a classifier."""
+    if llm.info.pooling is not None:
+        return ["embedding"] if llm.info.pooling.task == "embed" else []
+    tokenizer = llm.tokenizer
+    found = {"completion": True, "vision": llm.info.images is not None}
+    if tokenizer is not None:
+        found["insert"] = has_marks(tokenizer)
+        found["tools"] = tool_format(tokenizer) is not None
+        found["thinking"] = reasoning_format(tokenizer) is not None
+    return [name for name, is_there in found.items() if is_there]
 
 
 async def version(request: Request) -> Response:

@@ -188,6 +188,7 @@ def test_control_characters_pass(live: Live) -> None:
 def test_models(live: Live) -> None:
     [card] = live.client.get("/v1/models").json()["data"]
     assert card["certificate"] == {"status": "not checked"}
+    assert card["task"] == "generate"
     assert (card["id"], card["object"], card["max_model_len"]) == ("scripted", "model", 256)
     assert live.client.get("/v1/models/scripted").json() == card
     missing = live.client.get("/v1/models/other/name")

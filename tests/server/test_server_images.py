@@ -86,6 +86,7 @@ def test_all_protocols_answer_as_transformers_does(live: Live) -> None:
     whole = {"prompt": "what is it", "images": [encoded(image)], "stream": False}
     answer = live.post("/api/generate", {**whole, "options": options}).json()
     assert answer["response"] == said
+    assert "vision" in live.post("/api/show", {}).json()["capabilities"]
     refused = live.post("/api/generate", {**whole, "raw": True})
     assert refused.status_code == 400 and "not with raw or suffix" in refused.text
 

@@ -60,6 +60,7 @@ def test_the_answer_stands_between_the_marks(live: Live) -> None:
     assert "".join(e["choices"][0]["text"] for e in events if e["choices"]) == "two"
     body = {"prompt": "count ", "suffix": " three", "stream": False}
     assert live.post("/api/generate", body).json()["response"] == "two"
+    assert "insert" in live.post("/api/show", {"model": "scripted"}).json()["capabilities"]
 
 
 def test_it_begins_as_the_tokenizer_begins_texts(live: Live) -> None:

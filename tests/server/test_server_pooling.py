@@ -35,6 +35,11 @@ def vectors(live: Live, path: str = "/v1/embeddings", **fields: Any) -> list[lis
     return [one["embedding"] for one in response.json()["data"]]
 
 
+def near(want: list[list[float]]) -> list[Any]:
+    """Steps differ in which texts they hold, and so in how their sums are rounded."""
+    return [pytest.approx(vector, abs=1e-6) for vector in want]
+
+
 def test_openai_embeddings(live: Live) -> None:
     response = live.post("/v1/embeddings", {"input": TEXTS, "model": "tiny-chat", "user": "me"})
     answer = response.json()
@@ -45,10 +50,12 @@ def test_openai_embeddings(live: Live) -> None:
     tokens = [live.post("/tokenize", {"prompt": text}).json()["tokens"] for text in TEXTS]
     count = sum(map(len, tokens))
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == count
-    assert vectors(live, input=tokens) == found
-    assert vectors(live, input=TEXTS[1]) == vectors(live, input=tokens[1]) == found[1:2]
+    assert vectors(live, input=tokens) == near(found)
+    for one in (TEXTS[1], tokens[1]):
+        assert vectors(live, input=one) == near(found[1:2])
     coded = vectors(live, encoding_format="base64")
-    assert [list(array.array("f", base64.b64decode(v))) for v in coded] == found  # type: ignore[arg-type]
+    decoded = [list(array.array("f", base64.b64decode(v))) for v in coded]  # type: ignore[arg-type]
+    assert decoded == near(found)
     short = vectors(live, dimensions=5)
     for whole, cut in zip(found, short, strict=True):
         length = math.hypot(*whole[:5])
@@ -79,11 +86,13 @@ def test_scores_and_ranks_are_cosines(live: Live) -> None:
 def test_ollama(live: Live) -> None:
     found = vectors(live)
     answer = live.post("/api/embed", {"model": "tiny-chat:latest", "input": TEXTS}).json()
-    assert answer["embeddings"] == found and answer["prompt_eval_count"] > 3
+    assert answer["embeddings"] == near(found) and answer["prompt_eval_count"] > 3
     assert live.post("/api/embed", {}).json()["embeddings"] == []
-    assert live.post("/api/embeddings", {"prompt": TEXTS[2]}).json() == {"embedding": found[2]}
+    old = live.post("/api/embeddings", {"prompt": TEXTS[2]}).json()
+    assert [old["embedding"]] == near(found[2:])
     shown = live.post("/api/show", {"model": "tiny-chat"}).json()
     assert shown["capabilities"] == ["embedding"]
+    assert live.client.get("/v1/models").json()["data"][0]["task"] == "embed"
     long = {"input": "license " * 90}
     assert len(live.post("/api/embed", long).json()["embeddings"]) == 1  # cut, as Ollama does
     refused = live.post("/api/embed", {**long, "truncate": False})
@@ -168,10 +177,11 @@ def test_a_classifier_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             for one, wanted in zip(answer["data"], want, strict=True):
                 torch.testing.assert_close(torch.tensor(one["data"]), wanted)
         assert answer["usage"]["prompt_tokens"] == sum(map(len, tokens))
+        assert live.post("/api/show", {}).json()["capabilities"] == []
         coded = live.post("/pooling", {"input": TEXTS, **task, "encoding_format": "base64"}).json()
         for one, other in zip(coded["data"], answer["data"], strict=True):
             values = list(array.array("f", base64.b64decode(one["data"])))
-            assert values == [value for row in other["data"] for value in row]
+            assert values == pytest.approx([v for row in other["data"] for v in row], abs=1e-6)
         for path, body in (
             ("/pooling", {"input": "a", "task": "token_embed"}),
             ("/pooling", {"input": "a", "task": "classify"}),
