@@ -1,4 +1,4 @@
-// Work over the threads of team.h, handed out in pieces from a shared counter: a thread that the
+// Work over the threads of team.h, handed out in pieces to those that are awake: a thread that the
 // system runs late, since another process keeps its core busy, finds less left to do or nothing.
 #pragma once
 
@@ -21,7 +21,73 @@ inline int worth_threads(int64_t cost, int64_t items, int threads) {
   return static_cast<int>(useful < threads ? useful : threads);
 }
 
-// body(item) one at a time from a shared counter.
+constexpr int kMostThreads = 256;  // more are not used
+
+// Pieces [begin, end) that a thread takes one after the other, and of which others take the last.
+struct alignas(64) Stretch {
+  uint64_t left;  // begin in the upper half, end in the lower; not set by itself, being on the stack
+
+  static uint64_t begin(uint64_t range) { return range >> 32; }
+  static uint64_t end(uint64_t range) { return range & 0xffffffffu; }
+  static uint64_t count(uint64_t range) {
+    return begin(range) < end(range) ? end(range) - begin(range) : 0;
+  }
+
+  std::atomic_ref<uint64_t> shared() { return std::atomic_ref(left); }
+  void put(uint64_t begin, uint64_t end) { shared() = begin << 32 | end; }
+
+  // The first one; negative: none is left.
+  int64_t take() {
+    uint64_t range = shared();
+    while (count(range))
+      if (shared().compare_exchange_weak(range, range + (uint64_t(1) << 32))) return begin(range);
+    return -1;
+  }
+
+  // The latter half of what the stretch with the most has left, for this one, which has none.
+  bool take_half(Stretch* all, int threads) {
+    for (;;) {
+      Stretch* most = nullptr;
+      uint64_t range = 0;
+      for (int t = 0; t < threads; ++t)
+        if (const uint64_t r = all[t].shared(); count(r) > count(range)) most = all + t, range = r;
+      if (!most) return false;
+      const uint64_t middle = begin(range) + count(range) / 2;
+      if (most->shared().compare_exchange_strong(range, begin(range) << 32 | middle)) {
+        put(middle, end(range));
+        return true;
+      }
+    }
+  }
+};
+
+// body(item) for items that lie side by side and cost about the same: each thread begins with a
+// stretch of its own, so that it reads memory in order, which is fastest.
+template <class Body>
+void parallel_stretches(int64_t items, int threads, const Body& body) {
+  if (threads <= 1 || items <= 1) {
+    for (int64_t i = 0; i < items; ++i) body(i);
+    return;
+  }
+  struct Work {
+    const Body& body;
+    const int threads;
+    Stretch* stretches;
+  };
+  Stretch stretches[kMostThreads];
+  Work work{body, std::min(threads, kMostThreads), stretches};
+  for (int t = 0; t < work.threads; ++t)
+    stretches[t].put(items * t / work.threads, items * (t + 1) / work.threads);
+  llmc_run_team(work.threads, [](void* context, int thread) {
+    Work& w = *static_cast<Work*>(context);
+    Stretch& own = w.stretches[thread];
+    do {
+      for (int64_t i = own.take(); i >= 0; i = own.take()) w.body(i);
+    } while (own.take_half(w.stretches, w.threads));
+  }, &work);
+}
+
+// body(item) for items of any cost, one at a time in their order.
 template <class Body>
 void parallel_items(int64_t items, int threads, const Body& body) {
   if (threads <= 1 || items <= 1) {
@@ -33,17 +99,17 @@ void parallel_items(int64_t items, int threads, const Body& body) {
     const int64_t items;
     std::atomic<int64_t> next{0};
   } work{body, items};
-  llmc_run_team(threads, [](void* context) {
+  llmc_run_team(threads, [](void* context, int) {
     Work& w = *static_cast<Work*>(context);
     for (int64_t i = w.next++; i < w.items; i = w.next++) w.body(i);
   }, &work);
 }
 
-// The same in a few pieces a thread, of about as many items each.
+// body(item) for items that lie side by side, in a few pieces a thread of about as many each.
 template <class Body>
 void parallel_pieces(int64_t items, int threads, const Body& body) {
   const int64_t pieces = threads <= 1 ? 1 : std::min(items, threads * kPiecesPerThread);
-  parallel_items(pieces, threads, [&](int64_t p) {
+  parallel_stretches(pieces, threads, [&](int64_t p) {
     for (int64_t i = items * p / pieces; i < items * (p + 1) / pieces; ++i) body(i);
   });
 }
@@ -58,7 +124,7 @@ void parallel_rows(int64_t items, int64_t cost, int threads, const Body& body) {
   }
   const int64_t worth = std::clamp(items * cost / kPieceCost, int64_t(n), n * kPiecesPerThread);
   const int64_t pieces = std::min(items, worth);
-  parallel_items(pieces, n, [&](int64_t i) { body(items * i / pieces, items * (i + 1) / pieces); });
+  parallel_stretches(pieces, n, [&](int64_t i) { body(items * i / pieces, items * (i + 1) / pieces); });
 }
 
 }  // namespace llmc

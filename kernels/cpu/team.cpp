@@ -75,7 +75,7 @@ struct Team {
   int members = 0;
   // of the current work
   int wanted = 0;
-  void (*work)(void*) = nullptr;
+  void (*work)(void*, int) = nullptr;
   void* context = nullptr;
   std::atomic<bool> failed{false};
   std::exception_ptr error;
@@ -86,7 +86,7 @@ struct Team {
 
   void start(int count);
   void serve(int number);
-  void call();
+  void call(int number);
   void lead();
 };
 
@@ -118,7 +118,7 @@ void Team::start(int count) {
   pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
   for (; members < count; ++members) {
     pthread_t id;
-    auto* argument = new Member{this, members};
+    auto* argument = new Member{this, members + 1};
     if (pthread_create(&id, &detached, run_member, argument) != 0) {
       delete argument;
       break;
@@ -141,19 +141,19 @@ void Team::serve(int number) {
     // either this thread sees the work closed, or the work's owner sees it inside
     ++inside;
     seen = round;
-    if (open && number + 1 < wanted) {
+    if (open && number < wanted) {
       ++helpers;
       const int64_t start = thread_time();
-      call();
+      call(number);
       helped += thread_time() - start;
     }
     --inside;
   }
 }
 
-void Team::call() {
+void Team::call(int number) {
   try {
-    work(context);
+    work(context, number);
   } catch (...) {
     if (!failed.exchange(true)) error = std::current_exception();
   }
@@ -166,7 +166,7 @@ void Team::lead() {
   using std::chrono::steady_clock;
   const auto start = steady_clock::now();
   const int64_t before = thread_time();
-  call();
+  call(0);
   const int64_t own = thread_time() - before;
   open = false;
   while (!spin([&] { return inside == 0; })) sched_yield();
@@ -203,13 +203,13 @@ bool llmc_in_team() {
   return is_within;
 }
 
-void llmc_run_team(int threads, void (*work)(void*), void* context) {
+void llmc_run_team(int threads, void (*work)(void*, int), void* context) {
   Team* t = threads > 1 && !is_within ? team() : nullptr;
-  if (!t || t->taken.exchange(true)) return work(context);
+  if (!t || t->taken.exchange(true)) return work(context, 0);
   if (t->alone > 0) {
     --t->alone;
     t->taken = false;
-    return work(context);
+    return work(context, 0);
   }
   t->start(threads - 1);
   t->wanted = threads;
