@@ -9,8 +9,8 @@ namespace llmc {
 namespace {
 
 constexpr int64_t kMaxTileRows = 192, kTileChannels = 16;
-constexpr int64_t kMaxStreamRows = 2;  // up to here reading is faster line by line than by tiles
-constexpr int64_t kFewRows = 4;        // and by dot products than by pairs, or by columns of it
+constexpr int64_t kMaxStreamRows = 2;  // up to here reading is faster line by line than by tiles or pairs
+constexpr int64_t kFewRows = 4;        // and by columns of it than in panels
 constexpr int64_t kMaxDotRows = kNative == 8 ? 32 : 16;  // and than by panels of float32
 
 bool by_tiles(const LinearArgs& a) {
@@ -19,7 +19,7 @@ bool by_tiles(const LinearArgs& a) {
 }
 
 bool by_pairs(const LinearArgs& a) {
-  return a.dtype == Dtype::bf16 && a.rows > kFewRows && a.channels >= kTileChannels &&
+  return a.dtype == Dtype::bf16 && a.rows > kMaxStreamRows && a.channels >= kTileChannels &&
          has_pairs() && !amx_ready();
 }
 

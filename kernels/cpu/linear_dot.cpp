@@ -15,6 +15,11 @@ namespace {
 constexpr int kToL2 = 2;          // the locality that __builtin_prefetch takes
 constexpr int64_t kAhead = 3072;  // bytes; chosen by measurement on a Xeon with AMX: docs/cpu.md
 constexpr int64_t kLineBytes = 64;
+// Whether one or two rows of x meet the weight row after row. Registers of eight floats are faster
+// with several rows of it side by side; two rows of x are, where they take too much of the L1 cache.
+constexpr bool kStreams = kNative != 8;
+template <class Words>
+constexpr int64_t kStreamedTwice = 4096 / sizeof(typename Words::X);  // elements
 
 // kStep elements of the weight as V, which add() multiplies by as many of x, packed as X.
 template <class Element>
@@ -33,11 +38,14 @@ template <>
 struct Words<f16> {
   using T = f16;
   using X = float;
-  using V = vf;
+  struct V { vf low, high; };
   using Sum = vf;
-  static constexpr int64_t kStep = kNative;
-  LLMC_INLINE V get(const f16* p) { return load_lanes<vf>(p); }
-  LLMC_INLINE Sum add(Sum acc, V w, const float* x) { return acc + w * load_as<vf>(x); }
+  static constexpr int64_t kStep = 2 * kNative;
+  LLMC_INLINE V get(const f16* p) { return {load_lanes<vf>(p), load_lanes<vf>(p + kNative)}; }
+  LLMC_INLINE Sum add(Sum acc, V w, const float* x) {
+    acc += w.low * load_as<vf>(x);
+    return acc + w.high * load_as<vf>(x + kNative);
+  }
   static void pack(const T* x, int64_t n, X* to) {
     for (int64_t i = 0; i < n; ++i) to[i] = to_float(x[i]);
   }
@@ -108,8 +116,8 @@ LLMC_INLINE typename Words::V get_rest(const typename Words::T* p, int64_t n) {
   return Words::get(rest);
 }
 
-// kSums / M rows of the weight, one after the other as they lie in memory, by M rows of x. One
-// stream of lines, with one request ahead of each, is what memory answers fastest.
+// kSums / M rows of the weight, one after the other as they lie in memory, by M rows of x, with one
+// request to memory ahead of each line.
 template <int M, class Words>
 LLMC_INLINE void stream(const Product<Words>& p, int64_t n, int64_t m) {
   constexpr int R = kSums / M, kSteps = 4 / M;  // sums in turn: no step waits for the one before
@@ -209,16 +217,21 @@ void channels(const Product<Words>& p, int64_t rows, int64_t begin, int64_t end)
   // By fours, and by threes where they divide kSums, so that few rows are done twice.
   constexpr bool kThrees = kSums % 3 == 0;
   constexpr int kAtOnce = kThrees ? 6 : 4;
+  const bool streams = kStreams && (rows == 1 || (rows == 2 && p.stride < kStreamedTwice<Words>));
   const bool at_once = rows > 4 && rows <= kAtOnce;
   const int64_t groups = (rows + 3) / 4;
   const int64_t fours = kThrees ? std::max<int64_t>(0, rows - 3 * groups) : groups;
   int64_t n = begin;
   for (; n + kSums <= end; n += kSums) {  // all rows of x while these of the weight are near
-    if (rows == 1) {
+    if (streams && rows == 1) {
       stream<1>(p, n, 0);
-    } else if (rows == 2) {
+    } else if (streams) {
       stream<2>(p, n, 0);
       stream<2>(p, n + kSums / 2, 0);
+    } else if (rows == 1) {
+      blocks<1>(p, n, 0, rows);
+    } else if (rows == 2) {
+      blocks<2>(p, n, 0, rows);
     } else if (at_once) {
       blocks<kAtOnce>(p, n, 0, rows);
     } else {
