@@ -173,8 +173,9 @@ def _operations(call: Call) -> int:
 def _latent_operations(call: Call, request: RequestTokens) -> int:
     """Of the form in which a request is computed: see `expands`."""
     given = call.given
-    (rows, rank), width = given["weight"].shape, given["key_cache"].shape[3]
-    heads, dim, v_dim = *given["query"].shape[1:], call.result.shape[2]
+    rows, rank = given["weight"].shape
+    _, heads, dim = given["query"].shape
+    width, v_dim = given["key_cache"].shape[3], call.result.shape[2]
     sizes = {"dim": dim - (width - rank), "shared": width - rank, "v_dim": v_dim, "rank": rank}
     pairs = _pairs(call, request)
     if _windows(call) == (0, 0) and expands(
