@@ -115,7 +115,7 @@ def _expanded(case: tuple[Any, ...], r: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_each_request_of_a_step_takes_the_form_of_the_rule(dtype: torch.dtype) -> None:
     """To the last bit what it gives alone; the two forms round in different places."""
-    lengths = [(1, 40), (40, 40), (33, 300), (64, 300), (31, 31), (2, 9), (100, 700), (5, 5)]
+    lengths = [(1, 40), (40, 40), (33, 300), (90, 300), (31, 31), (100, 700), (5, 5)]
     sizes = {"dim": 40, "shared": 16, "v_dim": 32, "rank": 64}
     case = make_latent_case(lengths, 4, 40, 16, 32, 64, 16, CPU, dtype)
     was = torch.get_num_threads()
@@ -125,7 +125,7 @@ def test_each_request_of_a_step_takes_the_form_of_the_rule(dtype: torch.dtype) -
         for r, length in enumerate(lengths):
             rows = got[case[3][r] : case[3][r + 1]]
             is_expanded = expands(*length, **sizes, itemsize=dtype.itemsize)
-            assert is_expanded == (length in [(40, 40), (64, 300), (100, 700)])
+            assert is_expanded == (length in [(40, 40), (90, 300), (100, 700)])
             forms = (_absorbed(case, r), _expanded(case, r))
             assert torch.equal(rows, forms[is_expanded])
             assert not torch.equal(rows, forms[not is_expanded]) or length[0] < 6
