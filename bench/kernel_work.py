@@ -159,6 +159,42 @@ def prefill_work(
     )
 
 
+def latent_work(name: str, new: int, context: int, device: torch.device = CPU) -> Work:
+    """Latent attention of DeepSeek-V2-Lite's sizes; torch's SDPA has the keys and values of all
+    heads, expanded in the same call."""
+    dtype, heads, dim, shared, rank = DTYPES[name], 16, 128, 64, 512
+    query, cache, _, *rest = attention_case(
+        [(new, context)], heads, 1, rank + shared, dtype, device
+    )
+    query = query[..., : dim + shared].contiguous()
+    weight = torch.randn(heads * 2 * dim, rank, dtype=dtype, device=device) * rank**-0.5
+    latent = torch.randn(context, rank + shared, dtype=dtype, device=device)
+    seen = torch.ones(new, context, dtype=torch.bool, device=device).tril(context - new)
+
+    def peer() -> Tensor:
+        made = F.linear(latent[:, :rank], weight).unflatten(1, (heads, -1))
+        common = latent[:, None, rank:].expand(-1, heads, -1)
+        key = torch.cat((made[..., :dim], common), -1).transpose(0, 1)
+        value = made[..., dim:].transpose(0, 1)
+        return F.scaled_dot_product_attention(
+            query.transpose(0, 1), key, value, attn_mask=None if new == context else seen,
+            is_causal=new == context,
+        )  # fmt: skip
+
+    pairs = new * context - new * (new - 1) // 2
+    flops = 2.0 * heads * (context * rank * 2 * dim + pairs * (2 * dim + shared))
+    return Work(
+        op="latent_attention",
+        case=f"{new} of {context}, {heads} x {dim} + {shared} of {rank}, {name}",
+        run=fast("latent_attention", (query, weight, cache, *rest)),
+        peers={"sdpa": peer},
+        num_bytes=float(weight.nbytes + latent.nbytes) * (new == 1),
+        num_flops=flops * (new > 1),
+        limit="read" if new == 1 else name,
+        device=device,
+    )
+
+
 def _sdpa_by(backend: SDPBackend, query: Tensor, key: Tensor) -> Tensor:
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(query, key, key, is_causal=True)

@@ -23,6 +23,7 @@ from bench.kernel_work import (
     DTYPES,
     Work,
     decode_work,
+    latent_work,
     prefill_work,
     prepare_work,
     process_work,
@@ -76,6 +77,8 @@ def cpu_work() -> Iterator[Maker]:
         yield partial(decode_work, name, [4096] * 8, 16, 8, 128)
         yield partial(decode_work, name, [4096] * 8, 14, 2, 64)
         yield partial(decode_work, name, [32768], 32, 8, 128)
+        for lengths in ((1, 512), (1, 4096), (128, 128), (512, 512), (2048, 2048), (512, 4096)):
+            yield partial(latent_work, name, *lengths)
         for tokens in (1024, 4096):
             for dim in (64, 128):
                 yield partial(prefill_work, name, tokens, 16, 8, dim)

@@ -92,9 +92,29 @@ def attend(
     return (weights @ v).transpose(0, 1).to(query.dtype).contiguous()
 
 
-def _shape(*, query: Tensor, value: Tensor, **others: object) -> Tensor:
-    batch, heads, tokens, _ = query.shape
-    return query.new_empty(batch, tokens, heads, value.shape[-1])
+def expand(latent: Tensor, weight: Tensor, heads: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Keys [K, H, dim] and values [K, H, Dv] of all heads, in float32, from what they are made of.
+
+    latent [K, 1, R + Dr]: their latent, then the last Dr channels of every head's key. weight
+    [H * (dim - Dr + Dv), R]: a head's other channels of the key, then its value.
+    """
+    own, shared = latent.float().split([weight.shape[1], latent.shape[2] - weight.shape[1]], -1)
+    made = (own[:, 0] @ weight.float().t()).unflatten(1, (heads, -1))
+    key, value = made.split([dim - shared.shape[2], made.shape[2] - dim + shared.shape[2]], -1)
+    return torch.cat((key, shared.expand(-1, heads, -1)), -1), value
+
+
+def expanded_dim(query_dim: int, heads: int, weight: Tensor, cached: int) -> int:
+    """Dv: channels of a head's value, where `cached` values of a token stand for all heads'."""
+    return int(weight.shape[0]) // heads - query_dim + cached - int(weight.shape[1])
+
+
+def _shape(
+    *, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, **others: object
+) -> Tensor:
+    batch, heads, tokens, dim = query.shape
+    width = value.shape[-1] if weight is None else expanded_dim(dim, heads, weight, key.shape[-1])
+    return query.new_empty(batch, tokens, heads, width)
 
 
 @op(shape=_shape)
@@ -114,6 +134,7 @@ def attention(
     sparse_block_size: int = 1,
     causal: bool = True,
     bias: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] -> [1, T, H, Dv].
 
@@ -123,15 +144,20 @@ def attention(
     chooses them, as in `paged_attention`; until `find_indexers` has seen it, as the model has it.
     bias [0, H, T, T]: what the model made of a mask marker, which has no numbers yet;
     `find_key_biases` puts others in its place.
+    weight [H * (D - Dr + Dv), R]: key [1, 1, T, R + Dr] is a latent, of which it makes the keys and
+    values of all heads, as in `expand`; `value` is the latent's first R channels.
     """
     if bias is not None:
         raise ValueError("a mask that the model changed has no numbers before find_key_biases")
     pos = torch.arange(query.shape[2], device=query.device)
     later = None if causal else within(pos, pos, window)
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if weight is not None:
+        keys, values = expand(keys, weight, query.shape[1], query.shape[3])
     out = attend(
         query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        keys,
+        values,
         pos,
         pos,
         scale,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from llmc.kernels.attention import attend, first_visible
-from llmc.kernels.fp8 import from_cache, indexable
-from llmc.kernels.paged_attention import make_case
+from llmc.kernels.paged_attention import cached_rows, make_case
 from llmc.kernels.registry import Case, op
 
 
@@ -41,7 +40,6 @@ def image_attention(
     ones for a token that sees no more. All else is `paged_attention`'s.
     """
     out = causal.clone()
-    block_size = key_cache.shape[2]
     starts = query_start.tolist()
     sees_more = (seen_span[1] > seen_span[0]).cpu()
     for r, length in enumerate(context_len.tolist()):
@@ -50,20 +48,13 @@ def image_attention(
             continue
         first_query = length - (last - first)
         seen = first_visible(first_query, window, 0)
-        blocks = block_table[r, seen // block_size : -(-length // block_size)].long()
-
-        def gather(cache: Tensor, scale: Tensor | None) -> Tensor:
-            picked = indexable(cache)[blocks].view(cache.dtype)  # noqa: B023 - called at once
-            keys = picked.transpose(1, 2).flatten(0, 1)[seen % block_size :][: length - seen]  # noqa: B023
-            return from_cache(keys, scale)  # [K, Hkv, D]
-
         rows = first + sees_more[first:last].nonzero()[:, 0].to(query.device)
         places = torch.arange(seen, length, device=query.device)
         span = seen_span[:, rows, None]
         out[rows] = attend(
             query[rows],
-            gather(key_cache, k_scale),
-            gather(value_cache, v_scale),
+            cached_rows(key_cache, k_scale, block_table[r], seen, length),
+            cached_rows(value_cache, v_scale, block_table[r], seen, length),
             rows - first + first_query,
             places,
             scale,

@@ -59,15 +59,9 @@ def paged_attention(
     those of queries past query_start[R].
     """
 
-    def gather(cache: Tensor, scale: Tensor | None) -> Tensor:
-        picked = indexable(cache)[blocks].view(cache.dtype)
-        keys = picked.transpose(1, 2).flatten(0, 1)[seen % block_size :][: length - seen]
-        return from_cache(keys, scale)  # [K, Hkv, D]
-
     if v_dim:
         value_cache, v_scale = key_cache[..., :v_dim], k_scale
     out = query.new_zeros(query.shape[0], query.shape[1], value_cache.shape[3])
-    block_size = key_cache.shape[2]
     starts = query_start.tolist()
     for r, length in enumerate(context_len.tolist()):
         first, last = starts[r], starts[r + 1]
@@ -75,12 +69,11 @@ def paged_attention(
             continue
         first_query = length - (last - first)
         seen = first_visible(first_query, window, chunk)
-        blocks = block_table[r, seen // block_size : -(-length // block_size)].long()
         key_pos = torch.arange(seen, length, device=query.device)
         out[first:last] = attend(
             query[first:last],
-            gather(key_cache, k_scale),
-            gather(value_cache, v_scale),
+            cached_rows(key_cache, k_scale, block_table[r], seen, length),
+            cached_rows(value_cache, v_scale, block_table[r], seen, length),
             key_pos[first_query - seen :],
             key_pos,
             scale,
@@ -92,6 +85,18 @@ def paged_attention(
             None if chosen is None else among(chosen[first:last], sparse_block_size, length),
         )
     return out
+
+
+def cached_rows(
+    cache: Tensor, scale: Tensor | None, table: Tensor, first: int, last: int
+) -> Tensor:
+    """What a cache [num_blocks, Hkv, block_size, D] holds of positions [first, last) of the request
+    whose blocks are `table` [max_blocks] int32: [last - first, Hkv, D], read as in `fp8.py`."""
+    block_size = cache.shape[2]
+    blocks = table[first // block_size : -(-last // block_size)].long()
+    picked = indexable(cache)[blocks].view(cache.dtype)
+    rows = picked.transpose(1, 2).flatten(0, 1)[first % block_size :][: last - first]
+    return from_cache(rows, scale)
 
 
 def make_case(

@@ -1,4 +1,4 @@
-"""`Prompts`: which requests of a step are fresh prompts, a hint to attention that the host reads.
+"""`Prompts`: which requests of a step are prompts, a hint to attention that the host reads.
 
 Sizes on the device can't be known without waiting for it, and torch's attention takes them as
 numbers. So the runner gives them beside the step's inputs, in a tensor in host memory.
@@ -7,7 +7,7 @@ numbers. So the runner gives them beside the step's inputs, in a tensor in host 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,34 +20,60 @@ _MAX_HEAD_DIM = 256  # of FlashAttention 2, and multiples of 8 only
 class Prompts:
     """Requests side by side, from `first_request` on, whose tokens begin at `first_token`.
 
-    All tokens of each, `lengths`, are new in this step.
+    `lengths`: tokens of each that are new in this step; `contexts`: all of them, after it, where
+    prompts are not fresh.
     """
 
     first_request: int = 0
     first_token: int = 0
     lengths: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.contexts:
+            object.__setattr__(self, "contexts", self.lengths)
 
     @staticmethod
-    def find(requests: Sequence[tuple[int, int]], least: int = MIN_TOKENS) -> Prompts:
-        """The last requests of a step, given as (new tokens, context after it), that are fresh and
-        have `least` tokens or more each."""
+    def find(
+        requests: Sequence[tuple[int, int]], least: int = MIN_TOKENS, *, begun: bool = False
+    ) -> Prompts:
+        """The last requests of a step, given as (new tokens, context after it), that have `least`
+        new tokens or more each, and are fresh, or `begun` in an earlier step too."""
         first = len(requests)
-        while first and requests[first - 1][0] == requests[first - 1][1] >= least:
+        while first and requests[first - 1][0] >= least:
+            if not begun and requests[first - 1][0] != requests[first - 1][1]:
+                break
             first -= 1
-        token = sum(new for new, _ in requests[:first])
-        lengths = tuple(new for new, _ in requests[first:])
-        return Prompts(first_request=first, first_token=token, lengths=lengths)
+        return Prompts(
+            first_request=first,
+            first_token=sum(new for new, _ in requests[:first]),
+            lengths=tuple(new for new, _ in requests[first:]),
+            contexts=tuple(context for _, context in requests[first:]),
+        )
 
     @staticmethod
     def read(words: Tensor) -> Prompts:
         """What `words` holds."""
-        request, token, *lengths = words.tolist()
-        return Prompts(first_request=request, first_token=token, lengths=tuple(lengths))
+        request, token, *rest = words.tolist()
+        count = len(rest) // 2
+        return Prompts(
+            first_request=request,
+            first_token=token,
+            lengths=tuple(rest[:count]),
+            contexts=tuple(rest[count:]),
+        )
 
     def words(self) -> Tensor:
-        """[2 + P] int32 in host memory: first request, first token, then the lengths."""
+        """[2 + 2 P] int32 in host memory: first request, first token, lengths, then contexts."""
         return torch.tensor(
-            [self.first_request, self.first_token, *self.lengths], dtype=torch.int32
+            [self.first_request, self.first_token, *self.lengths, *self.contexts],
+            dtype=torch.int32,
+        )
+
+    def followed_by(self, others: Prompts) -> Prompts:
+        """With those that come right behind."""
+        return replace(
+            self, lengths=self.lengths + others.lengths, contexts=self.contexts + others.contexts
         )
 
     @property
@@ -57,6 +83,10 @@ class Prompts:
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def end_token(self) -> int:
+        return self.first_token + self.num_tokens
 
 
 def fits_flash(

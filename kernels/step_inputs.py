@@ -44,7 +44,8 @@ SIZES = {
     "R + 1": "bounds of the requests",
     "S": "samples: tokens whose logits are computed",
     "blocks": "blocks of the longest context",
-    "2 + prompts": "two more than the fresh prompts of the step",
+    "2 + 2 * prompts": "two more than two for each fresh prompt of the step",
+    "2 + 2 * long prompts": "the same with prompts that have begun",
     "rows": "rows of the tables",
     "context": "tokens of the longest context, and one more",
     "biases": "entries of a request's logit bias",
@@ -89,9 +90,15 @@ STEP_INPUTS: Mapping[str, StepTensor] = {
         about="tokens of its request up to there; 0: nothing is drawn",
     ),
     "prompts": StepTensor(
-        dims=("2 + prompts",),
+        dims=("2 + 2 * prompts",),
         dtype=_INT,
         about="on GPUs, which requests are fresh prompts (`kernels/prompts.py`)",
+        on_host=True,
+    ),
+    "long_prompts": StepTensor(
+        dims=("2 + 2 * long prompts",),
+        dtype=_INT,
+        about="the same with prompts that have begun, where attention is to latents",
         on_host=True,
     ),
 }

@@ -18,7 +18,7 @@ from llmc.passes.edit import (
     emit,
     is_call,
     only_user,
-    replace,
+    set_arguments,
     swapped,
     val,
 )
@@ -56,22 +56,25 @@ class _Latent:
 
 @graph_pass()
 def absorb_mla(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
-    """Where all heads' keys and values are a linear of one latent, move it to queries and outputs.
+    """Where all heads' keys and values are a linear of one latent, hand that linear to attention.
 
-    Attention then is over the latent, with one key head, and page_attention caches that alone.
+    The latent, and what the keys of all heads have in common, is a single key of one head, which
+    page_attention caches alone. The weight is read as it is: one that is stored quantized is
+    widened when it is loaded.
 
-    A score is q . (Wk c) = (Wk^T q) . c, and an output sum p (Wv c) = Wv (sum p c). The weight is
-    read as it is: one that is stored quantized is widened when it is loaded.
+    A score is q . (Wk c) = (Wk^T q) . c, and an output sum p (Wv c) = Wv (sum p c). So the weight
+    can meet queries and outputs, absorbed, or the latents, which are then expanded to what they
+    were made for. `latent_attention`, which page_attention makes of the marker, does for each
+    request of a step what takes fewer multiplications: the former for few new tokens, the latter
+    for prompts (`kernels.latent_attention.expands` has the formula).
 
     Before:
         kv = aten.linear(c [1, 1, T, R], w [H * (D + Dv), R])
         k, v = aten.split_with_sizes(kv by head [1, H, T, D + Dv], [D, Dv], -1)
         o = llmc.attention(q [1, H, T, D + Dr], cat(k, r [1, 1, T, Dr] for every head), v, ...)
     After:
-        wk [H, D, R], wv [H, Dv, R] = w
         key = aten.cat(c, r) [1, 1, T, R + Dr]
-        a = llmc.attention(cat(aten.bmm(q[..., :D], wk), q[..., D:]), key, key[..., :R], ...)
-        o = aten.bmm(a [H, T, R], wv^T)
+        o = llmc.attention(q [1, H, T, D + Dr], key, key[..., :R], ..., weight=w)
     """
     graph = gm.graph
     reasons: Counter[str] = Counter()
@@ -93,7 +96,8 @@ def absorb_mla(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
             continue
         if tensors not in made:
             made[tensors] = (found, *_keys_and_values(graph, found, marker))
-        _attend(graph, marker, *made[tensors])
+        _, key, value = made[tensors]
+        set_arguments(marker, key=key, value=value, weight=found.weight)
         done[found.expanded, found.cached] += 1
     notes = [
         f"{count} layers cache {cached:,} values of a token in place of {expanded:,}"
@@ -160,35 +164,3 @@ def _keys_and_values(graph: fx.Graph, found: _Latent, marker: fx.Node) -> tuple[
         key = emit(graph, aten.cat.default, [latent, found.shared], -1)
         value = emit(graph, aten.slice.Tensor, key, 3, 0, found.rank)
     return key, value
-
-
-def _attend(graph: fx.Graph, marker: fx.Node, found: _Latent, key: fx.Node, value: fx.Node) -> None:
-    given = arguments(marker)
-    width = found.key_dim + found.value_dim
-    with graph.inserting_before(marker):
-        shape = [found.heads, width, found.rank]
-        by_head = emit(graph, aten.view.default, found.weight, shape)
-        to_keys = emit(graph, aten.slice.Tensor, by_head, 1, 0, found.key_dim)
-        to_values = emit(graph, aten.slice.Tensor, by_head, 1, found.key_dim, width)
-        own, rest = _query_parts(graph, given.query, found.key_dim)
-        own = emit(graph, aten.bmm.default, emit(graph, aten.squeeze.dim, own, 0), to_keys)
-        own = emit(graph, aten.unsqueeze.default, own, 0)
-        query = emit(graph, aten.cat.default, [own, rest], -1)
-        changed = {"query": query, "key": key, "value": value}
-        latent = emit(graph, attention.overload, **(vars(given) | changed))  # [1, T, H, R]
-        latent = emit(graph, aten.transpose.int, emit(graph, aten.squeeze.dim, latent, 0), 0, 1)
-        turned = emit(graph, aten.transpose.int, to_values, 1, 2)
-        out = emit(graph, aten.bmm.default, latent, turned)  # [H, T, Dv]
-        out = emit(graph, aten.unsqueeze.default, emit(graph, aten.transpose.int, out, 0, 1), 0)
-    replace(marker, out)
-
-
-def _query_parts(graph: fx.Graph, query: Any, dim: int) -> tuple[fx.Node, fx.Node]:
-    """query[..., :dim] and the rest."""
-    if is_call(query, aten.cat.default) and arguments(query).dim in (-1, 3):
-        parts = arguments(query).tensors
-        if len(parts) == 2 and int(val(parts[0]).shape[3]) == dim:
-            return parts[0], parts[1]
-    whole = int(val(query).shape[3])
-    first = emit(graph, aten.slice.Tensor, query, 3, 0, dim)
-    return first, emit(graph, aten.slice.Tensor, query, 3, dim, whole)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from llmc.kernels.latent_attention import latent_attention
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.step_inputs import GROUPED, of_group
 from llmc.passes.base import Notes, graph_pass
@@ -88,13 +89,17 @@ def cache_groups(graph: fx.Graph) -> tuple[CacheGroup, ...]:
         readers = [
             node
             for node in graph.nodes
-            if "paged_attention" in str(node.target)
-            and input_of(arguments(node).block_table) == StepInput(name=table)
+            if is_attention(node) and input_of(arguments(node).block_table) == StepInput(name=table)
         ]
         caches = {arguments(node).key_cache for node in readers}
         window, chunk = widest([_limits(node) for node in readers])
         groups.append(CacheGroup(window=window, chunk=chunk, num_layers=len(caches)))
     return tuple(groups)
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether a call reads a paged cache, in whichever version of its op."""
+    return any(op.name in str(node.target) for op in (paged_attention, latent_attention))
 
 
 def _limits(attention: fx.Node) -> tuple[int, int]:
@@ -124,7 +129,7 @@ def _shape(parts: dict[str, fx.Node]) -> tuple[object, ...]:
 def _layers_by_window(graph: fx.Graph, max_positions: int) -> dict[tuple[int, int], list[int]]:
     """Cache layers by the (window, chunk) of their attention; the widest first."""
     limits: dict[int, list[tuple[int, int]]] = {}
-    for node in calls(graph, paged_attention.overload):
+    for node in calls(graph, paged_attention.overload, latent_attention.overload):
         role = input_of(arguments(node).key_cache)
         assert isinstance(role, CacheInput)
         window, chunk = (n if n < max_positions else 0 for n in _limits(node))

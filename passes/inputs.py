@@ -172,7 +172,8 @@ def add_constant(graph: fx.Graph, name: str, tensor: Tensor, like: fx.Node) -> f
 
 # Sizes of fake values at capture; those of the tokens are symbolic.
 _SIZES: Mapping[str, int] = {
-    "2": 2, "R": 2, "R + 1": 3, "S": 2, "blocks": 2, "2 + prompts": 3,
+    "2": 2, "R": 2, "R + 1": 3, "S": 2, "blocks": 2,
+    "2 + 2 * prompts": 4, "2 + 2 * long prompts": 6,
     "rows": 4, "context": 2, "biases": 2, "mask words": 2, "bad word tokens": 2,
 }  # fmt: skip
 

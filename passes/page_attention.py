@@ -11,6 +11,7 @@ from torch import fx
 from llmc.errors import CompileError
 from llmc.kernels.attention import attention
 from llmc.kernels.encoder_attention import encoder_attention
+from llmc.kernels.latent_attention import latent_attention
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.write_kv import write_kv
 from llmc.passes.base import Notes, graph_pass
@@ -60,8 +61,8 @@ def page_attention(
     they are of an `encoder` alone. Raises CompileError where a model that is none has it.
 
     Attention to chosen positions (find_indexers) is paged alike. Values that are the first channels
-    of the keys (absorb_mla) are cached with these: their own cache has no width, and v_dim is their
-    number.
+    of the keys are cached with these: their own cache has no width, and v_dim is their number.
+    Those of a latent (absorb_mla) are such, and its weight goes to latent_attention.
 
     Before:
         o = llmc.attention(q [1, H, T, D], k, v, key_cache, value_cache, scale, window, ...)
@@ -69,6 +70,8 @@ def page_attention(
         llmc.write_kv(k [T, Hkv, D], v, key_cache, value_cache, slot_mapping)
         o = llmc.paged_attention(q [T, H, D], key_cache, value_cache, query_start, context_len,
                                  block_table, scale, window, ...)
+        or, of a latent whose weight is w:
+        o = llmc.latent_attention(q [T, H, D], w, key_cache, query_start, ...)
         or, not causal:
         o = llmc.encoder_attention(q [T, H, D], k [T, Hkv, D], v, query_start, scale, window)
     """
@@ -156,7 +159,8 @@ def _page(graph: fx.Graph, marker: fx.Node, *, write: bool) -> None:
     bounds = {name: step_input(graph, name) for name in names}
     slots = step_input(graph, "slot_mapping")
     caches = {"key_cache": given.key_cache, "value_cache": given.value_cache}
-    kind = ("scale", "window", "chunk", "softcap", "sinks", "slopes", "chosen", "sparse_block_size")
+    kind = ("scale", "window", "chunk", "softcap", "sinks", "slopes")
+    how = {name: getattr(given, name) for name in kind}
     shared = _shared_channels(given.key, given.value)
     with graph.inserting_before(marker):
         if write:
@@ -171,15 +175,29 @@ def _page(graph: fx.Graph, marker: fx.Node, *, write: bool) -> None:
                 **caches,
                 slot_mapping=slots,
             )
-        out = emit(
-            graph,
-            paged_attention.overload,
-            query=_flat(graph, given.query),
-            **caches,
-            **bounds,
-            **{name: getattr(given, name) for name in kind},
-            v_dim=shared,
-        )
+        query = _flat(graph, given.query)
+        if given.weight is not None:
+            out = emit(
+                graph,
+                latent_attention.overload,
+                query=query,
+                weight=given.weight,
+                key_cache=given.key_cache,
+                **bounds,
+                **how,
+            )
+        else:
+            out = emit(
+                graph,
+                paged_attention.overload,
+                query=query,
+                **caches,
+                **bounds,
+                **how,
+                chosen=given.chosen,
+                sparse_block_size=given.sparse_block_size,
+                v_dim=shared,
+            )
         batched = emit(graph, aten.unsqueeze.default, out, 0)
     replace(marker, batched)
 

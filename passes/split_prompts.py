@@ -1,9 +1,10 @@
-"""`split_prompts`: attention gets a list of the fresh prompts, which another kernel serves."""
+"""`split_prompts`: attention gets a list of the prompts, which are computed in another way."""
 
 from __future__ import annotations
 
 from torch import fx
 
+from llmc.kernels.latent_attention import latent_attention
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.prompts import fits_flash
 from llmc.passes.base import Notes, graph_pass
@@ -15,14 +16,22 @@ from llmc.passes.inputs import step_input
 def split_prompts(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
     """Fresh prompts go to torch's FlashAttention, where it computes the same.
 
+    Attention to latents, where it has no window, gets all long prompts: it computes those expanded.
+
     Before:
         o = llmc.paged_attention(q, key_cache, value_cache, ..., scale, 0, 0, 0.0, None, None)
     After:
         o = llmc.paged_attention(q, key_cache, value_cache, ..., scale, 0, 0, 0.0, None, None,
                                  None, None, prompts)
+    and of latents:
+        o = llmc.latent_attention(q, w, key_cache, ..., scale, 0, 0, ..., None, long_prompts)
     """
     if unwanted is not None:
         return [unwanted]
+    for node in calls(gm.graph, latent_attention.overload):
+        given = arguments(node)
+        if given.prompts is None and given.window == given.chunk == 0:
+            set_arguments(node, prompts=step_input(gm.graph, "long_prompts"))
     left = 0
     for node in calls(gm.graph, paged_attention.overload):
         if arguments(node).prompts is not None:

@@ -9,7 +9,6 @@
 #include <vector>
 
 namespace llmc::ops {
-namespace {
 
 Dtype cache_dtype_of(const Tensor& t, const Tensor& beside) {
   if (t.scalar_type() == at::kFloat8_e4m3fn) return Dtype::e4m3;
@@ -25,6 +24,8 @@ void check(const Tensor& t, const char* name, at::ScalarType dtype, int64_t dims
   TORCH_CHECK(t.numel() == 0 || t.size(-1) == 1 || t.stride(-1) == 1, name,
               " must have a dense last dimension, got strides ", t.strides());
 }
+
+namespace {
 
 // Rows of the last dimension; copies only where outer strides do not fit three sizes. `kept` holds
 // the copy.
@@ -235,6 +236,8 @@ const float* to_floats(const optional<Tensor>& t, const char* name, int64_t head
   return kept.data();
 }
 
+}  // namespace
+
 Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start, const Tensor& context_len,
                        const Tensor& block_table, double scale, int64_t window, int64_t chunk,
@@ -311,6 +314,8 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   kernels->paged_attention(a);
   return out;
 }
+
+namespace {
 
 // What indexers of keys and of blocks have in common; the rest is up to them.
 ChooseArgs choose_args(const Tensor& query, const Tensor& key, const Tensor& key_cache,

@@ -21,6 +21,19 @@ namespace ops {
 Tensor rms_norm(const Tensor& x, const optional<Tensor>& weight, double eps, double offset);
 Tensor act_mul(const Tensor& gate_up, const std::string& act);
 Tensor linear(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias);
+// x [B, M, K] times mat2 [B, K, N] to `out` [B, M, N], whose rows are dense. Matrices of `mat2` lie as
+// weights do, [channels, depth], or turned.
+void multiply(const Tensor& x, const Tensor& mat2, const Tensor& out);
+Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                       const Tensor& query_start, const Tensor& context_len,
+                       const Tensor& block_table, double scale, int64_t window, int64_t chunk,
+                       double softcap, const optional<Tensor>& sinks,
+                       const optional<Tensor>& slopes, const optional<Tensor>& k_scale,
+                       const optional<Tensor>& v_scale, const optional<Tensor>& prompts,
+                       const optional<Tensor>& chosen, int64_t sparse_block_size, int64_t v_dim);
+
+void check(const Tensor& t, const char* name, at::ScalarType dtype, int64_t dims);
+Dtype cache_dtype_of(const Tensor& t, const Tensor& beside);
 
 }  // namespace ops
 }  // namespace llmc

@@ -22,6 +22,7 @@ from llmc.kernels.delta_rule import delta_rule
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.fp8 import caches_fit
 from llmc.kernels.fused_linear import fused_linear
+from llmc.kernels.latent_attention import latent_attention
 from llmc.kernels.linear import linear
 from llmc.kernels.linear_recurrence import linear_recurrence
 from llmc.kernels.paged_attention import paged_attention
@@ -98,6 +99,15 @@ def _paged_attention(
     fits = query.shape[2] <= _MAX_HEAD_DIM and value_cache.shape[3] <= _MAX_HEAD_DIM
     taken = fits and _takes(query) and _takes_chosen(chosen, others)
     return taken and caches_fit(query, key_cache, value_cache, k_scale, v_scale)
+
+
+def _latent_attention(
+    *, query: Tensor, weight: Tensor, key_cache: Tensor, k_scale: Tensor | None, **others: object
+) -> bool:
+    fits = max(query.shape[2], key_cache.shape[3]) <= _MAX_HEAD_DIM
+    return (
+        fits and _takes(query, weight) and caches_fit(query, key_cache, key_cache, k_scale, k_scale)
+    )
 
 
 def _takes_chosen(chosen: Tensor | None, others: Mapping[str, Any]) -> bool:
@@ -178,6 +188,7 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (write_kv, _write_kv),
     (rope_write, _rope_write),
     (paged_attention, _paged_attention),
+    (latent_attention, _latent_attention),
     (choose_keys, _choose_keys),
     (choose_blocks, _choose_blocks),
     (sample, _all_of("logits")),

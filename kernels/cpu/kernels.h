@@ -43,6 +43,14 @@ struct AddArgs {  // dense
   int threads;
 };
 
+struct CopyArgs {  // rows to as many others, of `dtype`; `from` is of the same, or of a cache of 8 bits
+  Dtype dtype, cache;
+  float scale;  // that codes of 8 bits are times
+  Rows from, to;
+  int64_t width;
+  int threads;
+};
+
 struct Scales {  // of an 8-bit cache: null, or by KV head where stride is 1
   const float *key, *value;
   int64_t key_stride, value_stride;
@@ -170,6 +178,7 @@ struct LoraArgs {
 void rms_norm(const NormArgs&);
 void act_mul(const ActArgs&);
 void add_to(const AddArgs&);  // out += x
+void copy_rows(const CopyArgs&);
 void write_kv(const WriteArgs&);
 void rope_write(const RopeArgs&);
 void paged_attention(const AttentionArgs&);

@@ -178,26 +178,18 @@ Tensor fused_linear(const Tensor& x, const Tensor& weight, const optional<Tensor
   return y;
 }
 
-// Matrices of `mat2` lie as weights do, [channels, depth], or turned.
-Tensor bmm(const Tensor& self, const Tensor& mat2) {
-  TORCH_CHECK(self.dim() == 3 && mat2.dim() == 3 && self.size(0) == mat2.size(0) &&
-                  self.size(2) == mat2.size(1) && self.size(2) > 0 &&
-                  self.scalar_type() == mat2.scalar_type(),
-              "bmm: ", self.sizes(), " of ", self.scalar_type(), " and ", mat2.sizes(), " of ",
-              mat2.scalar_type(), " do not fit together");
+}  // namespace
+
+void multiply(const Tensor& x, const Tensor& mat2, const Tensor& out) {
   const bool by_columns = mat2.stride(1) != 1;
   TORCH_CHECK(!by_columns || mat2.stride(2) == 1 || mat2.size(2) == 1,
               "bmm: mat2 needs a dense dimension, its strides are ", mat2.strides());
-  Tensor kept;
-  const Tensor& x = at::dense_rows(self, kept);
-  const int64_t rows = x.size(1), depth = x.size(2), channels = mat2.size(2);
-  Tensor out = at::empty({x.size(0), rows, channels}, x.scalar_type());
-  if (out.numel() == 0) return out;
+  if (out.numel() == 0) return;
   for (int64_t b = 0; b < x.size(0); ++b) {
     const Tensor from = x.select(b), weight = mat2.select(b), to = out.select(b);
     const LinearArgs a{dtype_of(x), from.data_ptr(), weight.data_ptr(), nullptr, to.data_ptr(),
-                       rows, depth, channels, x.stride(1), mat2.stride(by_columns ? 1 : 2),
-                       channels, at::num_threads()};
+                       x.size(1), x.size(2), mat2.size(2), x.stride(1),
+                       mat2.stride(by_columns ? 1 : 2), out.stride(1), at::num_threads()};
     if (by_columns)
       kernels->linear_columns(a);
     else if (kernels->takes_linear(a))
@@ -205,6 +197,20 @@ Tensor bmm(const Tensor& self, const Tensor& mat2) {
     else
       to.copy_(at::linear(from, weight.t(), nullptr));
   }
+}
+
+namespace {
+
+Tensor bmm(const Tensor& self, const Tensor& mat2) {
+  TORCH_CHECK(self.dim() == 3 && mat2.dim() == 3 && self.size(0) == mat2.size(0) &&
+                  self.size(2) == mat2.size(1) && self.size(2) > 0 &&
+                  self.scalar_type() == mat2.scalar_type(),
+              "bmm: ", self.sizes(), " of ", self.scalar_type(), " and ", mat2.sizes(), " of ",
+              mat2.scalar_type(), " do not fit together");
+  Tensor kept;
+  const Tensor& x = at::dense_rows(self, kept);
+  Tensor out = at::empty({x.size(0), x.size(1), mat2.size(2)}, x.scalar_type());
+  multiply(x, mat2, out);
   return out;
 }
 

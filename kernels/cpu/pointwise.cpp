@@ -1,5 +1,6 @@
-// rms_norm, add_rms_norm, act_mul and a sum: one pass over each row, float inside.
+// rms_norm, add_rms_norm, act_mul, a sum and a copy: one pass over each row, float inside.
 #include "dtypes.h"
+#include "fp8.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "vec.h"
@@ -144,6 +145,25 @@ void add_typed(const AddArgs& a) {
   });
 }
 
+template <class T>
+void copy_typed(const CopyArgs& a) {
+  const Fp8Table* table = is_fp8(a.cache) ? &fp8_table(a.cache) : nullptr;
+  parallel_rows(count(a.to), a.width, a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      T* to = const_cast<T*>(row_pointer<T>(a.to, row));
+      if (table == nullptr) {
+        std::memcpy(to, row_pointer<T>(a.from, row), a.width * sizeof(T));
+        continue;
+      }
+      decode_row(row_pointer<uint8_t>(a.from, row), a.width, *table, to);
+      if (a.scale == 1.0f) continue;
+      int64_t i = 0;
+      for (; i + kLanes <= a.width; i += kLanes) store(to + i, load(to + i) * a.scale);
+      if (i < a.width) store_n(to + i, load_n(to + i, a.width - i) * a.scale, a.width - i);
+    }
+  });
+}
+
 }  // namespace
 
 void rms_norm(const NormArgs& a) {
@@ -156,6 +176,10 @@ void act_mul(const ActArgs& a) {
 
 void add_to(const AddArgs& a) {
   with_type(a.dtype, [&](auto t) { add_typed<decltype(t)>(a); });
+}
+
+void copy_rows(const CopyArgs& a) {
+  with_type(a.dtype, [&](auto t) { copy_typed<decltype(t)>(a); });
 }
 
 }  // namespace llmc

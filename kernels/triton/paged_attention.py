@@ -24,8 +24,8 @@ from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides
 
-_MAX_HEAD_DIM = 512
-_MAX_REQUESTS = 16384
+MAX_HEAD_DIM = 512
+MAX_REQUESTS = 16384
 
 
 def plan(
@@ -121,7 +121,8 @@ def plan(
     return Plan(out=out, launches=(attend, combine) if split else (attend,))
 
 
-def _attend(**arguments: Any) -> Tensor:
+def attend(**arguments: Any) -> Tensor:
+    """`paged_attention` by our kernel, whose arguments `plan` names."""
     return plan(**arguments).run()
 
 
@@ -137,8 +138,8 @@ def _run(*args: Any) -> Tensor:
     if hint is not None and prompt_attention.has_flash(query.device) and fits_flash(**arguments):
         prompts = Prompts.read(hint)
         if prompts.lengths:
-            return prompt_attention.attend(_attend, arguments, prompts)
-    return _attend(**arguments)
+            return prompt_attention.attend(attend, arguments, prompts)
+    return attend(**arguments)
 
 
 def _supports(
@@ -159,10 +160,10 @@ def _supports(
     return (
         takes(query)
         and caches_fit(query, key_cache, value_cache, k_scale, v_scale)
-        and max(query.shape[2] - v_dim, v_dim, value_cache.shape[3]) <= _MAX_HEAD_DIM
+        and max(query.shape[2] - v_dim, v_dim, value_cache.shape[3]) <= MAX_HEAD_DIM
         and v_dim < query.shape[2]
         and (chosen is None or (plain and chosen.stride(-1) == 1 and not v_dim))
-        and (not isinstance(rows, int) or rows <= _MAX_REQUESTS)
+        and (not isinstance(rows, int) or rows <= MAX_REQUESTS)
     )
 
 

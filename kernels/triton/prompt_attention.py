@@ -51,7 +51,7 @@ def attend(own: Callable[..., Tensor], step: Mapping[str, Any], prompts: Prompts
     query: Tensor = step["query"]
     first, stop = prompts.first_token, prompts.first_token + prompts.num_tokens
     of_prompts = _attend_prompts(
-        _part(step, slice(prompts.first_request, prompts.end_request), slice(first, stop)),
+        part_of(step, slice(prompts.first_request, prompts.end_request), slice(first, stop)),
         prompts.lengths,
     )
     if prompts.num_tokens == query.shape[0]:
@@ -59,11 +59,11 @@ def attend(own: Callable[..., Tensor], step: Mapping[str, Any], prompts: Prompts
     out = torch.zeros_like(query)
     out[first:stop] = of_prompts
     if first:
-        out[:first] = own(**_part(step, slice(0, prompts.first_request), slice(0, first)))
+        out[:first] = own(**part_of(step, slice(0, prompts.first_request), slice(0, first)))
     return out  # what comes after the prompts is padding
 
 
-def _part(step: Mapping[str, Any], requests: slice, tokens: slice) -> dict[str, Any]:
+def part_of(step: Mapping[str, Any], requests: slice, tokens: slice) -> dict[str, Any]:
     """The arguments for some requests next to each other, and their tokens."""
     bounds = slice(requests.start, requests.stop + 1)
     return {

@@ -158,8 +158,11 @@ def _packed(
     work = work_lines([(c.sequence, c.start, c.count, c.count, 0) for c in chunks], 0, 0)
     tokens = sum(chunk.count for chunk in chunks)
     lengths = [(chunk.count, chunk.start + chunk.count) for chunk in chunks]
-    prompts = Prompts.find(lengths, least=2).words()
-    return {**buffers.prepare(work.to(device), tokens, tokens), "prompts": prompts}
+    hints = {
+        "prompts": Prompts.find(lengths, least=2).words(),
+        "long_prompts": Prompts.find(lengths, least=2, begun=True).words(),
+    }
+    return {**buffers.prepare(work.to(device), tokens, tokens), **hints}
 
 
 def row_tables(

@@ -30,7 +30,8 @@ from llmc.passes.inputs import StepInput, input_of
 MIN_SIZE = 2
 
 # Example sizes, all different: equal sizes share a symbol, others do not.
-_SIZES = {"T": 23, "R": 11, "R + 1": 12, "S": 7, "blocks": 5, "2 + prompts": 16}
+_SIZES = {"T": 23, "R": 11, "R + 1": 12, "S": 7, "blocks": 5}
+_SIZES |= {"2 + 2 * prompts": 16, "2 + 2 * long prompts": 18}
 
 
 def compile_step(

@@ -15,6 +15,7 @@ from llmc.inspect.stages import Stage
 from llmc.kernels.attention import attention
 from llmc.kernels.expert_linear import expert_linear
 from llmc.passes.edit import arguments
+from llmc.passes.group_caches import is_attention
 from llmc.passes.inputs import CacheInput, StateInput, WeightInput, input_of, token_input
 
 
@@ -117,7 +118,7 @@ def _attentions(stage: Stage, layer: int) -> tuple[AttentionFacts, ...]:
 
 def _written_bytes(node: fx.Node) -> int:
     """Cache bytes a token, where this call writes its keys and values."""
-    if node.op != "call_function" or "paged_attention" in str(node.target):
+    if node.op != "call_function" or is_attention(node):
         return 0
     caches = [n for n in node.all_input_nodes if isinstance(input_of(n), CacheInput)]
     return sum(num_bytes(n, skip=(0, 2)) for n in caches)  # [blocks, heads, block_size, dim]

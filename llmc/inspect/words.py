@@ -26,6 +26,7 @@ _WORDS: dict[str, Words] = {
     "expert_linear": ("matmul", "multiply by the weight matrix of each token's expert"),
     "attention": ("attention", "attend to all earlier tokens of one text (a marker)"),
     "paged_attention": ("attention", "attend to the cached tokens of each request"),
+    "latent_attention": ("attention", "attend to the cached latents of each request"),
     "encoder_attention": ("attention", "attend to all tokens of each text"),
     "choose_keys": ("attention", "choose the cached tokens to attend to (sparse indexer)"),
     "choose_blocks": ("attention", "choose blocks of cached tokens to attend to (sparse indexer)"),

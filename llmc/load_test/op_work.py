@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from llmc.kernels.add_lora import of_experts
 from llmc.kernels.attention import first_visible
+from llmc.kernels.latent_attention import expands
 from llmc.kernels.quantized_linear import CHANNELS
 from llmc.kernels.step_inputs import ROW_TABLES
 from llmc.passes.inputs import (
@@ -159,12 +160,29 @@ def _operations(call: Call) -> int:
     if name in _STATE_OPERATIONS:
         values = given["state"][0].numel()
         return _STATE_OPERATIONS[name] * call.num_tokens * int(values)
+    if name == "latent_attention":
+        return sum(_latent_operations(call, request) for request in call.requests)
     if name in ("paged_attention", "choose_keys", "choose_blocks"):
         _, heads, width = given["query"].shape
         if name == "paged_attention":
             width += given["value_cache"].shape[3]
         return int(2 * heads * width * sum(_pairs(call, r) for r in call.requests))
     return 0
+
+
+def _latent_operations(call: Call, request: RequestTokens) -> int:
+    """Of the form in which a request is computed: see `expands`."""
+    given = call.given
+    rows, rank = given["weight"].shape
+    _, heads, dim = given["query"].shape
+    width, v_dim = given["key_cache"].shape[3], call.result.shape[2]
+    sizes = {"dim": dim - (width - rank), "shared": width - rank, "v_dim": v_dim, "rank": rank}
+    pairs = _pairs(call, request)
+    if _windows(call) == (0, 0) and expands(
+        request.new, request.context, **sizes, itemsize=given["weight"].element_size()
+    ):
+        return int(2 * (request.context * rows * rank + pairs * heads * (dim + v_dim)))
+    return int(2 * (request.new * rows * rank + pairs * heads * (width + rank)))
 
 
 def _span(call: Call, request: RequestTokens) -> int:

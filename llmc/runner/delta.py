@@ -44,7 +44,12 @@ class Delta:
     states: int  # slots: snapshots, the rows they go to, then rows, the snapshots they go to
     num_loads: int
     num_saves: int
-    prompts: Prompts
+    prompts: Prompts  # fresh ones
+    long_prompts: Prompts  # those that have begun too
+
+    def hints(self) -> dict[str, Prompts]:
+        """By their names as step inputs."""
+        return {"prompts": self.prompts, "long_prompts": self.long_prompts}
 
 
 def encode(
@@ -62,6 +67,7 @@ def encode(
         count = (i + 1) * num_dummy // padding - i * num_dummy // padding
         lines += (rows.padding_row, 0, count, first, 0, num_sampled + i, 1, 0)
         first += count
+    dummies = padding, num_dummy // padding if padding else 1
     picks, wanted, scored = _logprob_picks(rows, plan)
     copies = [copy.source for copy in plan.block_copies]
     copies += [copy.target for copy in plan.block_copies]
@@ -103,21 +109,26 @@ def encode(
         states=at_states,
         num_loads=len(loads),
         num_saves=len(saves),
-        prompts=fresh_prompts(plan, padding, num_dummy // padding if padding else 1),
+        prompts=prompts_of(plan, *dummies),
+        long_prompts=prompts_of(plan, *dummies, begun=True),
     )
 
 
 NO_PROMPTS = Prompts()
+NO_HINTS = {"prompts": NO_PROMPTS, "long_prompts": NO_PROMPTS}
 
 
-def fresh_prompts(plan: StepPlan, padding: int = 0, dummy_tokens: int = 1) -> Prompts:
-    """Dummies look like requests, so that a dummy run uses the kernels that those will use."""
+def prompts_of(
+    plan: StepPlan, padding: int = 0, dummy_tokens: int = 1, *, begun: bool = False
+) -> Prompts:
+    """Those that are fresh, or have `begun` too. Dummies look like requests, so that a dummy run
+    uses the kernels that those will use."""
     if dummy_tokens == 1 and not (plan.work and plan.work[-1].num_tokens >= MIN_TOKENS):
         return NO_PROMPTS
     lengths = [(work.num_tokens, work.start + work.num_tokens) for work in plan.work]
     if dummy_tokens > 1:
         lengths += [(dummy_tokens, dummy_tokens)] * padding
-    return Prompts.find(lengths)
+    return Prompts.find(lengths, begun=begun)
 
 
 def _aligned(words: int) -> int:

@@ -11,7 +11,7 @@ planned and launched while the one before it runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -31,7 +31,7 @@ from llmc.kernels.write_segments import write_segments
 from llmc.runner.adapter_store import AdapterStore
 from llmc.runner.buckets import Buckets, default_buckets, mixed_tokens
 from llmc.runner.compiles import CompileWatch
-from llmc.runner.delta import NO_PROMPTS, Delta, encode, fresh_prompts
+from llmc.runner.delta import NO_HINTS, Delta, encode, prompts_of
 from llmc.runner.device import Device, Download, HostDevice
 from llmc.runner.faults import classified
 from llmc.runner.graphs import StepGraphs, StepOutputs, StepShape
@@ -104,7 +104,7 @@ class ModelRunner:
         )
         self._tables = {name: rows.tables[name] for name in rows.tables if name in step.inputs}
         self._packed = tuple(name for name in step.inputs if name not in self._tables)
-        self._names_prompts = "prompts" in step.inputs
+        self._hints = tuple(name for name in NO_HINTS if name in step.inputs)
         self._pools = pools
         self._graphs: StepGraphs | None = None
         if use_graphs and self._device.graphs is not None:
@@ -283,7 +283,7 @@ class ModelRunner:
             rest = slice(shape.requests, None)
             inputs["row"][rest] = self.rows.padding_row
             inputs["logits_index"][rest] = inputs["length"][rest] = 0
-        return self._with_prompts(inputs, delta.prompts)
+        return self._with_hints(inputs, delta.hints())
 
     # The parts of a step
 
@@ -338,10 +338,10 @@ class ModelRunner:
         end = delta.work + delta.num_requests * WORK_WORDS
         work = sent[delta.work : end].view(-1, WORK_WORDS)
         inputs = self._buffers.prepare(work, delta.num_tokens, delta.num_samples)
-        return self._with_prompts(inputs, delta.prompts)
+        return self._with_hints(inputs, delta.hints())
 
-    def _with_prompts(self, inputs: StepInputs, prompts: Prompts) -> StepInputs:
-        return {**inputs, "prompts": prompts.words()} if self._names_prompts else inputs
+    def _with_hints(self, inputs: StepInputs, hints: Mapping[str, Prompts]) -> StepInputs:
+        return {**inputs, **{name: hints[name].words() for name in self._hints}}
 
     def _compute(self, step: StepFunction, shape: StepShape, inputs: StepInputs) -> StepOutputs:
         if self._graphs is not None:
@@ -376,7 +376,7 @@ class ModelRunner:
         if rows == 0:
             return StepShape(0, 0, 0)
         padded = self._padded(tokens, rows, samples)
-        if self._names_prompts and fresh_prompts(plan).lengths:
+        if any(prompts_of(plan, begun=name == "long_prompts").lengths for name in self._hints):
             padded = None  # their kernel reads lengths on the host, which a graph can't
         if padded is not None and self._graphs is not None:
             if self._graphs.has(step, padded):
@@ -439,7 +439,7 @@ class ModelRunner:
         self._tell(Order(kind=Kind.CAPTURE, numbers=shape))
         step = self.step
         with torch.inference_mode(), ranks_of(self._group):
-            inputs = self._with_prompts(self._dummies(shape), NO_PROMPTS)
+            inputs = self._with_hints(self._dummies(shape), NO_HINTS)
             return self._graphs.capture(step, shape, lambda: self._run(step, inputs), inputs)
 
     @property

@@ -117,6 +117,7 @@ class ToldStep:
             num_loads=n[12],
             num_saves=n[13],
             prompts=Prompts(first_request=n[14], first_token=n[15], lengths=tuple(lengths)),
+            long_prompts=Prompts(),  # for latents, which ranks don't attend to
         )
         return ToldStep(
             shape=StepShape(n[0], n[1], n[2]), delta=delta, out_slots=out, back_slots=back

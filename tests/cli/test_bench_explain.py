@@ -164,6 +164,23 @@ def test_of_a_cache_the_part_that_is_seen_counts(
     assert work.num_operations == 2 * 4 * 16 * pairs
 
 
+def test_of_latents_the_form_that_is_computed_counts() -> None:
+    heads, dim, shared, v_dim, rank = 2, 12, 4, 8, 32
+    query, cache = torch.zeros(45, heads, dim + shared), torch.zeros(20, 1, 4, rank + shared)
+    weight = torch.zeros(heads * (dim + v_dim), rank)
+    work = call(
+        "latent_attention", [(40, 44), (5, 30)], {"key_cache": CacheInput(layer=0, part="key")},
+        torch.empty(45, heads, v_dim), query=query, weight=weight, key_cache=cache,
+        context_len=torch.tensor([44, 30]), window=0, chunk=0,
+    )  # fmt: skip
+    pairs = sum(range(5, 45)), sum(range(26, 31))
+    expanded = 44 * weight.numel() + pairs[0] * heads * (dim + shared + v_dim)
+    absorbed = 5 * weight.numel() + pairs[1] * heads * (2 * rank + shared)
+    assert work.num_operations == 2 * (expanded + absorbed)
+    made = 45 * heads * v_dim * FLOAT + query.nbytes + weight.nbytes + 16
+    assert work.num_bytes == made + (44 + 30) * (rank + shared) * FLOAT
+
+
 def test_of_tables_experts_and_states_what_is_used_counts() -> None:
     weight: dict[str, Input] = {"weight": WeightInput(parts=("embed.weight",))}
     ids = torch.tensor([1, 5, 5])

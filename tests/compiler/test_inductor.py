@@ -16,7 +16,7 @@ def test_every_step_input_has_an_example_size() -> None:
         num_rows=2, max_model_len=8, block_size=4, vocab_size=16, device=torch.device("cpu")
     )
     made = StepBuffers(rows, max_tokens=4, max_requests=2).view(4, 2, 4).inputs
-    made = {**made, "prompts": Prompts().words()}
+    made = {**made, **dict.fromkeys(("prompts", "long_prompts"), Prompts().words())}
     assert set(STEP_INPUTS) == set(made)
     for name, spec in STEP_INPUTS.items():
         assert len(spec.shape(inductor._SIZES)) == made[name].dim(), name

@@ -5,7 +5,9 @@ Run by test_ops_triton.py, for the same reason as interpreted_ops.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import fast_interpreter  # noqa: F401 - the tests take a third of the time
 import pytest
@@ -13,10 +15,13 @@ import tiny_engine
 import tiny_models
 from packed_checkpoints import write_mxfp4
 from tiers import tiered
+from tiny_configs import save_random, tiny_config
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
-from llmc.kernels.triton import paged_attention
+from llmc.kernels.prompts import Prompts
+from llmc.kernels.triton import latent_attention, paged_attention
 from llmc.kernels.triton.launch import Launch
+from llmc.passes import pipeline, split_prompts
 
 NUM_TOKENS = 3
 SIZES = {"hidden_size": 64, "intermediate_size": 128}  # whole blocks of 32 inputs
@@ -55,3 +60,30 @@ def test_greedy_tokens_with_every_op_in_triton(
         assert min(want.margins) > 1e-4
         assert tuple(got.tokens) == want.tokens
     assert launched >= LAUNCHED[family]
+
+
+@pytest.mark.exhaustive
+def test_long_prompts_expand_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the hint that the runner gives on GPUs: fresh prompts, chunks of them, and decodes."""
+    expanded = set()
+    expand = latent_attention._expanded
+
+    def kept(step: Mapping[str, Any], contexts: tuple[int, ...]) -> Any:
+        expanded.add((tuple(step["query_start"].diff().tolist()), contexts))
+        return expand(step, contexts)
+
+    monkeypatch.setattr(latent_attention, "_expanded", kept)
+    monkeypatch.setattr(paged_attention, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr("llmc.runner.delta.MIN_TOKENS", 33)
+    monkeypatch.setattr(Prompts.find, "__defaults__", (33,))
+    monkeypatch.setattr(pipeline, "split_prompts", lambda **_: split_prompts.split_prompts())
+    path = save_random(tiny_config("deepseek_v3"), tmp_path)
+    engine = tiny_engine.start(path, max_model_len=160).engine(max_num_batched_tokens=50)
+    prompts = tiny_models.prompts((3, 90, 40))
+    model = tiny_models.load_reference(path)
+    made = tiny_engine.generate(engine, prompts, 2)
+    for prompt, got in zip(prompts, made, strict=True):
+        want = tiny_models.continue_greedily(model, prompt, 2)
+        assert min(want.margins) > 1e-4
+        assert tuple(got.tokens) == want.tokens
+    assert {((47,), (47,)), ((34,), (40,))} <= expanded

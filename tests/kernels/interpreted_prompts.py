@@ -13,11 +13,12 @@ from torch import Tensor
 
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels.attention import attend as attend_one
+from llmc.kernels.latent_attention import make_latent_case
 from llmc.kernels.paged_attention import make_case
 from llmc.kernels.prompts import Prompts
 from llmc.kernels.registry import OPS
+from llmc.kernels.triton import latent_attention, prompt_attention
 from llmc.kernels.triton import paged_attention as triton_attention
-from llmc.kernels.triton import prompt_attention
 
 CPU = torch.device("cpu")
 ATTENTION = OPS["paged_attention"]
@@ -112,6 +113,62 @@ def test_what_flash_does_not_take_stays_with_ours(
     got = attend(case, Prompts(lengths=(20,)))
     assert asked == []
     torch.testing.assert_close(got, ATTENTION.reference(*case), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "first", "expanded"),
+    [
+        ([(40, 40)], 0, [(40,)]),
+        ([(1, 50), (2, 7), (40, 40), (50, 90)], 2, [(40, 50)]),
+        ([(34, 34), (9, 60), (35, 35), (36, 400), (40, 44), (0, 0)], 0, [(34,), (35,), (40,)]),
+        ([(1, 50), (40, 40)], 2, []),
+    ],
+    ids=str,
+)
+def test_latent_attention_expands_what_the_hint_names(
+    lengths: list[tuple[int, int]],
+    first: int,
+    expanded: list[tuple[int, ...]],
+    cache: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    expand = latent_attention._expanded
+
+    def kept(step: dict[str, Any], contexts: tuple[int, ...]) -> Tensor:
+        seen.append(tuple(step["query_start"].diff().tolist()))
+        assert contexts == tuple(step["context_len"].tolist())
+        return expand(step, contexts)
+
+    monkeypatch.setattr(latent_attention, "_expanded", kept)
+    monkeypatch.setattr(latent_attention, "MOST_BYTES", 4 * 112 * 150)  # some heads at a time
+    op = OPS["latent_attention"]
+    case = make_latent_case(
+        lengths, 5, 24, 8, 16, 32, 16, CPU, torch.float32, cache=cache, sinks=True, softcap=4.0
+    )
+    hint = Prompts(
+        first_request=first,
+        first_token=sum(new for new, _ in lengths[:first]),
+        lengths=tuple(new for new, _ in lengths[first:]),
+        contexts=tuple(context for _, context in lengths[first:]),
+    )
+    (impl,) = [impl for impl in op.impls if impl.name == "triton"]
+    got = impl.op()(*case, hint.words())
+    assert seen == expanded
+    torch.testing.assert_close(got, op.reference(*case), rtol=2e-5, atol=2e-5)
+
+
+def test_what_is_expanded_together_fits_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [(40, 40), (50, 50), (60, 60)]
+    case = make_latent_case(lengths, 2, 16, 8, 16, 40, 16, CPU, torch.float32)
+    step = OPS["latent_attention"].bind(case)
+    hint = Prompts(lengths=(40, 50, 60))
+    a_token = 4 * (48 + 2 * 16 + 16 + 2 * 8 - 8)
+    together = {160: [(40, 50, 60)], 100: [(40, 50), (60,)], 50: [(40,), (50,), (60,)]}
+    for tokens, groups in together.items():
+        monkeypatch.setattr(latent_attention, "MOST_BYTES", a_token * tokens)
+        assert [group.lengths for group in latent_attention._groups(step, hint)] == groups
 
 
 @pytest.mark.parametrize("lengths", [[(7, 7)], [(1, 60)], [(9, 60)]], ids=str)

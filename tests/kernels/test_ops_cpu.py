@@ -16,7 +16,8 @@ from state_draws import STATE_OPS, state_cases
 from torch import Tensor
 
 from llmc.kernels.fp8 import FP8, to_cache
-from llmc.kernels.paged_attention import make_case, paged_attention
+from llmc.kernels.latent_attention import expands, make_latent_case
+from llmc.kernels.paged_attention import cached_rows, make_case, paged_attention
 from llmc.kernels.registry import OPS, Impl
 from llmc.kernels.sample import sample
 from llmc.kernels.state_cases import make_step
@@ -77,6 +78,74 @@ def test_opcheck(name: str) -> None:
     assert set(torch.library.opcheck(cpu_impl(name).op(), case, test_utils=checks).values()) == {
         "SUCCESS"
     }
+
+
+def _absorbed(case: tuple[Any, ...], r: int) -> Tensor:
+    """`latent_attention` of request r, over latents."""
+    query, weight, cache, starts, contexts, table, scale = case[:7]
+    ops, heads, rank = torch.ops.llmc_cpu, query.shape[1], weight.shape[1]
+    by_head, split = weight.unflatten(0, (heads, -1)), query.shape[2] - cache.shape[3] + rank
+    own = query[starts[r] : starts[r + 1]]
+    turned = ops.bmm(own[..., :split].transpose(0, 1), by_head[:, :split]).transpose(0, 1)
+    out = ops.paged_attention(
+        torch.cat((turned, own[..., split:]), -1), cache, cache[..., :0],
+        torch.tensor([0, len(own)], dtype=torch.int32), contexts[r : r + 1], table[r : r + 1],
+        scale, 0, 0, 0.0, None, None, None, None, None, None, 1, rank,
+    )  # fmt: skip
+    return ops.bmm(out.transpose(0, 1), by_head[:, split:].transpose(1, 2)).transpose(0, 1)
+
+
+def _expanded(case: tuple[Any, ...], r: int) -> Tensor:
+    """The same over keys and values of all heads."""
+    query, weight, cache, starts, contexts, table, scale = case[:7]
+    ops, heads, rank = torch.ops.llmc_cpu, query.shape[1], weight.shape[1]
+    split, length = query.shape[2] - cache.shape[3] + rank, int(contexts[r])
+    cached = cached_rows(cache, None, table[r], 0, length)[:, 0]
+    made = ops.linear(cached[:, :rank].contiguous(), weight, None).unflatten(1, (heads, -1))
+    shared = cached[:, None, rank:].expand(-1, heads, -1)
+    key, value = torch.cat((made[..., :split], shared), -1), made[..., split:]
+    own = query[starts[r] : starts[r + 1]]
+    return ops.paged_attention(
+        own, key.transpose(0, 1)[None], value.transpose(0, 1)[None],
+        torch.tensor([0, len(own)], dtype=torch.int32), contexts[r : r + 1],
+        torch.zeros(1, 1, dtype=torch.int32), scale, 0, 0, 0.0, None, None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_request_of_a_step_takes_the_form_of_the_rule(dtype: torch.dtype) -> None:
+    """To the last bit what it gives alone; the two forms round in different places."""
+    lengths = [(1, 40), (40, 40), (33, 300), (90, 300), (31, 31), (100, 700), (5, 5)]
+    sizes = {"dim": 40, "shared": 16, "v_dim": 32, "rank": 64}
+    case = make_latent_case(lengths, 4, 40, 16, 32, 64, 16, CPU, dtype)
+    was = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would share the keys of a request out
+    try:
+        got = torch.ops.llmc_cpu.latent_attention(*case)
+        for r, length in enumerate(lengths):
+            rows = got[case[3][r] : case[3][r + 1]]
+            is_expanded = expands(*length, **sizes, itemsize=dtype.itemsize)
+            assert is_expanded == (length in [(40, 40), (90, 300), (100, 700)])
+            forms = (_absorbed(case, r), _expanded(case, r))
+            assert torch.equal(rows, forms[is_expanded])
+            assert not torch.equal(rows, forms[not is_expanded]) or length[0] < 6
+    finally:
+        torch.set_num_threads(was)
+
+
+@pytest.mark.usefixtures("threads")
+def test_latent_attention_gives_zeros_for_padding() -> None:
+    case = list(make_latent_case([(40, 40), (2, 9)], 2, 12, 4, 12, 24, 8, CPU, torch.float32))
+    case[0] = torch.cat((case[0], torch.full((3, 2, 16), float("nan"))))
+    case[4] = torch.tensor([40, 0], dtype=torch.int32)
+    got = torch.ops.llmc_cpu.latent_attention(*case)
+    assert got[:40].isfinite().all() and got[40:].eq(0).all()
+
+
+def test_latent_attention_refuses_what_does_not_fit() -> None:
+    query, weight, *rest = make_latent_case([(3, 9)], 4, 12, 4, 12, 24, 8, CPU, torch.float32)
+    with pytest.raises(RuntimeError, match=r"weight \[90, 24\].*do not fit query"):
+        torch.ops.llmc_cpu.latent_attention(query, weight[:90], *rest)
 
 
 ATTENTION_TOLERANCE = {  # a bf16 weight and a bf16 output each round once

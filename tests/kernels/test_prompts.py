@@ -23,12 +23,25 @@ def test_prompts_are_the_last_requests_of_a_step() -> None:
         assert Prompts.find([(300, 300), last]).lengths == (), "short, or begun in an earlier step"
 
 
-@pytest.mark.parametrize("lengths", [(), (5,), (1, 7)], ids=str)
-def test_words_are_read_as_they_were_written(lengths: tuple[int, ...]) -> None:
-    prompts = Prompts(first_request=3, first_token=17, lengths=lengths)
+def test_those_that_have_begun_are_prompts_where_that_is_asked() -> None:
+    requests = [(300, 300), (1, 70), (128, 900), (200, 200), (129, 130)]
+    found = Prompts.find(requests, begun=True)
+    assert (found.first_request, found.first_token, found.end_token) == (2, 301, 758)
+    assert (found.lengths, found.contexts) == ((128, 200, 129), (900, 200, 130))
+    assert Prompts.find([*requests, (127, 500)], begun=True).lengths == ()
+
+
+@pytest.mark.parametrize("contexts", [(), (8, 7)], ids=["fresh", "begun"])
+@pytest.mark.parametrize("lengths", [(), (1, 7)], ids=str)
+def test_words_are_read_as_they_were_written(
+    lengths: tuple[int, ...], contexts: tuple[int, ...]
+) -> None:
+    contexts = contexts if lengths else ()
+    prompts = Prompts(first_request=3, first_token=17, lengths=lengths, contexts=contexts)
     words = prompts.words()
-    assert (words.dtype, words.device.type, len(words)) == (torch.int32, "cpu", 2 + len(lengths))
-    assert Prompts.read(words) == prompts
+    assert (words.dtype, words.device.type) == (torch.int32, "cpu")
+    assert len(words) == 2 + 2 * len(lengths)
+    assert Prompts.read(words) == prompts and prompts.contexts == (contexts or lengths)
 
 
 def fits(dtype: torch.dtype = torch.bfloat16, dim: int = 64, v_dim: int = 64, **flags: Any) -> bool:

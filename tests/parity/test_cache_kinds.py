@@ -66,7 +66,11 @@ def answers(subject: Subject, engine: Any) -> list[tiny_engine.Generated]:
     return tiny_engine.generate(engine, [r.prompt for r in subject.expected], NUM_TOKENS)
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 17}], ids=["whole", "chunks"])
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"max_num_batched_tokens": 17}, {"max_num_batched_tokens": 50}],
+    ids=["whole", "short chunks", "chunks"],
+)
 def test_packed_answers_then_those_of_cached_prefixes(
     subject: Subject, limits: dict[str, int]
 ) -> None:
@@ -75,6 +79,14 @@ def test_packed_answers_then_those_of_cached_prefixes(
     assert engine.stats().prefix_cache_hits == 0
     assert_expected(subject, answers(subject, engine))
     assert engine.stats().prefix_cache_hits > max(LENGTHS)
+
+
+def test_many_new_tokens_behind_a_cached_prefix(subject: Subject) -> None:
+    engine = subject.running.engine()
+    longest = max((r.prompt for r in subject.expected), key=len)
+    tiny_engine.generate(engine, [longest[:64]], 1)
+    assert_expected(subject, answers(subject, engine))
+    assert engine.stats().prefix_cache_hits == 64
 
 
 @pytest.mark.parametrize("swaps", [False, True], ids=["recomputed", "swapped"])

@@ -10,6 +10,7 @@ import pytest
 import tiny_engine
 import torch
 from tiers import tiered
+from tiny_configs import save_random, tiny_config
 from tiny_models import VOCAB, load_reference, prompts, reference_logits, save_checkpoint
 
 from llmc.check.check import check_model
@@ -41,26 +42,47 @@ def top_logprobs(engine: Any, tokens: list[int]) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("dtype", MAX_ERROR, ids=str)
-def test_logprobs_in_the_dtype_of_the_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Exact is the same weights computed in float32."""
-    path = save_checkpoint("qwen3", tmp_path, dtype=dtype)
+def errors(
+    path: Path,
+    running: tiny_engine.Running,
+    dtype: torch.dtype,
+    lengths: tuple[int, ...],
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours and those of transformers; exact is the same checkpoint computed in float32."""
     exact, theirs = load_reference(path), load_reference(path, dtype)
-    running = tiny_engine.start(path, dtype="auto")
-    assert running.started.info.dtype == str(dtype).removeprefix("torch.")
-    assert {cache.dtype for cache in running.caches} == {dtype}
     our_errors, their_errors = [], []
-    for prompt in prompts(LENGTHS):
+    for prompt in prompts(lengths):
         tokens = list(prompt)
         want = reference_logits(exact, tokens)[-1].log_softmax(-1)
-        ours = top_logprobs(running.engine(max_num_batched_tokens=16), tokens)
+        ours = top_logprobs(running.engine(max_num_batched_tokens=chunk), tokens)
         seen = ~ours.isnan()
         assert int(seen.sum()) == TOP
         our_errors.append((ours - want)[seen].abs())
         same = reference_logits(theirs, tokens)[-1].log_softmax(-1)
         their_errors.append((same - want)[seen].abs())
-    our_error, their_error = torch.cat(our_errors), torch.cat(their_errors)
+    return torch.cat(our_errors), torch.cat(their_errors)
+
+
+@pytest.mark.parametrize("dtype", MAX_ERROR, ids=str)
+def test_logprobs_in_the_dtype_of_the_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = save_checkpoint("qwen3", tmp_path, dtype=dtype)
+    running = tiny_engine.start(path, dtype="auto")
+    assert running.started.info.dtype == str(dtype).removeprefix("torch.")
+    assert {cache.dtype for cache in running.caches} == {dtype}
+    our_error, their_error = errors(path, running, dtype, LENGTHS, chunk=16)
     assert our_error.max() < MAX_ERROR[dtype]
+    assert our_error.mean() <= 1.2 * their_error.mean() + ROUNDING
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logprobs_of_latents_in_both_forms(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Prompts whose last chunks are expanded, and some whose are not."""
+    model: Any = load_reference(save_random(tiny_config("minicpm3"), tmp_path), dtype)
+    model.save_pretrained(tmp_path)
+    running = tiny_engine.start(tmp_path, dtype="auto", max_model_len=128)
+    lengths = (3, 20, *range(33, 117, 8))
+    our_error, their_error = errors(tmp_path, running, dtype, lengths, chunk=50)
     assert our_error.mean() <= 1.2 * their_error.mean() + ROUNDING
 
 

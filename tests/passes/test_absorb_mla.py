@@ -81,7 +81,7 @@ def latent_attention(
 def test_the_numbers_are_the_same(in_parts: bool) -> None:
     gm = latent_attention(in_parts=in_parts)
     absorbed, (report,) = apply(gm, ABSORB)
-    assert report.removed["aten.linear.default"] == 1 and report.added["aten.bmm.default"] == 2
+    assert report.removed["aten.linear.default"] == 1
     assert "1 layers cache 16 values of a token in place of 60" in report.notes
     assert_same(absorbed, gm, Values.of(**INPUTS))
     assert_idempotent(gm, ABSORB)

@@ -251,5 +251,10 @@ def test_the_last_fresh_requests_of_many_tokens_are_prompts() -> None:
     assert mixed == Prompts(first_request=1, first_token=1, lengths=(150, 160))
     assert encode(rows, plan((0, 150), (40, 1))).prompts.lengths == ()
     assert encode(rows, plan((40, 1), (0, 100)), padding=2).prompts.lengths == ()
-    dummy = encode(rows, StepPlan(step=-1, work=()), padding=2, num_tokens=400).prompts
-    assert dummy == Prompts(lengths=(200, 200))
+    dummy = encode(rows, StepPlan(step=-1, work=()), padding=2, num_tokens=400)
+    assert dummy.prompts == dummy.long_prompts == Prompts(lengths=(200, 200))
+    begun = encode(rows, plan((40, 1), (0, 150), (30, 160)), padding=1)
+    assert begun.prompts.lengths == () and begun.hints()["prompts"] == begun.prompts
+    assert begun.hints()["long_prompts"] == Prompts(
+        first_request=1, first_token=1, lengths=(150, 160), contexts=(150, 190)
+    )

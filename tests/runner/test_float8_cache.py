@@ -17,24 +17,30 @@ from llmc.errors import ConfigError
 # these random models, whose attention is sharper than a trained one's.
 TOLERANCE = {"fp8_e4m3": 0.12, "fp8_e5m2": 0.2}
 STORED = {"auto": torch.float32, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-PROMPTS = tiny_models.prompts((11, 3, 26))
 
 
 @pytest.mark.parametrize(
-    "family,names",
-    [("qwen3", list(TOLERANCE)), ("gpt_oss", ["fp8_e4m3"]), ("minicpm3", ["fp8_e4m3"])],
+    "family,names,lengths,chunk",
+    [
+        ("qwen3", list(TOLERANCE), (11, 3, 26), 16),
+        ("gpt_oss", ["fp8_e4m3"], (11, 3, 26), 16),
+        ("minicpm3", ["fp8_e4m3"], (11, 3, 26), 16),
+        ("minicpm3", ["fp8_e4m3"], (45, 3, 90), 48),  # many tokens: latents are expanded
+    ],
 )
-def test_log_probabilities_stay_close(family: str, names: list[str], tmp_path: Path) -> None:
+def test_log_probabilities_stay_close(
+    family: str, names: list[str], lengths: tuple[int, ...], chunk: int, tmp_path: Path
+) -> None:
     if family in tiny_models.FAMILIES:
         path = tiny_models.save_checkpoint(family, tmp_path)
     else:  # its cache holds a latent, whose values are a part of its keys
         path = save_random(tiny_config(family), tmp_path)
     first = {}
     for name in ("auto", *names):
-        running = tiny_engine.start(path, kv_cache_dtype=name)
+        running = tiny_engine.start(path, kv_cache_dtype=name, max_model_len=128)
         assert {c.dtype for c in running.caches} == {STORED[name]}
-        engine = running.engine(max_num_batched_tokens=16)  # prompts read back what was cached
-        made = tiny_engine.generate(engine, PROMPTS, 1)
+        engine = running.engine(max_num_batched_tokens=chunk)  # prompts read back what was cached
+        made = tiny_engine.generate(engine, tiny_models.prompts(lengths), 1)
         first[name] = torch.tensor([g.logprobs[0] for g in made])
     for name in names:
         shift = (first["auto"] - first[name]).abs().max()

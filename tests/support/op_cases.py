@@ -25,6 +25,7 @@ from llmc.kernels import (  # noqa: F401
     encoder_attention,
     fused_linear,
     image_attention,
+    latent_attention,
     linear_recurrence,
     paged_attention,
     place_rows,

@@ -365,6 +365,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "rope_write fp8_e4m3": lambda: rope(interleaved=False, normed=True, cache=FP8[0]),
     "attention latent decode": lambda: latent(64, 64),
     "attention latent prefill": lambda: latent(4096, 4),
+    "attention latent prompts expanded": lambda: attention(4096, 4, 32, 32, 192, 128),
     "attention latent decode fp8_e4m3": lambda: latent(64, 64, cache=FP8[0]),
     "attention decode fp8_e4m3": lambda: attention(64, 64, 32, 8, 128, cache=FP8[0]),
     "attention decode fp8_e5m2": lambda: attention(64, 64, 32, 8, 128, cache=FP8[1]),

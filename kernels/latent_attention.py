@@ -1,0 +1,153 @@
+"""`latent_attention`: attention whose cache is a latent of all heads' keys and values.
+
+There are two ways to compute it (multi-head latent attention, https://arxiv.org/abs/2405.04434):
+
+- Absorbed: the weight meets queries and outputs, and all heads attend to the latent. It reads a
+  context once, which is what decoding wants.
+- Expanded: the weight makes keys and values of the whole context, and each head attends to its own.
+  Attention is then over fewer channels, which is what many new tokens want.
+
+`expands` says which of them takes fewer multiplications, request by request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.attention import attend, expand, expanded_dim, first_visible
+from llmc.kernels.fp8 import FP8
+from llmc.kernels.paged_attention import cached_rows, make_case
+from llmc.kernels.registry import Case, op
+
+LEAST_NEW = 32  # fewer new tokens gain nothing; and a step of fewer reads no sizes on the host
+MOST_BYTES = 256 << 20  # of a context's latents, and of what one head makes of them
+
+
+def expands(
+    new: int, context: int, *, dim: int, shared: int, v_dim: int, rank: int, itemsize: int
+) -> bool:
+    """Whether a request of `new` tokens, the last of `context`, is computed expanded.
+
+    A query sees a key in P = new * context - new * (new - 1) / 2 pairs. A head multiplies
+
+        absorbed:  new * R * (D + Dv)      + P * (2 * R + Dr)
+        expanded:  context * R * (D + Dv)  + P * (D + Dr + Dv)
+
+    times, and the lesser is taken: for all new prompts where 2 R > D + Dv, and of later chunks with
+    long contexts those of more than R (D + Dv) / (2 R - D - Dv) tokens (171 for DeepSeek-V3). dim
+    is D, `shared` Dr, v_dim Dv and rank R, as in `latent_attention`. A context's latents, and what
+    is made of them for one head, have to fit MOST_BYTES in values of `itemsize` bytes: heads can be
+    computed a few at a time, as they do not mix.
+    """
+    pairs = new * context - new * (new - 1) // 2
+    made = dim + v_dim
+    width = rank + shared + made + dim + shared
+    return (
+        LEAST_NEW <= new <= context
+        and (context - new) * rank * made < pairs * (2 * rank - made)
+        and context * width * itemsize <= MOST_BYTES
+    )
+
+
+def _shape(*, query: Tensor, weight: Tensor, key_cache: Tensor, **others: object) -> Tensor:
+    tokens, heads, dim = query.shape
+    return query.new_empty(tokens, heads, expanded_dim(dim, heads, weight, key_cache.shape[3]))
+
+
+@op(shape=_shape)
+def latent_attention(
+    query: Tensor,
+    weight: Tensor,
+    key_cache: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    k_scale: Tensor | None = None,
+    prompts: Tensor | None = None,
+) -> Tensor:
+    """query [T, H, D + Dr] of R requests laid end to end -> [T, H, Dv] in query's dtype.
+
+    key_cache [num_blocks, 1, block_size, R + Dr]: of a token its latent, and the last Dr channels
+    of every head's key. weight [H * (D + Dv), R]: a head's first D channels of the key, then its
+    value, as a linear of the latent. All else is `paged_attention`'s, `prompts` too: which requests
+    may be computed expanded where sizes on the device can't be read. Attention with a window or in
+    chunks is never expanded. Both ways give the same, but for rounding.
+    """
+    heads, dim = query.shape[1:]
+    out = query.new_zeros(_shape(query=query, weight=weight, key_cache=key_cache).shape)
+    starts = query_start.tolist()
+    for r, length in enumerate(context_len.tolist()):
+        first, last = starts[r], starts[r + 1]
+        if length == 0 or first == last:
+            continue
+        first_query = length - (last - first)
+        seen = first_visible(first_query, window, chunk)
+        latent = cached_rows(key_cache, k_scale, block_table[r], seen, length)
+        key_pos = torch.arange(seen, length, device=query.device)
+        out[first:last] = attend(
+            query[first:last],
+            *expand(latent, weight, heads, dim),
+            key_pos[first_query - seen :],
+            key_pos,
+            scale,
+            window,
+            chunk,
+            softcap,
+            sinks,
+            slopes,
+        )
+    return out
+
+
+def make_latent_case(
+    lengths: list[tuple[int, int]],  # (new tokens, context after the step) of each request
+    heads: int,
+    dim: int,
+    shared: int,
+    v_dim: int,
+    rank: int,
+    block_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    cache: torch.dtype | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    alibi: bool = False,
+) -> Case:
+    """Random inputs with shuffled blocks, as those of `make_case`."""
+    case = make_case(
+        lengths, heads, 1, rank + shared, rank, block_size, device, dtype,
+        cache=cache, window=window, softcap=softcap, sinks=sinks, alibi=alibi, shared=True,
+    )  # fmt: skip
+    gen = torch.Generator(device="cpu").manual_seed(1)
+    query = torch.randn(case[0].shape[0], heads, dim + shared, generator=gen)
+    weight = torch.randn(heads * (dim + v_dim), rank, generator=gen) * rank**-0.5
+    # half the usual scale: what is rounded in between moves scores less
+    scale = 0.5 * (dim + shared) ** -0.5
+    inputs = (query.to(device, dtype), weight.to(device, dtype), case[1])
+    return (*inputs, *case[3:6], scale, *case[7:12], case[12])
+
+
+@latent_attention.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    mixed = [(1, 30), (5, 5), (40, 40), (1, 9), (0, 0), (34, 50), (36, 400), (9, 33)]
+    yield make_latent_case([(1, 1)], 1, 16, 8, 16, 40, 16, device, dtype)
+    yield make_latent_case([(1, 70), (3, 3), (1, 9)], 4, 16, 8, 24, 48, 16, device, dtype)
+    yield make_latent_case(mixed, 4, 12, 6, 10, 40, 8, device, dtype)
+    yield make_latent_case(mixed, 3, 16, 8, 16, 64, 16, device, dtype, cache=FP8[0])
+    yield make_latent_case(
+        mixed, 2, 16, 8, 12, 48, 16, device, dtype, softcap=5.0, sinks=True, alibi=True
+    )
+    yield make_latent_case(mixed, 4, 16, 8, 16, 48, 8, device, dtype, window=11)
+    yield make_latent_case([(33, 33), (1, 8)], 4, 24, 8, 24, 20, 8, device, dtype)
