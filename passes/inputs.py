@@ -82,6 +82,11 @@ class Shard:
         """Of `dim`, on each rank."""
         return sum(length // parts for length, parts in self.sections)
 
+    @property
+    def whole(self) -> int:
+        """Of `dim`, on all of them together."""
+        return sum(length for length, _ in self.sections)
+
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """(start, length) in the whole dimension of what this rank holds, in order."""
         found, start = [], 0
