@@ -130,13 +130,15 @@ class AdapterInput:
     """A or B of the LoRA adapters on one op, stacked by slot (passes/apply_lora.py).
 
     `weights` are the parameters that a linear is made of, with `widths` output channels each;
-    embeddings and routed experts have one.
+    embeddings and routed experts have one. `shards`: what a rank has of each, along 0 of its output
+    channels, which are those of B, along 1 of its inputs, which are those of A; () is all.
     """
 
     op: AdaptedOp
     matrix: Literal["a", "b"]
     weights: tuple[str, ...]
     widths: tuple[int, ...]
+    shards: tuple[Shard | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -213,6 +213,7 @@ def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
                 matrix=role["matrix"],
                 weights=tuple(role["weights"]),
                 widths=tuple(role["widths"]),
+                shards=tuple(_load_shard(shard) for shard in role["shards"]),
             )
         case "constant":
             return ConstantInput(tensor=constants[role["tensor"]], shard=_load_shard(role["shard"]))

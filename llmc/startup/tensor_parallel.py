@@ -60,7 +60,6 @@ def check_tensor_parallel(config: EngineConfig) -> None:
         return
     drafting = config.speculative_config
     refused = {
-        "enable_lora": config.enable_lora,
         "speculative_config with a draft model": drafting is not None
         and drafting.method != "ngram",
         "passes given as objects (give module:name)": any(
