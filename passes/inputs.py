@@ -109,12 +109,14 @@ class WeightInput:
     `transposed`: each part is stored [in, out] and is turned to [out, in] first.
     `quantized`: the result in few bits, its scales or zeros.
     `shards`: what of each part, once it is turned, is taken; () takes all.
+    `first_rank`: rank 0 alone has it, and others have zeros, since what it is added to is summed.
     """
 
     parts: tuple[str, ...]
     transposed: bool = False
     quantized: QuantizedPart | None = None
     shards: tuple[Shard | None, ...] = ()
+    first_rank: bool = False
 
     @property
     def pieces(self) -> list[tuple[str, Shard | None]]:

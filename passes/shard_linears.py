@@ -276,12 +276,18 @@ def _turn(graph: fx.Graph) -> fx.Node:
 
 
 def _sum(graph: fx.Graph, term: fx.Node, turn: fx.Node) -> None:
-    """Sum the ranks' terms; those of experts where each token's are scaled and added up."""
-    bias = arguments(term).bias
-    if bias is not None:
+    """Sum the ranks' terms; those of experts where each token's are scaled and added up, so that
+    their bias, which is scaled too, is a part of rank 0's."""
+    bias, is_expert = arguments(term).bias, is_call(term, expert_linear.overload)
+    if bias is not None and is_expert:
+        role = input_of(bias)
+        assert isinstance(role, WeightInput), "the rule of experts has seen to that"
+        bias.meta["input"] = dataclasses.replace(role, first_rank=True)
+        bias = None
+    elif bias is not None:
         set_arguments(term, bias=None)
     last = term
-    user = only_user(term) if is_call(term, expert_linear.overload) else None
+    user = only_user(term) if is_expert else None
     while user is not None and is_call(user, *RESHAPES, aten.mul.Tensor, aten.sum.dim_IntList):
         last = user if is_call(user, aten.sum.dim_IntList) else last
         user = only_user(user)

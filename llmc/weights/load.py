@@ -253,6 +253,8 @@ def make_weights(
     `dtype` is that of the parameters; what is quantized is rounded from it. Of what is sharded,
     `rank` says which part.
     """
+    if role.first_rank and rank:
+        return {role: torch.zeros(_shape(role, shapes), dtype=dtype, device=device)}
     if role.quantized is None:
         return {role: make_weight(role, shapes, dtype, source, device, rank=rank)}
     to, plain = role.quantized.to, dataclasses.replace(role, quantized=None)
