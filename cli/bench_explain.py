@@ -37,10 +37,9 @@ def run_explain(
             f"--batch-size {batch_size} exceeds --max-num-seqs {config.max_num_seqs}: "
             "the batch would not run at once"
         )
-    if config.tensor_parallel_size > 1 or config.speculative_config is not None:
+    if config.speculative_config is not None:
         raise ConfigError(
-            "the steps of one rank without draft tokens are explained: leave out "
-            "--tensor-parallel-size and --speculative-config"
+            "steps without draft tokens are explained: leave out --speculative-config"
         )
     started = load_engine(config, stderr_console())
     if started.upgrade is not None and not started.upgrade.wait():

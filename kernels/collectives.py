@@ -1,5 +1,5 @@
-"""`all_reduce`, `all_gather`, `first_rank`, `embed_shard`: what the ranks of a tensor-parallel step
-tell each other, and the one op whose result depends on which rank it is.
+"""`all_reduce`, `all_gather`, `first_rank`: what the ranks of a tensor-parallel step tell each
+other. `embed_shard`, `shard_ids`: the ops whose results depend on which rank it is.
 
 A rank is one of `size` processes that run the same graph, each over its own part of the weights.
 The graph does not say whom it talks to: whoever runs it names the group (`ranks`).
@@ -111,6 +111,14 @@ def all_gather(x: Tensor, size: int, turn: Tensor) -> Tensor:
     return torch.cat([x] * size if group is None else group.all_of(x), -1)
 
 
+@op(shape="ids")
+def shard_ids(ids: Tensor, rows: int) -> Tensor:
+    """ids of any shape -> the same of rows that this rank holds: [0, rows) are those of which it
+    does. The ranks' rows follow each other."""
+    group = _group()
+    return ids - (0 if group is None else group.rank * rows)
+
+
 def _embedded(*, ids: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty(*ids.shape, weight.shape[1])
 
@@ -122,8 +130,7 @@ def embed_shard(ids: Tensor, weight: Tensor) -> Tensor:
     The ranks' rows follow each other; what another rank holds is 0, so that their sum is the whole
     table's embedding.
     """
-    group = _group()
-    own = ids - (0 if group is None else group.rank * weight.shape[0])
+    own = shard_ids.reference(ids, weight.shape[0])
     is_here = (own >= 0) & (own < weight.shape[0])
     rows = torch.nn.functional.embedding(own.clamp(0, weight.shape[0] - 1), weight)
     return rows.masked_fill(~is_here.unsqueeze(-1), 0)
@@ -151,6 +158,7 @@ torch_impl(all_reduce)(_alone_or(Group.total))
 torch_impl(first_rank)(_alone_or(Group.of_first))
 torch_impl(all_gather)(all_gather.reference)
 torch_impl(embed_shard)(embed_shard.reference)
+torch_impl(shard_ids)(shard_ids.reference)
 
 
 @all_reduce.cases
@@ -176,3 +184,9 @@ def _embed_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     several: tuple[Any, ...] = ([[0, 5, 6, 11, 17]], [3], [[]])
     for ids in several:
         yield torch.tensor(ids, dtype=torch.int64, device=device), weight
+
+
+@shard_ids.cases
+def _id_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    for ids, weight in _embed_cases(device, dtype):
+        yield ids, weight.shape[0]

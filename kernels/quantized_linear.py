@@ -11,7 +11,7 @@ one scale a channel in 8 bits; checkpoints bring groups too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -258,6 +258,31 @@ def pack_bytes(stored: Tensor) -> Tensor:
 def pack_groups(groups: Tensor) -> Tensor:
     """[N, K / group] -> the op's scale or zero."""
     return _to_blocks(groups, 1)
+
+
+def some_inputs(
+    parts: Mapping[Part, Tensor],
+    of: Quantization,
+    to: Quantization,
+    ranges: Sequence[tuple[int, int]],
+) -> dict[Part, Tensor]:
+    """What a linear over some of the inputs takes, of a weight [N / 16, lines, 64] in form `of`.
+
+    ranges: (start, length), multiples of 32 and of the groups of `to`, which divide those of `of`.
+    """
+    own: dict[Part, Tensor] = {}
+    for part, blocks in parts.items():
+        if part == "weight":
+            inputs = 8 if of.dtype == torch.uint8 else 4  # of a line
+        elif to.group:
+            inputs = to.group
+            blocks = blocks.repeat_interleave(of.group // to.group, dim=1)
+        else:  # of the whole channel
+            own[part] = blocks
+            continue
+        pieces = [blocks.narrow(1, start // inputs, n // inputs) for start, n in ranges]
+        own[part] = torch.cat(pieces, 1)
+    return own
 
 
 @quantized_linear.cases

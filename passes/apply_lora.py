@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, fx
 
 from llmc.kernels.add_lora import add_lora
+from llmc.kernels.collectives import embed_shard, shard_ids
 from llmc.kernels.expert_linear import expert_linear
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, is_call, through, val
 from llmc.passes.inputs import (
     AdapterInput,
+    Shard,
     StepInput,
     WeightInput,
     add_constant,
@@ -36,6 +38,9 @@ def apply_lora(gm: fx.GraphModule, *, slots: int = 0, rank: int = 0, expert_rank
     Of an embedding, A x is a row of A's transpose, which is looked up for each token. Of routed
     experts each has its own A and B, of ranks up to `expert_rank`; 0: none.
 
+    Of a weight that ranks have parts of, A has the same inputs and B the same output channels. What
+    is added to a term of a sum over the ranks is one too, so it is added before they are summed.
+
     Before:
         y = aten.linear(x, w)
         e = aten.embedding(w, ids)
@@ -47,6 +52,7 @@ def apply_lora(gm: fx.GraphModule, *, slots: int = 0, rank: int = 0, expert_rank
         e = aten.embedding(w, ids)
         low = aten.index(a [slots, V, rank], [adapter - 1, ids])
         llmc.add_lora(e, low, identity [slots, 1, rank, rank], b [slots, rank, H], [0, H], adapter)
+        and of llmc.embed_shard(ids, w), `low` is 0 where the row is another rank's
         z = llmc.expert_linear(rows, w, bias, expert, ..)
         llmc.add_lora(z, rows, a [slots, E, expert_rank, K], b [slots, E, expert_rank, N], [0, N],
                       adapter, expert)
@@ -57,6 +63,7 @@ def apply_lora(gm: fx.GraphModule, *, slots: int = 0, rank: int = 0, expert_rank
     rewrites = {
         aten.linear.default: adapters.on_linear,
         aten.embedding.default: adapters.on_embedding,
+        embed_shard.overload: adapters.on_embedding,
         expert_linear.overload: adapters.on_experts,
     }
     left: Counter[str] = Counter()
@@ -85,7 +92,9 @@ class _Adapters:
             return "linears: their rows are not the tokens"
         widths = _widths(node, role)
         channels, depth = (int(n) for n in val(given.weight).shape)
-        role_a = AdapterInput(op="linear", matrix="a", weights=role.parts, widths=widths)
+        role_a = AdapterInput(
+            op="linear", matrix="a", weights=role.parts, widths=widths, shards=_shards(role, 1)
+        )
         a = self._input(node, given.weight, role_a, len(widths), self._rank, depth)
         b = self._input(node, given.weight, replace(role_a, matrix="b"), self._rank, channels)
         with self._graph.inserting_after(node):
@@ -105,7 +114,10 @@ class _Adapters:
             return "embeddings: their rows are not the tokens"
         graph, rank = self._graph, self._rank
         length, channels = (int(n) for n in val(given.weight).shape)
-        role_a = AdapterInput(op="embedding", matrix="a", weights=role.parts, widths=(channels,))
+        role_a = AdapterInput(
+            op="embedding", matrix="a", weights=role.parts, widths=(channels,),
+            shards=_shards(role, 0),
+        )  # fmt: skip
         a = self._input(node, given.weight, role_a, length, rank)
         b = self._input(node, given.weight, replace(role_a, matrix="b"), rank, channels)
         bounds = self._bounds(node, (channels,))
@@ -117,11 +129,22 @@ class _Adapters:
         with graph.inserting_after(node):
             # of a row without an adapter the last slot's, which add_lora leaves out
             slot = emit(graph, aten.sub.Tensor, adapter, 1)
-        with graph.inserting_after(slot):
-            low = emit(graph, aten.index.Tensor, a, [slot, given.indices])
-        with graph.inserting_after(low):
+        with graph.inserting_before(slot.next):
+            if is_call(node, embed_shard.overload):
+                low = self._own_rows(a, slot, given.ids, length)
+            else:
+                low = emit(graph, aten.index.Tensor, a, [slot, given.indices])
             emit(graph, add_lora.overload, node, low, identity, b, bounds, adapter)
         return ""
+
+    def _own_rows(self, a: fx.Node, slot: fx.Node, ids: fx.Node, length: int) -> fx.Node:
+        """The rows of `a` that this rank has, and zeros for others."""
+        graph = self._graph
+        own = emit(graph, shard_ids.overload, ids, length)
+        known = emit(graph, aten.clamp.default, own, 0, length - 1)
+        rows = emit(graph, aten.index.Tensor, a, [slot, known])
+        is_here = emit(graph, aten.eq.Tensor, own, known)
+        return emit(graph, aten.mul.Tensor, rows, emit(graph, aten.unsqueeze.default, is_here, -1))
 
     def on_experts(self, node: fx.Node) -> str:
         given = arguments(node)
@@ -135,7 +158,10 @@ class _Adapters:
             return "linears of routed experts: their rows are not the tokens' choices in order"
         experts, *size = (int(n) for n in val(given.weight).shape)
         channels, depth = reversed(size) if given.transposed else size
-        role_a = AdapterInput(op="experts", matrix="a", weights=role.parts, widths=(channels,))
+        role_a = AdapterInput(
+            op="experts", matrix="a", weights=role.parts, widths=(channels,),
+            shards=_shards(role, 1 if given.transposed else 2),
+        )  # fmt: skip
         shape = experts, self._expert_rank
         a = self._input(node, given.weight, role_a, *shape, depth)
         b = self._input(node, given.weight, replace(role_a, matrix="b"), *shape, channels)
@@ -161,6 +187,11 @@ class _Adapters:
             placed = table.to(val(node).device)
             self._constants[key] = add_constant(self._graph, key[0], placed, node)
         return self._constants[key]
+
+
+def _shards(role: WeightInput, inputs_at: int) -> tuple[Shard | None, ...]:
+    """Those of weights with their inputs in dimension `inputs_at`, as `AdapterInput` has them."""
+    return tuple(s and replace(s, dim=int(s.dim == inputs_at)) for s in role.shards)
 
 
 def _widths(linear: fx.Node, role: WeightInput) -> tuple[int, ...]:

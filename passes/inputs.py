@@ -82,6 +82,11 @@ class Shard:
         """Of `dim`, on each rank."""
         return sum(length // parts for length, parts in self.sections)
 
+    @property
+    def whole(self) -> int:
+        """Of `dim`, on all of them together."""
+        return sum(length for length, _ in self.sections)
+
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """(start, length) in the whole dimension of what this rank holds, in order."""
         found, start = [], 0
@@ -104,12 +109,14 @@ class WeightInput:
     `transposed`: each part is stored [in, out] and is turned to [out, in] first.
     `quantized`: the result in few bits, its scales or zeros.
     `shards`: what of each part, once it is turned, is taken; () takes all.
+    `first_rank`: rank 0 alone has it, and others have zeros, since what it is added to is summed.
     """
 
     parts: tuple[str, ...]
     transposed: bool = False
     quantized: QuantizedPart | None = None
     shards: tuple[Shard | None, ...] = ()
+    first_rank: bool = False
 
     @property
     def pieces(self) -> list[tuple[str, Shard | None]]:
@@ -125,13 +132,15 @@ class AdapterInput:
     """A or B of the LoRA adapters on one op, stacked by slot (passes/apply_lora.py).
 
     `weights` are the parameters that a linear is made of, with `widths` output channels each;
-    embeddings and routed experts have one.
+    embeddings and routed experts have one. `shards`: what a rank has of each, along 0 of its output
+    channels, which are those of B, along 1 of its inputs, which are those of A; () is all.
     """
 
     op: AdaptedOp
     matrix: Literal["a", "b"]
     weights: tuple[str, ...]
     widths: tuple[int, ...]
+    shards: tuple[Shard | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -112,7 +112,7 @@ def pipeline(
         else pool(),
         *processor_passes(processors),  # between the model and append_sampler's first op
         shard_linears(  # before what joins weights and fuses ops: it knows torch's own
-            size=options.tensor_parallel_size
+            size=options.tensor_parallel_size, format=options.quantization, kept=options.kept
         ),
         merge_linears(kept=options.kept),
         apply_lora(  # after merge_linears; before what reads halves of merged outputs

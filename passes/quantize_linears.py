@@ -5,16 +5,21 @@ load, or as the checkpoint stores them.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from llmc.kernels.collectives import embed_shard, shard_ids
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.quantized_embedding import quantized_embedding
 from llmc.kernels.quantized_expert_linear import quantized_expert_linear
 from llmc.kernels.quantized_linear import (
+    CHANNELS,
+    INPUTS,
     Format,
     Part,
     Quantization,
@@ -25,6 +30,7 @@ from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, calls, emit, is_call, only_user, replace, val
 from llmc.passes.inputs import QuantizedPart, StepInput, WeightInput, add_input, input_of
 
+_EMBEDDINGS = (aten.embedding.default, embed_shard.overload)
 # Ops between a router and its choice of experts.
 _ROUTING = (
     aten.softmax.int,
@@ -55,91 +61,143 @@ def quantize_linears(
 
     Before:
         y = aten.linear(x, w, b)
+        e = aten.embedding(w, ids);  e = llmc.embed_shard(ids, w)
     After:
         y = llmc.quantized_linear(x, w in 4 or 8 bits, its scales, its zeros or None, b,
                                   its minimums)
-    and llmc.expert_linear becomes llmc.quantized_expert_linear in the same way.
+        e = llmc.quantized_embedding(ids, w in 4 or 8 bits, ...)
+        e = llmc.quantized_embedding(llmc.shard_ids(ids, rows), w in 4 or 8 bits, ...)
+    and llmc.expert_linear becomes llmc.quantized_expert_linear as linears do.
     """
     formats = dict(kept)
     if format is None and not formats:
         return ["no --quantization was asked for"]
     graph = gm.graph
     left: Counter[str] = Counter()
-    for node in calls(graph, aten.linear.default):
-        given = arguments(node)
-        weight = given.weight
-        to, reason = _kept_format(weight, formats)
-        is_kept = to is not None and format in (None, to.format)
-        if format is not None and not is_kept:
-            to, reason = _new_format(node, weight, format)
-        if to is None:
-            left[reason] += 1
-            continue
-        assert isinstance(weight, fx.Node)
-        with graph.inserting_before(node):
-            parts = _low_bit(graph, weight, to, kept=is_kept)
-            fast = emit(graph, quantized_linear.overload, x=given.input, **parts, bias=given.bias)
-        replace(node, fast)
-    for node in calls(graph, aten.embedding.default):
-        _keep_embedding(node, formats, format)
-    for node in calls(graph, expert_linear.overload):
-        reason = _quantize_experts(node, formats, format)
-        if reason:
-            left[reason] += 1
+    for node in calls(graph, aten.linear.default, *_EMBEDDINGS, expert_linear.overload):
+        found = _form_of(node, formats, format)
+        to = found.to and _of_rank(found.to, arguments(node).weight)
+        if to is not None:
+            _rewrite(node, to, kept=found.kept)
+        elif not is_call(node, *_EMBEDDINGS):
+            left[found.reason or "a rank's part is no whole blocks of 16 and 32"] += 1
     return [f"{count} linears: {reason}" for reason, count in left.items()]
 
 
-def _quantize_experts(
-    node: fx.Node, kept: Mapping[str, Quantization], format: Format | None
-) -> str:
-    """Rewrite a call of `expert_linear`; -> why it was not, or ""."""
+def formats_of(
+    graph: fx.Graph, kept: Mapping[str, Quantization], format: Format | None
+) -> dict[fx.Node, Quantization]:
+    """The weights that the pass will have in few bits, as long as linears are not merged."""
+    formats = {}
+    for node in calls(graph, aten.linear.default, aten.embedding.default, expert_linear.overload):
+        if (to := _form_of(node, kept, format).to) is not None:
+            formats[arguments(node).weight] = to
+    return formats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """How a call is to have its weight; `to` is None where that is plain, for `reason`."""
+
+    to: Quantization | None = None
+    kept: bool = False
+    reason: str = ""
+
+
+def _form_of(node: fx.Node, kept: Mapping[str, Quantization], format: Format | None) -> _Form:
+    """Of the whole weight, of which a rank may hold a part."""
     given = arguments(node)
-    weight = given.weight
-    to, reason = _kept_format(weight, kept)
-    if to is not None and to.transposed != given.transposed:
+    transposed = is_call(node, expert_linear.overload) and given.transposed
+    to, reason = _kept_format(given.weight, kept)
+    if to is not None and to.transposed != transposed:
         to, reason = None, "experts are stored in another order than the model has them"
-    is_kept = to is not None and format in (None, to.format)
-    if format is not None and not is_kept:
-        role = input_of(weight)
-        if not isinstance(role, WeightInput) or role.quantized or len(role.parts) != 1:
-            return "the weight is computed"
-        if only_user(weight) is None:
-            return "the weight is shared with another op, which needs it plain"
-        size = _size(weight, given.transposed)
-        to = quantization_of(format, *size[1:])
-        if to is None:
-            return f"{size[1]} channels of {size[2]} inputs are no whole blocks of 16 and 32"
-        to = dataclasses.replace(to, transposed=given.transposed)
-    if to is None:
-        return reason
-    graph = node.graph
+    if to is not None and format in (None, to.format):
+        return _Form(to=to, kept=True)
+    if format is None or is_call(node, *_EMBEDDINGS):
+        return _Form(reason=reason)
+    return _new_form(node, given.weight, format, transposed)
+
+
+def _rewrite(node: fx.Node, to: Quantization, *, kept: bool) -> None:
+    given, graph = arguments(node), node.graph
     with graph.inserting_before(node):
-        parts = _low_bit(graph, weight, to, kept=is_kept)
-        fast = emit(
-            graph,
-            quantized_expert_linear.overload,
-            x=given.x,
-            **parts,
-            bias=given.bias,
-            expert=given.expert,
-        )
+        parts = _low_bit(graph, given.weight, to, kept=kept)
+        if is_call(node, aten.linear.default):
+            fast = emit(graph, quantized_linear.overload, x=given.input, **parts, bias=given.bias)
+        elif is_call(node, expert_linear.overload):
+            fast = emit(
+                graph,
+                quantized_expert_linear.overload,
+                x=given.x,
+                **parts,
+                bias=given.bias,
+                expert=given.expert,
+            )
+        else:
+            ids = given.ids if is_call(node, embed_shard.overload) else given.indices
+            if is_call(node, embed_shard.overload):
+                ids = emit(graph, shard_ids.overload, ids, int(val(given.weight).shape[0]))
+            dtype = val(node).dtype
+            fast = emit(graph, quantized_embedding.overload, ids=ids, **parts, dtype=dtype)
     replace(node, fast)
-    return ""
 
 
 def _size(weight: fx.Node, transposed: bool) -> tuple[int, ...]:
     """[N, K], or [E, N, K] of experts."""
-    *experts, channels, depth = (int(n) for n in val(weight).shape)
+    return _channels_first([int(n) for n in val(weight).shape], transposed)
+
+
+def _channels_first(size: Sequence[int], transposed: bool) -> tuple[int, ...]:
+    *experts, channels, depth = size
     return (*experts, depth, channels) if transposed else (*experts, channels, depth)
 
 
-def _new_format(node: fx.Node, weight: Any, format: Format) -> tuple[Quantization | None, str]:
+def _whole_size(weight: fx.Node, transposed: bool) -> tuple[int, ...]:
+    """The same of the weight of which a rank may hold a part."""
+    role = input_of(weight)
+    assert isinstance(role, WeightInput)
+    size = [int(n) for n in val(weight).shape]
+    for _, shard in role.pieces:
+        if shard is not None and shard.dim == 0:  # along which parts are joined
+            size[0] += shard.whole - shard.length
+        elif shard is not None:
+            size[shard.dim] = shard.whole
+    return _channels_first(size, transposed)
+
+
+def _of_rank(to: Quantization, weight: fx.Node) -> Quantization | None:
+    """The same numbers over what a rank holds: a cut may go through groups, which are then smaller.
+    None where that is no whole blocks."""
+    role = input_of(weight)
+    assert isinstance(role, WeightInput)
+    *_, channels, depth = _size(weight, to.transposed)
+    if channels % CHANNELS or depth % INPUTS:
+        return None
+    group = to.group
+    for _, shard in role.pieces:
+        if shard is not None and shard.dim == val(weight).dim() - (2 if to.transposed else 1):
+            group = math.gcd(group, *(n for _, n in shard.ranges(0))) if group else 0
+    return dataclasses.replace(to, group=group)
+
+
+def _new_form(node: fx.Node, weight: Any, format: Format, transposed: bool) -> _Form:
     """How a weight is quantized, or why it is not."""
-    reason = _why_not(node, weight, format)
-    if reason:
-        return None, reason
-    low = "int8" if format == "int4" and _is_head(node) else format
-    return quantization_of(low, *(int(n) for n in val(weight).shape)), ""
+    role = input_of(weight)
+    if not isinstance(role, WeightInput) or role.quantized:
+        return _Form(reason="the weight is computed")
+    if only_user(weight) is None:
+        reason = "the weight is shared with another op (tied embedding), which needs it plain"
+        return _Form(reason=reason)
+    is_linear = is_call(node, aten.linear.default)
+    low = "int8" if format == "int4" and is_linear and _is_head(node) else format
+    *_, channels, depth = _whole_size(weight, transposed)
+    to = quantization_of(low, channels, depth)
+    if to is None:
+        reason = f"{channels} channels of {depth} inputs are no whole blocks of 16 and 32"
+        return _Form(reason=reason)
+    if is_linear and _is_router(node):
+        return _Form(reason="a router's choice would change with small errors")
+    return _Form(to=dataclasses.replace(to, transposed=transposed))
 
 
 def _kept_format(weight: Any, kept: Mapping[str, Quantization]) -> tuple[Quantization | None, str]:
@@ -162,25 +220,7 @@ def _reads_bits(node: fx.Node, weight: fx.Node) -> bool:
     """Whether a user of a weight can have it in few bits."""
     if is_call(node, aten.linear.default, expert_linear.overload):
         return arguments(node).weight is weight
-    return is_call(node, aten.embedding.default)
-
-
-def _keep_embedding(node: fx.Node, kept: Mapping[str, Quantization], format: Format | None) -> None:
-    """Rows of a weight that is stored in few bits are widened when they are looked up."""
-    given = arguments(node)
-    weight = given.weight
-    to, _ = _kept_format(weight, kept)
-    if to is None or format not in (None, to.format):
-        return
-    assert isinstance(weight, fx.Node)
-    if any(is_call(user, aten.linear.default) for user in weight.users):
-        return  # which needs it plain
-    graph = node.graph
-    with graph.inserting_before(node):
-        parts = _low_bit(graph, weight, to, kept=True)
-        dtype = val(node).dtype
-        fast = emit(graph, quantized_embedding.overload, ids=given.indices, **parts, dtype=dtype)
-    replace(node, fast)
+    return is_call(node, *_EMBEDDINGS) and arguments(node).weight is weight
 
 
 def _low_bit(
@@ -200,20 +240,6 @@ def _low_bit(
         low = dataclasses.replace(role, quantized=QuantizedPart(to=to, part=part, kept=kept))
         nodes[part] = add_input(graph, f"{weight.name}_{to.format}_{part}", low, fake)
     return nodes
-
-
-def _why_not(node: fx.Node, weight: Any, format: Format) -> str | None:
-    role = input_of(weight)
-    if not isinstance(role, WeightInput) or role.quantized:
-        return "the weight is computed"
-    if only_user(weight) is None:
-        return "the weight is shared with another op (tied embedding), which needs it plain"
-    channels, depth = (int(n) for n in val(weight).shape)
-    if quantization_of(format, channels, depth) is None:
-        return f"{channels} channels of {depth} inputs are no whole blocks of 16 and 32"
-    if _is_router(node):
-        return "a router's choice would change with small errors"
-    return None
 
 
 def _is_head(node: fx.Node) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 from llmc.kernels.collectives import all_gather, all_reduce, embed_shard, first_rank
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.paged_attention import paged_attention
+from llmc.kernels.quantized_linear import CHANNELS, INPUTS, Format, Quantization
 from llmc.kernels.sample import sample
 from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import (
@@ -38,18 +40,28 @@ from llmc.passes.inputs import (
     add_constant,
     input_of,
 )
-from llmc.passes.sharding import Cut, Region, Unprovable
+from llmc.passes.quantize_linears import formats_of
+from llmc.passes.sharding import Cut, NoWholeBlocks, Region, Unprovable
 from llmc.passes.sharding_rules import RESHAPES, SPLITS, heads, rule_of, slice_bounds
 
 
 @graph_pass(required=True)
-def shard_linears(gm: fx.GraphModule, *, size: int = 1) -> Notes:
+def shard_linears(
+    gm: fx.GraphModule,
+    *,
+    size: int = 1,
+    format: Format | None = None,
+    kept: Sequence[tuple[str, Quantization]] = (),
+) -> Notes:
     """Cut attention by heads, and what lies between two linears by channels, into `size` parts.
 
     Every rank runs this graph, over its own part of the weights and of the cache, and the parts of
     a layer's output are summed. What is cut is found from attention and linears outward, by the
     rules of `sharding.py`; what they do not prove stays whole, and every rank computes all of it.
     Embedding and output head are cut by the vocabulary.
+
+    Of weights that `quantize_linears` will have in few bits, as `format` and `kept` say, parts are
+    whole blocks of what its ops take, so that each rank holds the numbers that one alone would.
 
     The drawn tokens are those of rank 0, since a tie may fall another way elsewhere.
 
@@ -70,7 +82,9 @@ def shard_linears(gm: fx.GraphModule, *, size: int = 1) -> Notes:
     graph = gm.graph
     if calls(graph, all_reduce.overload, first_rank.overload):
         return ["sharded already"]
-    region, notes = _find(graph, size)
+    formats = formats_of(graph, dict(kept), format)
+    blocks = {weight: _block(weight, to) for weight, to in formats.items()}
+    region, notes = _find(graph, Region(size, rule_of, blocks))
     pieces = _pieces(graph, region)
     for node in list(graph.nodes):
         if node in pieces:
@@ -94,9 +108,14 @@ def shard_linears(gm: fx.GraphModule, *, size: int = 1) -> Notes:
     return notes
 
 
-def _find(graph: fx.Graph, size: int) -> tuple[Region, Notes]:
+def _block(weight: fx.Node, to: Quantization) -> tuple[int, ...]:
+    """The least that can be cut off in each dimension of a weight."""
+    block = (INPUTS, CHANNELS) if to.transposed else (CHANNELS, INPUTS)
+    return (1,) * (val(weight).dim() - 2) + block
+
+
+def _find(graph: fx.Graph, region: Region) -> tuple[Region, Notes]:
     """All that can be cut: one attempt for each attention, and for each linear that is left."""
-    region = Region(size, rule_of)
     left: Counter[str] = Counter()
     for node in calls(graph, paged_attention.overload):
         if node in region.cuts:
@@ -108,6 +127,8 @@ def _find(graph: fx.Graph, size: int) -> tuple[Region, Notes]:
     for node in calls(graph, aten.linear.default, expert_linear.overload):
         try:
             region = _attempt_linear(region, node)
+        except NoWholeBlocks as reason:
+            left[f"what lies between linears stays whole: {reason}"] += 1
         except Unprovable:
             continue
     return region, [f"{count} x {reason}" for reason, count in left.items()]
@@ -206,7 +227,8 @@ def _vocabulary(graph: fx.Graph, region: Region) -> list[fx.Node]:
             continue
         readers = [n for n in node.users if n is not head or node is not head_weight]
         is_read_so = all(is_call(n, aten.embedding.default) and _of_tokens(n) for n in readers)
-        if is_read_so and int(val(node).shape[0]) % region.size == 0 and val(node).dim() == 2:
+        parts = region.size * (region.blocks[node][0] if node in region.blocks else 1)
+        if is_read_so and int(val(node).shape[0]) % parts == 0 and val(node).dim() == 2:
             found.append(node)
     return found
 
@@ -254,12 +276,18 @@ def _turn(graph: fx.Graph) -> fx.Node:
 
 
 def _sum(graph: fx.Graph, term: fx.Node, turn: fx.Node) -> None:
-    """Sum the ranks' terms; those of experts where each token's are scaled and added up."""
-    bias = arguments(term).bias
-    if bias is not None:
+    """Sum the ranks' terms; those of experts where each token's are scaled and added up, so that
+    their bias, which is scaled too, is a part of rank 0's."""
+    bias, is_expert = arguments(term).bias, is_call(term, expert_linear.overload)
+    if bias is not None and is_expert:
+        role = input_of(bias)
+        assert isinstance(role, WeightInput), "the rule of experts has seen to that"
+        bias.meta["input"] = dataclasses.replace(role, first_rank=True)
+        bias = None
+    elif bias is not None:
         set_arguments(term, bias=None)
     last = term
-    user = only_user(term) if is_call(term, expert_linear.overload) else None
+    user = only_user(term) if is_expert else None
     while user is not None and is_call(user, *RESHAPES, aten.mul.Tensor, aten.sum.dim_IntList):
         last = user if is_call(user, aten.sum.dim_IntList) else last
         user = only_user(user)

@@ -10,7 +10,7 @@ of the region is cut: rules alone (sharding_rules.py) prove that the sum is what
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,10 @@ Rule = Callable[["Region", fx.Node], None]  # cuts and keeps what follows for th
 
 class Unprovable(Exception):
     """The value can't be cut, or no rule says that it can; the message says what was met."""
+
+
+class NoWholeBlocks(Unprovable):
+    """The parts of a weight would be no whole blocks of the form in which it is held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +47,19 @@ class Cut:
 class Region:
     """Cuts that follow from each other, by the rule that `rule_of` has for a call, if any.
 
-    `known` is an accepted region that this one adds to.
+    `blocks`: of weights that will be held in few bits, the size of a block in each dimension, of
+    which parts are multiples. `known` is an accepted region that this one adds to.
     """
 
     def __init__(
         self,
         size: int,
         rule_of: Callable[[fx.Node], Rule | None],
+        blocks: Mapping[fx.Node, Sequence[int]],
         known: Region | None = None,
     ) -> None:
         self.size = size
+        self.blocks = blocks
         self._rule_of = rule_of
         self.cuts: dict[fx.Node, Cut] = dict(known.cuts) if known else {}
         self.whole: set[fx.Node] = set(known.whole) if known else set()
@@ -63,7 +70,7 @@ class Region:
 
     def attempt(self) -> Region:
         """One that begins with what is cut here."""
-        return Region(self.size, self._rule_of, self)
+        return Region(self.size, self._rule_of, self.blocks, self)
 
     def cut(self, node: Any, dim: int, sections: Sections) -> None:
         """The value must be cut so. Raises Unprovable where it can't be."""
@@ -87,6 +94,12 @@ class Region:
             raise Unprovable(f"{node.name} has another size")
         if any(length % parts for length, parts in sections):
             raise Unprovable(f"{node.name} does not divide by {self.size}")
+        block = self.blocks[node][dim] if node in self.blocks else 1
+        for length, parts in sections:
+            if length // parts % block:
+                raise NoWholeBlocks(
+                    f"{length} by {parts} is no multiple of {block}, a block of a quantized weight"
+                )
         self.cuts[node] = wanted
         self._queue.append(node)
 

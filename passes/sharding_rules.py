@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from llmc.kernels.expert_linear import expert_linear
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.write_kv import write_kv
-from llmc.passes.edit import arguments, aten, is_call, val
+from llmc.passes.edit import arguments, aten, is_call, only_user, val
+from llmc.passes.inputs import WeightInput, input_of
 from llmc.passes.sharding import Region, Rule, Sections, Unprovable
 from llmc.passes.sharding_reshape import through_reshape
 
@@ -253,8 +254,9 @@ def _expert_linear(region: Region, call: fx.Node) -> None:
     given = arguments(call)
     rows, columns = (2, 1) if given.transposed else (1, 2)
     _product(region, call, given.x, given.weight, given.bias, rows=rows, columns=columns)
-    if call in region.terms and given.bias is not None:
-        raise Unprovable(f"{call.name} adds a bias of the row's expert to a part of the sum")
+    is_own = isinstance(input_of(given.bias), WeightInput) and only_user(given.bias) is not None
+    if call in region.terms and given.bias is not None and not is_own:
+        raise Unprovable(f"{call.name} adds a bias that one rank alone can't have")
     region.keep(given.expert)
 
 

@@ -37,7 +37,7 @@ from llmc.startup.resolve import ModelSource
 from llmc.startup.start import PhaseClock
 from llmc.text.tokenizer import Tokenizer
 from llmc.weights.load import CheckpointWeights, DummyWeights, WeightSource
-from llmc.weights.lora import LoraWeights, open_adapter, read_adapter
+from llmc.weights.lora import LoraWeights, PlainWeight, open_adapter, read_adapter
 
 
 def find_certificate(config: EngineConfig) -> Certificate | None:
@@ -209,8 +209,9 @@ def _read_adapters(
     stored = [open_adapter(one, sizes, program.parameters) for one in adapters]
     source, plain = subject.open_weights(), {}
     for name in {name for one in stored for name in one.copies}:
-        plain[name] = torch.empty(subject.captured.parameters.shapes[name], dtype=dtype)
-        source.fill(name, plain[name])
+        weight = torch.empty(subject.captured.parameters.shapes[name], dtype=dtype)
+        source.fill(name, weight)
+        plain[name] = PlainWeight.of(weight)
     return tuple(
         read_adapter(one, of_one, dtype, plain)
         for one, of_one in zip(adapters, stored, strict=True)

@@ -187,8 +187,10 @@ class RoundedWeights:
     def check(self, names: Iterable[str]) -> None:
         self._source.check(names)
 
-    def blocks(self, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
-        return self._source.blocks(name, to)
+    def blocks(
+        self, name: str, to: Quantization, part: SomeOf | None = None
+    ) -> Iterator[dict[Part, Tensor]]:
+        return self._source.blocks(name, to, part)
 
     def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
         rounded = torch.empty(out.shape, dtype=self._dtype, device=out.device)

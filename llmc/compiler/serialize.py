@@ -179,6 +179,7 @@ def _dump_role(node: fx.Node, constants: _Constants) -> Json:
             "transposed": role.transposed,
             "quantized": None if role.quantized is None else asdict(role.quantized),
             "shards": [shard and asdict(shard) for shard in role.shards],
+            "first_rank": role.first_rank,
         }
     if isinstance(role, AdapterInput):
         return {"kind": "adapter", **asdict(role)}
@@ -206,6 +207,7 @@ def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
                 transposed=role["transposed"],
                 quantized=low and QuantizedPart(**{**low, "to": Quantization(**low["to"])}),
                 shards=tuple(_load_shard(shard) for shard in role["shards"]),
+                first_rank=role["first_rank"],
             )
         case "adapter":
             return AdapterInput(
@@ -213,6 +215,7 @@ def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
                 matrix=role["matrix"],
                 weights=tuple(role["weights"]),
                 widths=tuple(role["widths"]),
+                shards=tuple(_load_shard(shard) for shard in role["shards"]),
             )
         case "constant":
             return ConstantInput(tensor=constants[role["tensor"]], shard=_load_shard(role["shard"]))

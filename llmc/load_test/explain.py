@@ -26,6 +26,7 @@ KINDS = {
     "norm": "norms",
     "recurrence": "recurrences",
     "sampler": "sampling",
+    "collective": "collectives",
     "rest": "other ops",
 }
 _LEAST_SHARE = 0.01  # of a step; the rest of the other ops are one row
@@ -61,11 +62,18 @@ class Explanation:
         return sum(row.seconds for row in self.rows)
 
     @property
+    def collectives_s(self) -> float:
+        """In which ranks told each other what they had, and waited for each other to have it."""
+        return sum(row.seconds for row in self.rows if row.kind == "collective")
+
+    @property
     def bound_by(self) -> str:
-        """memory, compute, or host: that which most of the time stands for."""
+        """memory, compute, host, or collectives: that which most of the time stands for."""
         spent = {"host": max(0.0, self.step_s - self.ops_s), "memory": 0.0, "compute": 0.0}
+        spent["collectives"] = self.collectives_s
         for row in self.rows:
-            spent[self.limits.nearer(row.work)] += row.seconds
+            if row.kind != "collective":
+                spent[self.limits.nearer(row.work)] += row.seconds
         return max(spent, key=lambda limit: spent[limit])
 
     @property
@@ -77,9 +85,14 @@ class Explanation:
                 f"bound by the host: the ops take {self.ops_s * 1e3:.2f} of "
                 f"{self.step_s * 1e3:.2f} ms"
             )
+        if limit == "collectives":
+            return (
+                f"bound by what ranks tell each other: {self.collectives_s * 1e3:.2f} of "
+                f"{self.ops_s * 1e3:.2f} ms"
+            )
         kinds: defaultdict[str, list[OpRow]] = defaultdict(list)
         for row in self.rows:
-            if self.limits.nearer(row.work) == limit:
+            if row.kind != "collective" and self.limits.nearer(row.work) == limit:
                 kinds[row.kind].append(row)
         kind, rows = max(kinds.items(), key=lambda item: sum(row.seconds for row in item[1]))
         seconds = sum(row.seconds for row in rows)
@@ -102,6 +115,7 @@ class Explanation:
             "title": self.title,
             "step_seconds": self.step_s,
             "ops_seconds": self.ops_s,
+            "collectives_seconds": self.collectives_s,
             "bound_by": self.bound_by,
             "verdict": self.verdict,
             "ops": [

@@ -15,6 +15,7 @@ _COLORS = {
     "norm": "#5b8c5a",
     "recurrence": "#8a5ba8",
     "sampler": "#b8901f",
+    "collective": "#b03a5b",
     "rest": "#888888",
 }
 
@@ -22,10 +23,12 @@ _COLORS = {
 def format_table(explained: Explanation) -> str:
     """The verdict, then a line for each op: the most time first."""
     limits = explained.limits
+    share = explained.collectives_s / max(explained.ops_s, 1e-12)
+    collectives = f", {share:.0%} of them in collectives" if share else ""
     names = max(len("op"), *(len(row.name) for row in explained.rows))
     lines = [
         f"{explained.title}: {explained.step_s * 1e3:.2f} ms as served, "
-        f"{explained.ops_s * 1e3:.2f} ms in its ops",
+        f"{explained.ops_s * 1e3:.2f} ms in its ops{collectives}",
         explained.verdict,
         f"{'op':{names}}  {'kind':10}  calls        ms  share        MB  % of read     GFLOP  "
         "% of peak  limit",

@@ -33,6 +33,7 @@ _KIND_OF = {
     **dict.fromkeys(("process_logits", "ban_words", "sample"), "sampler"),
     **dict.fromkeys(("delta_rule", "selective_scan", "linear_recurrence"), "recurrence"),
     **dict.fromkeys(("decayed_softmax", "causal_conv", "running_max"), "recurrence"),
+    **dict.fromkeys(("all_reduce", "all_gather", "first_rank"), "collective"),
 }
 _CYCLES_PER_S = 2e9  # about a GPU's clock: its queue is filled while it waits
 NOT_COUNTED = 2  # steps of a shape: its work is found, and what runs is recorded or warmed up

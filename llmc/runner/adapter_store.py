@@ -3,21 +3,37 @@
     check (files, shapes) -> begin (read, in a thread) -> copy (into a slot, between two steps)
 
 Host memory keeps the adapters that have slots, and of the others those used last.
+
+Of a tensor-parallel engine rank 0 alone reads adapters, so that one which can't be had is refused
+before any rank knows of it. What it copies into a slot it sends to the others, in order with the
+steps (`slot_orders`), and each takes its own part.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from llmc.compiler.program import Program
 from llmc.lora_request import LoRARequest
-from llmc.passes.inputs import AdapterInput, WeightInput
-from llmc.weights.lora import LoraWeights, StoredAdapter, open_adapter, read_adapter
+from llmc.passes.inputs import AdapterInput, Shard, WeightInput
+from llmc.runner.ranks import Kind, Order, Ranks
+from llmc.weights.checkpoint import SomeOf
+from llmc.weights.load import WeightSource
+from llmc.weights.lora import (
+    LoraWeights,
+    PlainWeight,
+    StoredAdapter,
+    open_adapter,
+    read_adapter,
+)
 from llmc.weights.lora_places import LoraPlace, LoraSize
 from llmc.weights.parameters import Parameters
 
@@ -29,11 +45,12 @@ class LoraTarget:
     """Where the adapters on one parameter go: a [slots, R, K] and b [slots, R, N].
 
     Of an embedding K is the number of its rows, and N the length of one. Of routed experts
-    a [slots, E, R, K] and b [slots, E, R, N].
+    a [slots, E, R, K] and b [slots, E, R, N]. `shard`: what of N (0) or K (1) this rank has.
     """
 
     a: Tensor
     b: Tensor
+    shard: Shard | None = None
 
 
 LoraTargets = dict[LoraPlace, list[LoraTarget]]
@@ -48,14 +65,16 @@ def lora_targets(program: Program, bound: Mapping[str, Tensor]) -> LoraTargets:
     targets: LoraTargets = defaultdict(list)
     for role, matrices in pairs.items():
         for a, b in zip(matrices["a"], matrices["b"], strict=True):
+            shards = role.shards or [None] * len(role.weights)
             if role.op == "experts":
-                (weight,) = role.weights
-                targets[LoraPlace(weight, role.op)].append(LoraTarget(a=a, b=b))
+                ((weight, shard),) = zip(role.weights, shards, strict=True)
+                targets[LoraPlace(weight, role.op)].append(LoraTarget(a=a, b=b, shard=shard))
                 continue
             parts = a.transpose(1, 2).unsqueeze(1) if role.op == "embedding" else a
             first = 0
             for part, (weight, width) in enumerate(zip(role.weights, role.widths, strict=True)):
-                target = LoraTarget(a=parts[:, part], b=b[:, :, first : first + width])
+                own_b = b[:, :, first : first + width]
+                target = LoraTarget(a=parts[:, part], b=own_b, shard=shards[part])
                 for name in program.parameters.aliases.get(weight, (weight,)):
                     targets[LoraPlace(name, role.op)].append(target)
                 first += width
@@ -63,57 +82,131 @@ def lora_targets(program: Program, bound: Mapping[str, Tensor]) -> LoraTargets:
 
 
 def target_sizes(targets: LoraTargets) -> dict[LoraPlace, LoraSize]:
-    """Of each parameter that adapters may be on."""
+    """Of each parameter that adapters may be on, whatever a rank has of it."""
     sizes = {}
     for place, (target, *_) in targets.items():
         *experts, rank, depth = target.a.shape[1:]
-        sizes[place] = LoraSize(target.b.shape[-1], depth, rank, *experts)
+        channels, shard = target.b.shape[-1], target.shard
+        if shard is not None and shard.dim == 0:
+            channels = shard.whole
+        elif shard is not None:
+            depth = shard.whole
+        sizes[place] = LoraSize(channels, depth, rank, *experts)
     return sizes
 
 
-def plain_weights(program: Program, bound: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The model's parameters that are in the step as they were stored but for their dtype."""
+def plain_weights(
+    program: Program, bound: Mapping[str, Tensor], open_source: Callable[[], WeightSource]
+) -> dict[str, PlainWeight]:
+    """The model's parameters that are in the step as they were stored but for their dtype. Those of
+    which this rank has a part are read from where they are stored, which `open_source` opens."""
     plain = {}
     for node, role in program.weight_inputs():
-        if node.name in bound and role == WeightInput(parts=role.parts[:1]):
-            (weight,) = role.parts
-            for name in program.parameters.aliases.get(weight, (weight,)):
-                plain[name] = bound[node.name]
+        weight = role.parts[0]
+        if node.name not in bound or replace(role, shards=()) != WeightInput(parts=(weight,)):
+            continue
+        own = bound[node.name]
+        held = PlainWeight.of(own)
+        if role.shards:
+            shape = program.parameters.shapes[weight]
+            held = PlainWeight(shape, partial(_stored_rows, open_source, weight, shape, own.dtype))
+        for name in program.parameters.aliases.get(weight, (weight,)):
+            plain[name] = held
     return plain
 
 
-def fill_slot(targets: LoraTargets, slot: int, weights: LoraWeights) -> None:
-    """Put an adapter into a slot, from 1, in place of the one that was there."""
+def _stored_rows(
+    open_source: Callable[[], WeightSource],
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    start: int,
+    count: int,
+) -> Tensor:
+    rows = torch.empty(count, *shape[1:], dtype=dtype)
+    open_source().fill(name, rows, SomeOf(shape=shape, dim=0, ranges=((start, count),)))
+    return rows
+
+
+def fill_slot(targets: LoraTargets, slot: int, weights: LoraWeights, rank: int = 0) -> None:
+    """Put an adapter into a slot, from 1, in place of the one that was there; of what is sharded,
+    that rank's part."""
+    empty_slot(targets, slot)
+    for place, (a, b) in weights.items():
+        _fill(targets[place], slot, a, b, rank)
+
+
+def empty_slot(targets: LoraTargets, slot: int) -> None:
     for target in (target for some in targets.values() for target in some):
         target.b[slot - 1].zero_()  # what an earlier adapter left in A then counts for nothing
-    for place, (given_a, given_b) in weights.items():
-        for target in targets[place]:
-            rank = given_a.shape[-2]
-            target.a[slot - 1][..., :rank, :].copy_(given_a)
-            target.b[slot - 1][..., :rank, :].copy_(given_b.mT)
+
+
+def _fill(targets: list[LoraTarget], slot: int, a: Tensor, b: Tensor, rank: int) -> None:
+    """a [.., r, K] and b [.., N, r]"""
+    ranks = a.shape[-2]
+    for target in targets:
+        own_a, own_b = a, b.mT
+        if target.shard is not None and target.shard.dim == 0:
+            own_b = replace(target.shard, dim=-1).of(own_b, rank)
+        elif target.shard is not None:
+            own_a = replace(target.shard, dim=-1).of(own_a, rank)
+        target.a[slot - 1][..., :ranks, :].copy_(own_a)
+        target.b[slot - 1][..., :ranks, :].copy_(own_b)
+
+
+def slot_orders(targets: LoraTargets, slot: int, weights: LoraWeights) -> Iterator[Order]:
+    """What other ranks are told of an adapter that is copied into a slot: first that the slot is
+    empty, then A and B of one place after the other, by its number among the targets."""
+    yield Order(kind=Kind.ADAPTER, numbers=(slot,))
+    numbers = {place: number for number, place in enumerate(targets)}
+    for place, pair in weights.items():
+        a, b = (t.contiguous().view(-1).view(torch.uint8) for t in pair)
+        padding = a.new_zeros(-(len(a) + len(b)) % 4)
+        words = torch.cat((a, b, padding)).view(torch.int32).numpy()
+        shapes = (*pair[0].shape, *pair[1].shape)
+        yield Order(kind=Kind.ADAPTER, numbers=(slot, numbers[place], *shapes), words=words)
+
+
+def follow_slot_order(targets: LoraTargets, order: Order, rank: int) -> None:
+    """What `slot_orders` says, on the rank that is told."""
+    slot, *rest = order.numbers
+    if not rest:
+        empty_slot(targets, slot)
+        return
+    number, *shapes = rest
+    some = list(targets.values())[number]
+    half = len(shapes) // 2
+    dtype = some[0].a.dtype
+    values = torch.from_numpy(np.array(order.words)).view(dtype)
+    sizes = [torch.Size(shape).numel() for shape in (shapes[:half], shapes[half:])]
+    a, b, *_ = values.split([*sizes, len(values) - sum(sizes)])
+    _fill(some, slot, a.view(shapes[:half]), b.view(shapes[half:]), rank)
 
 
 class AdapterStore:
-    """Implements the engine's AdapterLoader protocol; `copy` is for the runner.
+    """Implements the engine's AdapterLoader protocol; `copy` and `follow` are for the runner.
 
     `parameters`: the model's; `plain`: those of which adapters may have copies. At most
-    `max_in_memory` adapters are in host memory, which is at least `num_slots`.
+    `max_in_memory` adapters are in host memory, which is at least `num_slots`. `ranks`: among which
+    the step runs, and this one.
     """
 
     def __init__(
         self,
         targets: LoraTargets,
         parameters: Parameters,
-        plain: Mapping[str, Tensor],
+        plain: Mapping[str, PlainWeight],
         *,
         num_slots: int,
         max_in_memory: int,
+        ranks: Ranks | None = None,
     ) -> None:
         self.num_slots = num_slots
         self._targets = targets
         self._parameters = parameters
         self._plain = plain
         self._max_in_memory = max_in_memory
+        self._ranks = ranks
         self._sizes = target_sizes(targets)
         self._checked: OrderedDict[LoRARequest, StoredAdapter] = OrderedDict()
         # read or being read; least recently used first
@@ -153,5 +246,14 @@ class AdapterStore:
         return read_adapter(adapter, self._open(adapter), dtype, self._plain)
 
     def copy(self, slot: int, adapter: LoRARequest) -> None:
-        """Put an adapter that has been read into a slot, from 1."""
-        fill_slot(self._targets, slot, self._read[adapter].result())
+        """Put an adapter that has been read into a slot, from 1, on all ranks."""
+        weights = self._read[adapter].result()
+        if self._ranks is not None:
+            for order in slot_orders(self._targets, slot, weights):
+                self._ranks.tell(order)
+        fill_slot(self._targets, slot, weights)
+
+    def follow(self, order: Order) -> None:
+        """Do what rank 0's `copy` says, on another rank."""
+        assert self._ranks is not None, "a rank is told"
+        follow_slot_order(self._targets, order, self._ranks.rank)

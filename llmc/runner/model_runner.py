@@ -239,7 +239,8 @@ class ModelRunner:
             self._run(self.step, self._dummies(StepShape(rows * tokens_each, rows, rows)))
 
     def follow(self, order: Order) -> None:
-        """Do what rank 0's runner does: a step, a dummy run or a capture. Its results are there."""
+        """Do what rank 0's runner does: a step, a dummy run, a capture, an adapter's copy into a
+        slot. Its results are there."""
         if order.kind == Kind.DUMMY_RUN:
             self.dummy_run(*order.numbers)
         elif order.kind == Kind.CAPTURE and self._graphs is not None:
@@ -247,6 +248,10 @@ class ModelRunner:
                 self.step, self._offered = self._offered, None
             self._graphs.next_shape(self.step, ())  # it follows the step
             self._capture(StepShape(*order.numbers))
+        elif order.kind == Kind.ADAPTER:
+            assert self._adapters is not None, "rank 0 has slots for adapters, this rank has none"
+            with torch.inference_mode():
+                self._adapters.follow(order)
         else:
             self._follow_step(ToldStep.of(order))
 

@@ -35,6 +35,7 @@ class Kind(IntEnum):
     DUMMY_RUN = 1  # rows, tokens of each
     CAPTURE = 2  # tokens, requests, samples
     MAKE_RUNNER = 3  # blocks, context, snapshots, steps in flight, level, whether it will serve
+    ADAPTER = 5  # see `adapter_store.slot_orders`
     LEAST_MEMORY = 4  # nothing: all ranks find the least of what they have free
 
 

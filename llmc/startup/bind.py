@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor, fx
@@ -24,10 +25,11 @@ from llmc.runner.ranks import Kind, Order, Ranks
 from llmc.runner.row_states import RowStates
 from llmc.runner.rows import RowTables
 from llmc.runner.swap_space import SwapSpace
-from llmc.startup.compile import LoadedModel
+from llmc.startup.compile import CompiledModel, LoadedModel, open_source
 from llmc.startup.images import ImageModel
 from llmc.startup.sizing import ModelProfile
 from llmc.startup.verify_packing import LENGTHS
+from llmc.weights.load import WeightSource
 
 _TOUCHED_BYTES = 512 << 20  # of the cache's first blocks, which the first requests write
 
@@ -133,7 +135,7 @@ def make_runner(
     bound = bind(program, model.weights, caches, states, rank, _taps(program, num_blocks, target))
     # those of sparse indexers have keys alone
     halves = [half for layer in caches for half in layer if half.numel()]
-    adapters = _adapters(config, program, bound)
+    adapters = _adapters(model, bound, mode.ranks)
     runner = ModelRunner(
         lower(graph, bound),
         rows,
@@ -160,8 +162,9 @@ def make_runner(
 
 
 def _adapters(
-    config: EngineConfig, program: Program, bound: dict[str, Tensor]
+    model: LoadedModel, bound: dict[str, Tensor], ranks: Ranks | None
 ) -> AdapterStore | None:
+    config, program = model.source.config, model.program
     if not config.enable_lora:
         return None
     targets = lora_targets(program, bound)
@@ -170,12 +173,19 @@ def _adapters(
             "enable_lora was asked for, but there is no linear that adapters could be on (is the "
             "pass apply_lora switched off?)"
         )
+
+    @cache
+    def open_once() -> WeightSource:
+        compiled = CompiledModel(source=model.source, program=program, key="", built=None)
+        return open_source(compiled)
+
     return AdapterStore(
         targets,
         program.parameters,
-        plain_weights(program, bound),
+        plain_weights(program, bound, open_once),
         num_slots=config.max_loras,
         max_in_memory=config.max_cpu_loras or config.max_loras,
+        ranks=ranks,
     )
 
 

@@ -60,10 +60,8 @@ def check_tensor_parallel(config: EngineConfig) -> None:
         return
     drafting = config.speculative_config
     refused = {
-        "enable_lora": config.enable_lora,
         "speculative_config with a draft model": drafting is not None
         and drafting.method != "ngram",
-        f"quantization={config.quantization!r}": config.quantization not in (None, "none"),
         "passes given as objects (give module:name)": any(
             not isinstance(p, str) for p in config.extra_passes
         ),
@@ -82,12 +80,6 @@ def check_tensor_parallel(config: EngineConfig) -> None:
 def check_source(source: ModelSource) -> None:
     """ConfigError for a model that can't be served on several ranks on this machine."""
     config = source.config
-    if source.stored is not None and config.quantization != "none" and not source.is_dummy:
-        raise ConfigError(
-            f"tensor_parallel_size {config.tensor_parallel_size} can't be had with weights that "
-            "are stored quantized yet; widen them with quantization='none' (--quantization none), "
-            "or serve on one rank"
-        )
     if source.pooling is not None:
         raise ConfigError(
             f"tensor_parallel_size {config.tensor_parallel_size} can't be had with a model that is "

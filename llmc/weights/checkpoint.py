@@ -121,6 +121,25 @@ class SomeOf:
         pieces = [tensor.narrow(self.dim, start, length) for start, length in self.ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
+    def of_joined(self, first: int, shape: tuple[int, ...]) -> SomeOf | None:
+        """The same of one of the matrices whose rows, end to end, are those of the whole: of the
+        one that begins with row `first`. None where it has no part in it."""
+        rows = len(self.shape) - 2
+        if self.dim != rows:
+            return SomeOf(shape=shape, dim=1, ranges=self.ranges)
+        first %= self.shape[rows]  # of its expert
+        edges = [(max(s, first), min(s + n, first + shape[0])) for s, n in self.ranges]
+        own = tuple((start - first, end - start) for start, end in edges if start < end)
+        return SomeOf(shape=shape, dim=0, ranges=own) if own else None
+
+    def take(self, stored: StoredTensor) -> Tensor:
+        """What it is of a plain tensor, in the dtype that is stored."""
+        length = sum(length for _, length in self.ranges)
+        size = (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+        out = staging(size, stored.dtype)
+        self.read(stored, out)
+        return out
+
     def read(self, stored: Readable, out: Tensor) -> None:
         """Into `out`; of a plain tensor some rows at a time, so that it is never whole in memory.
 

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from llmc.errors import CheckpointError
 from llmc.kernels.cpu.pages import empty_in_huge_pages
-from llmc.kernels.quantized_linear import CHANNELS, Part, Quantization, quantize
+from llmc.kernels.quantized_linear import (
+    CHANNELS,
+    Part,
+    Quantization,
+    quantization_of,
+    quantize,
+    some_inputs,
+)
 from llmc.passes.inputs import Shard, WeightInput
 from llmc.weights.assignment import Assignment
 from llmc.weights.checkpoint import Readable, SomeOf, staging
@@ -35,9 +42,11 @@ class WeightSource(Protocol):
     def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
         """Write parameter `name`, or this part of it, into `out`, casting to its dtype."""
 
-    def blocks(self, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
-        """Parameter `name` as it is stored, in the form of `quantized_linear`: some channels at a
-        time, those of one expert before those of the next."""
+    def blocks(
+        self, name: str, to: Quantization, part: SomeOf | None = None
+    ) -> Iterator[dict[Part, Tensor]]:
+        """Parameter `name`, or this part of it, as it is stored, in the form of `quantized_linear`:
+        some channels at a time, those of one expert before those of the next."""
 
     def check(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless every parameter is there with the right shape."""
@@ -52,7 +61,9 @@ class DummyWeights:
     def check(self, names: Iterable[str]) -> None:
         """Every name is there."""
 
-    def blocks(self, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
+    def blocks(
+        self, name: str, to: Quantization, part: SomeOf | None = None
+    ) -> Iterator[dict[Part, Tensor]]:
         raise AssertionError("no checkpoint, so no weight is stored in its own way")
 
     def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
@@ -127,8 +138,10 @@ class DirectWeights:
         found = self._find(name)
         return () if found is None else (found,)
 
-    def blocks(self, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
-        return _blocks(self._find(name), name, to)
+    def blocks(
+        self, name: str, to: Quantization, part: SomeOf | None = None
+    ) -> Iterator[dict[Part, Tensor]]:
+        return _blocks(self._find(name), name, to, part)
 
 
 class CheckpointWeights:
@@ -190,9 +203,19 @@ class CheckpointWeights:
         found = self._from.find(name)
         return self._from.joined(name) if found is None else (found,)
 
-    def blocks(self, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
-        for stored in self.stored(name) or (None,):
-            yield from _blocks(stored, name, to)
+    def blocks(
+        self, name: str, to: Quantization, part: SomeOf | None = None
+    ) -> Iterator[dict[Part, Tensor]]:
+        found = self._from.find(name)
+        if found is not None or part is None:
+            for stored in self.stored(name) or (None,):
+                yield from _blocks(stored, name, to, part)
+            return
+        first = 0
+        for stored in self._from.joined(name):
+            if (own := part.of_joined(first, stored.shape)) is not None:
+                yield from _blocks(stored, name, to, own)
+            first += stored.shape[0]
 
 
 def _copy(stored: Readable, out: Tensor, part: SomeOf | None = None) -> None:
@@ -209,10 +232,12 @@ def _copy(stored: Readable, out: Tensor, part: SomeOf | None = None) -> None:
         out.copy_(stored.read())
 
 
-def _blocks(stored: Readable | None, name: str, to: Quantization) -> Iterator[dict[Part, Tensor]]:
+def _blocks(
+    stored: Readable | None, name: str, to: Quantization, part: SomeOf | None
+) -> Iterator[dict[Part, Tensor]]:
     if not isinstance(stored, QuantizedTensor | GgufTensor):
         raise CheckpointError(f"the checkpoint has no quantized tensors for {name}")
-    return blocks_of(stored, to)
+    return blocks_of(stored, to, part)
 
 
 def make_weights(
@@ -228,10 +253,10 @@ def make_weights(
     `dtype` is that of the parameters; what is quantized is rounded from it. Of what is sharded,
     `rank` says which part.
     """
+    if role.first_rank and rank:
+        return {role: torch.zeros(_shape(role, shapes), dtype=dtype, device=device)}
     if role.quantized is None:
         return {role: make_weight(role, shapes, dtype, source, device, rank=rank)}
-    if role.shards:
-        raise CheckpointError("quantized weights can't be sharded yet; give --quantization none")
     to, plain = role.quantized.to, dataclasses.replace(role, quantized=None)
     size = _shape(plain, shapes)
     if to.transposed:
@@ -242,7 +267,7 @@ def make_weights(
     }
     flat = {part: tensor.flatten(0, -3) for part, tensor in out.items()}
     start = 0
-    for made in _low_bit(plain, to, role.quantized.kept, shapes, dtype, source, device):
+    for made in _low_bit(plain, to, role.quantized.kept, shapes, dtype, source, device, rank):
         end = start + len(made["weight"])
         for part, blocks in made.items():
             flat[part][start:end] = blocks
@@ -262,19 +287,40 @@ def _low_bit(
     dtype: torch.dtype,
     source: WeightSource,
     device: torch.device,
+    rank: int,
 ) -> Iterator[dict[Part, Tensor]]:
     """Some blocks of channels at a time: as they are stored, or quantized from what is."""
     if kept:
-        for name in role.parts:
-            yield from source.blocks(name, to)
+        for name, shard in role.pieces:
+            yield from source.blocks(name, to, _some_of(shard, shapes[name], False, rank))
         return
     for piece in _whole_blocks(role, shapes):
-        made = make_weight(piece, shapes, dtype, source, torch.device("cpu"), passing=True)
+        inputs = _of_inputs(piece, to, shapes)
+        if inputs is not None:  # scales are of all inputs
+            piece = dataclasses.replace(piece, shards=())
+        made = make_weight(
+            piece, shapes, dtype, source, torch.device("cpu"), passing=True, rank=rank
+        )
         for rows in made if made.dim() == 3 else (made,):  # experts
             channels_first = rows.T if to.transposed else rows
-            for some in channels_first.split(_rows_at_once(channels_first.shape[1])):
-                weight, scale = quantize(some.to(device), to)
-                yield {"weight": weight, "scale": scale}
+            depth = channels_first.shape[1]
+            whole = to if inputs is None else quantization_of(to.format, CHANNELS, depth)
+            assert whole is not None, "else the weight would be plain"
+            for some in channels_first.split(_rows_at_once(depth)):
+                weight, scale = quantize(some.to(device), whole)
+                parts: dict[Part, Tensor] = {"weight": weight, "scale": scale}
+                if inputs is not None:
+                    parts = some_inputs(parts, whole, to, inputs.ranges(rank))
+                yield parts
+
+
+def _of_inputs(
+    role: WeightInput, to: Quantization, shapes: Mapping[str, tuple[int, ...]]
+) -> Shard | None:
+    """What the parts of a recipe have in common where a rank has some of their inputs."""
+    _, shard = role.pieces[0]
+    depth_at = len(shapes[role.parts[0]]) - (2 if to.transposed else 1)
+    return shard if shard is not None and shard.dim == depth_at else None
 
 
 def _shape(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -306,10 +352,12 @@ def _some_of(
 
 def _whole_blocks(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> list[WeightInput]:
     """One recipe a part, so that one part at a time is in memory, where all have whole blocks."""
-    channels = [shapes[p][1 if role.transposed else 0] for p in role.parts]
-    if any(n % CHANNELS for n in channels):
+    if any(len(size) == 2 and size[0] % CHANNELS for size in _sizes(role, shapes)):
         return [role]
-    return [dataclasses.replace(role, parts=(p,)) for p in role.parts]
+    return [
+        dataclasses.replace(role, parts=(part,), shards=() if shard is None else (shard,))
+        for part, shard in role.pieces
+    ]
 
 
 def _rows_at_once(depth: int) -> int:

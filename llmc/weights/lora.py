@@ -17,10 +17,11 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +79,18 @@ class StoredAdapter:
     parts: Mapping[LoraPlace, Sequence[LoraPart]]
     sizes: Mapping[LoraPlace, LoraSize]
     copies: Mapping[str, StoredTensor]
+
+
+class PlainWeight(NamedTuple):
+    """A parameter of the model as it was stored but for its dtype: `rows(start, count)` gives some
+    of its rows."""
+
+    shape: tuple[int, ...]
+    rows: Callable[[int, int], Tensor]
+
+    @staticmethod
+    def of(tensor: Tensor) -> PlainWeight:
+        return PlainWeight(tuple(tensor.shape), partial(tensor.narrow, 0))
 
 
 # A [r, K] and scale * B [N, r], of experts [E, r, K] and [E, N, r].
@@ -142,7 +155,7 @@ def read_adapter(
     adapter: LoRARequest,
     stored: StoredAdapter,
     dtype: torch.dtype,
-    plain: Mapping[str, Tensor],
+    plain: Mapping[str, PlainWeight],
 ) -> LoraWeights:
     """A and B in `dtype`. `plain`: the model's parameters that are served as they are stored.
 
@@ -204,7 +217,9 @@ def _check_ties(
         )
 
 
-def _check_copy(adapter: LoRARequest, name: str, copy: StoredTensor, own: Tensor | None) -> None:
+def _check_copy(
+    adapter: LoRARequest, name: str, copy: StoredTensor, own: PlainWeight | None
+) -> None:
     """PEFT puts it in the place of the model's own. A few rows are in memory at a time."""
     if own is None:
         why = "is not served as it is stored, so that the two can't be compared"
@@ -214,7 +229,7 @@ def _check_copy(adapter: LoRARequest, name: str, copy: StoredTensor, own: Tensor
         why = "has other values"
         count = max(1, _COMPARED_AT_ONCE * copy.shape[0] // max(1, copy.num_bytes))
         for start in range(0, copy.shape[0], count):
-            ours = own[start : start + count]
+            ours = own.rows(start, min(count, copy.shape[0] - start))
             theirs = copy.rows(start, ours.shape[0]).read().to(ours.dtype)
             if not torch.equal(theirs, ours.cpu()):
                 break

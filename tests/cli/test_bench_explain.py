@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_threads import RankThreads, rank_threads
 from tiny_engine import Running, generate, start
 from tiny_models import save_checkpoint
 
@@ -100,6 +101,27 @@ def test_an_observed_step_draws_the_same_tokens(running: Running, replays: bool)
         assert generate(running.engine(), prompts, 6) == expected
     finally:
         runner.step = served
+
+
+def test_ranks_spend_a_share_in_collectives(checkpoint: Path) -> None:
+    with rank_threads():
+        many = start(checkpoint, tensor_parallel_size=2)
+    decode, prompt = explain_steps(
+        many.started, batch_size=3, context_len=21, input_len=17, num_iters=2,
+        limits=lambda: LIMITS,
+    )  # fmt: skip
+    processes = many.started.rank_processes
+    assert isinstance(processes, RankThreads)
+    processes.stop()
+    for explained in (decode, prompt):
+        collectives = {r.name: r for r in explained.rows if r.kind == "collective"}
+        calls = {name: row.num_calls for name, row in collectives.items()}
+        assert calls == {"all_reduce": 1 + 2 * LAYERS, "all_gather": 1, "first_rank": 1}
+        spent = sum(row.seconds for row in collectives.values())
+        assert 0 < spent == explained.collectives_s < explained.ops_s
+        assert explained.as_json()["collectives_seconds"] == spent
+        share = f"{spent / explained.ops_s:.0%} of them in collectives"
+        assert share in format_table(explained).splitlines()[0]
 
 
 def test_batches_that_do_not_fit_are_refused(running: Running) -> None:
@@ -248,6 +270,10 @@ def row(kind: str, milliseconds: float, megabytes: float, gigaflop: float = 0.0)
             30, [row("linear", 10, 40)], "host",
             "bound by the host: the ops take 10.00 of 30.00 ms",
         ),
+        (
+            12, [row("linear", 4, 40), row("collective", 6, 1)], "collectives",
+            "bound by what ranks tell each other: 6.00 of 10.00 ms",
+        ),
     ],
 )  # fmt: skip
 def test_verdicts(step_ms: float, rows: list[OpRow], bound_by: str, verdict: str) -> None:
@@ -285,7 +311,7 @@ def test_command(
         ("--batch-size 0", "--batch-size must be at least 1, got 0"),
         ("--context-len 1", "--context-len must be at least 2, got 1"),
         ("--batch-size 65", "--batch-size 65 exceeds --max-num-seqs 64"),
-        ("--tensor-parallel-size 2", "leave out --tensor-parallel-size"),
+        ('--speculative-config {"method":"ngram"}', "leave out --speculative-config"),
     ],
 )
 def test_mistakes_end_before_the_model_is_loaded(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packed_checkpoints import MODULE, PACKINGS, drawn, gptq, store_one
+from packed_checkpoints import MODULE, PACKINGS, drawn, gptq, mxfp4, store_one
+from safetensors.torch import save_file
 from torch import nn
 
 from llmc.errors import CheckpointError
 from llmc.kernels.quantized_linear import Quantization, dequantize
+from llmc.weights.checkpoint import SomeOf, open_checkpoint
 from llmc.weights.quantized.kept_quantized import blocks_of, expected_weights, kept_weights
 from llmc.weights.quantized.quantization_config import read_quantization
 from llmc.weights.quantized.quantized_tensor import QuantizedTensor
+from llmc.weights.quantized.stored_weights import dequantized
 
 INT4 = Quantization(format="int4", group=32, scale="float16", zero=True)
 # Of a weight of 48 channels and 96 inputs; the others are widened.
@@ -63,6 +68,50 @@ def test_the_widest_groups_that_fit_are_taken(tmp_path: Path) -> None:
         tensor = found[f"{MODULE}.weight"]
         (parts,) = blocks_of(tensor, to)
         assert torch.equal(dequantize(**parts), tensor.read())
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_part_has_the_numbers_of_its_place(name: str, tmp_path: Path) -> None:
+    """Of channels and of inputs, out of several places; a cut may go through a scale's block."""
+    found, _ = store_one(tmp_path, PACKINGS[name](), drawn(96, 128))
+    ((_, to),) = kept_weights(found)
+    tensor = found[f"{MODULE}.weight"]
+    assert isinstance(tensor, QuantizedTensor)
+    whole = tensor.read()
+    for dim, ranges in ((0, ((16, 32), (80, 16))), (1, ((32, 32), (96, 32))), (1, ((64, 64),))):
+        part = SomeOf(shape=tensor.shape, dim=dim, ranges=ranges)
+        group = math.gcd(to.group, ranges[0][1]) if dim else to.group
+        (parts,) = blocks_of(tensor, dataclasses.replace(to, group=group), part)
+        assert torch.equal(dequantize(**parts), part.of(whole))
+
+
+def test_parts_of_experts_in_mxfp4(tmp_path: Path) -> None:
+    values = torch.randn(3, 128, 48, generator=torch.Generator().manual_seed(0))
+    tensors, _ = mxfp4(values)
+    named = {f"experts.up{n}": t.contiguous() for n, t in tensors.items()}
+    save_file(named, tmp_path / "model.safetensors")
+    stored = read_quantization({"quantization_config": {"quant_method": "mxfp4"}})
+    tensor = dequantized(open_checkpoint(tmp_path), stored, torch.float32)["experts.up"]
+    assert isinstance(tensor, QuantizedTensor) and tensor.shape == values.shape
+    ((_, to),) = kept_weights({"experts.up": tensor})
+    for dim, ranges in ((2, ((16, 32),)), (1, ((0, 32), (96, 32)))):
+        part = SomeOf(shape=tensor.shape, dim=dim, ranges=ranges)
+        made = [dequantize(**parts) for parts in blocks_of(tensor, to, part)]
+        assert torch.equal(torch.stack(made).mT, part.of(tensor.read()))
+
+
+def test_a_part_that_is_no_whole_blocks_is_an_error(tmp_path: Path) -> None:
+    found, _ = store_one(tmp_path, PACKINGS["awq"](), drawn(96, 128))
+    tensor = found[f"{MODULE}.weight"]
+    assert isinstance(tensor, QuantizedTensor)
+    for dim, ranges, says in (
+        (0, ((0, 24),), "24 channels of 128 inputs are no whole blocks"),
+        (1, ((0, 48),), "96 channels of 48 inputs are no whole blocks"),
+        (0, ((4, 16),), "8 values are stored as one"),
+    ):
+        part = SomeOf(shape=tensor.shape, dim=dim, ranges=ranges)
+        with pytest.raises(CheckpointError, match=says):
+            list(blocks_of(tensor, INT4, part))
 
 
 def test_symmetric_gptq_needs_no_zero_points(tmp_path: Path) -> None:

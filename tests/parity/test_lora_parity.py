@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import tiny_engine
 import torch
+from rank_threads import RankThreads, rank_threads
 from tiers import tiered
 from tiny_adapters import peft, peft_model, save_adapter
 from tiny_configs import save_random, tiny_config
@@ -61,6 +62,13 @@ class Subject:
         return self.running.engine(
             adapters=self.running.started.engine._features.adapters, **options
         )
+
+    def stop(self) -> None:
+        """Wait for the other ranks; raises what went wrong on one."""
+        processes = self.running.started.rank_processes
+        if processes is not None:
+            assert isinstance(processes, RankThreads)
+            processes.stop()
 
     def check(self, engine: EngineCore, lengths: Sequence[int] = LENGTHS) -> None:
         """Every prompt with every adapter, in turns; all at once."""
@@ -124,15 +132,28 @@ def serve(
             expected.append(
                 tuple(continue_greedily(answering, p, NUM_TOKENS) for p in prompts(lengths))
             )
-    running = tiny_engine.start(
-        path, enable_lora=True, max_loras=2, max_cpu_loras=2, max_lora_rank=8, **options
-    )
+    with rank_threads():
+        running = tiny_engine.start(
+            path, enable_lora=True, max_loras=2, max_cpu_loras=2, max_lora_rank=8, **options
+        )
     return Subject(running=running, adapters=tuple(adapters), expected=tuple(expected))
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return make_subject(request.param, tmp_path_factory.mktemp(request.param))
+# The ranks of each: with two of llama's key heads, and a cut vocabulary, on two.
+RANKS = {"gpt2": 1, "llama": 1, "llama on 2 ranks": 2, "gpt2 on 2 ranks": 2}
+
+
+@pytest.fixture(
+    scope="module", params=tiered(RANKS, *(name for name in RANKS if name != "gpt2 on 2 ranks"))
+)
+def subject(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    family = request.param.split()[0]
+    size = RANKS[request.param]
+    made = make_subject(family, tmp_path_factory.mktemp(family), tensor_parallel_size=size)
+    yield made
+    made.stop()
 
 
 def test_adapters_change_the_answers(subject: Subject) -> None:
@@ -160,10 +181,64 @@ def test_prefixes_are_cached_by_adapter(subject: Subject) -> None:
     assert engine.stats().prefix_cache_hits == len(subject.adapters) * 32
 
 
-def test_a_tied_embedding_that_scales_its_rows(tmp_path: Path) -> None:
-    subject = make_subject("gemma3", tmp_path)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_tied_embedding_that_scales_its_rows(size: int, tmp_path: Path) -> None:
+    subject = make_subject("gemma3", tmp_path, tensor_parallel_size=size)
     test_adapters_change_the_answers(subject)
     subject.check(subject.engine())
+    subject.stop()
+
+
+def test_over_parts_of_quantized_weights(tmp_path: Path) -> None:
+    """What one rank says, said by four, of key heads that two share and of groups that are cut."""
+    sizes = {
+        "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32,
+    }  # fmt: skip
+    path = save_checkpoint("qwen3", tmp_path / "model", **sizes)
+    adapter = save_adapter(
+        load_reference(path), tmp_path / "all", number=1, r=4,
+        target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "embed_tokens"],
+    )  # fmt: skip
+    options = {"quantization": "int4", "activation_bits": 32}
+    told = []
+    for size in (1, 4):
+        subject = serve(path, (adapter,), (12,), tensor_parallel_size=size, **options)
+        engine = subject.engine()
+        told.append(tiny_engine.generate(engine, prompts((5, 19, 12)), 8, adapter=adapter))
+        subject.stop()
+    for one, many in zip(*told, strict=True):
+        assert many.tokens == one.tokens
+        assert many.logprobs == pytest.approx(one.logprobs, abs=tiny_engine.LOGPROB_TOLERANCE)
+
+
+def test_an_adapter_that_can_not_be_had_ends_its_request_alone(tmp_path: Path) -> None:
+    """On two ranks, of which the other one never hears of it."""
+    path = save_checkpoint("llama", tmp_path / "model")
+    good, bad = (
+        save_adapter(
+            load_reference(path), tmp_path / name, number=i, r=2, target_modules=["q_proj"]
+        )
+        for i, name in enumerate(("good", "bad"), start=1)
+    )
+    file = Path(bad.lora_path) / "adapter_model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    safetensors.torch.save_file({n: t * torch.nan for n, t in tensors.items()}, file)
+    subject = serve(path, (good,), (12,), tensor_parallel_size=2)
+    engine = subject.engine()
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for name, adapter in (("bad", bad), ("good", good), ("none", None)):
+        prompt = list(subject.expected[0][0].prompt)
+        engine.add(
+            AddRequest(request_id=name, prompt_token_ids=prompt, sampling=params, adapter=adapter)
+        )
+    errors: dict[str, Any] = {}
+    while engine.has_work:
+        errors |= {u.request_id: u.error for u in engine.step() if u.error or u.finish_reason}
+    assert "not finite" in str(errors.pop("bad"))
+    assert errors == {"good": None, "none": None}
+    subject.check(subject.engine(), lengths=(12,))
+    subject.stop()
 
 
 @pytest.mark.parametrize("quantization", ["int8"])
@@ -226,8 +301,16 @@ ROUTED = {
 }
 
 
-@pytest.mark.parametrize("family", tiered(ROUTED, "mixtral", "gpt_oss"))
-def test_routed_experts(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "size"),
+    tiered(
+        [*((family, 1) for family in ROUTED), *((family, 2) for family in ROUTED)],
+        ("mixtral", 1),
+        ("mixtral", 2),
+        ("gpt_oss", 1),
+    ),
+)
+def test_routed_experts(family: str, size: int, tmp_path: Path) -> None:
     path = tmp_path / "model"
     if family in FAMILIES:
         save_checkpoint(family, path)
@@ -250,10 +333,11 @@ def test_routed_experts(family: str, tmp_path: Path) -> None:
         save_adapter(load_reference(path), tmp_path / name, number=i, **config)
         for i, (name, config) in enumerate(asked.items(), start=1)
     ]
-    subject = serve(path, [*adapters, None], FEW, max_lora_expert_rank=5)
+    subject = serve(path, [*adapters, None], FEW, max_lora_expert_rank=5, tensor_parallel_size=size)
     test_adapters_change_the_answers(subject)
     subject.check(subject.engine(), lengths=FEW)
     subject.check(subject.engine(max_num_batched_tokens=16, num_blocks=19), lengths=FEW)
+    subject.stop()
 
 
 def test_experts_by_themselves(tmp_path: Path) -> None:

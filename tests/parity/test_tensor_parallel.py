@@ -32,6 +32,7 @@ CASES = {
     "qwen3": (4, 5),  # fewer key heads than ranks
     "mistral": (2, 5),  # a window
     "mixtral": (2, 5),  # routed experts
+    "gpt_oss": (2, 5),  # with a bias each, sinks and windows
     "olmo2": (2, 3),  # a norm over all heads: attention stays whole
     "bamba": (2, 5),  # attention beside recurrent layers
     "mamba2": (2, 1),  # recurrent throughout

@@ -114,9 +114,7 @@ class Draft:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"enable_lora": True}, "enable_lora"),
         ({"speculative_config": {"method": "draft_model", "model": "m"}}, "draft model"),
-        ({"quantization": "int8", "enable_lora": True}, "enable_lora, quantization='int8'"),
         ({"extra_passes": (Draft(),)}, "passes given as objects"),
         ({"logits_processors": (Draft,)}, "logits processors given as objects"),
     ],

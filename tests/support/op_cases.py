@@ -52,7 +52,7 @@ from llmc.kernels.registry import OPS, Case, Impl, Op
 CPU = torch.device("cpu")
 # What talks to other ranks is torch.distributed's (tests/kernels/test_collectives.py), and markers
 # never run. What reads images, and max pooling, run in few steps, in torch.
-COLLECTIVES = {"all_reduce", "all_gather", "first_rank", "embed_shard"}
+COLLECTIVES = {"all_reduce", "all_gather", "first_rank", "embed_shard", "shard_ids"}
 MARKERS = {"attention", "pool_tokens", "draft_states"}
 WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *COLLECTIVES}
 WITHOUT_CPP = {*WITHOUT_KERNELS, "encoder_attention"}  # torch's attention serves each text

@@ -25,7 +25,10 @@ from llmc.kernels.quantized_linear import dequantize as op_numbers
 from llmc.startup.gguf_files import model_directory
 from llmc.startup.model_files import load_config, resolve_model
 from llmc.text.tokenizer import Tokenizer
+from llmc.weights.checkpoint import SomeOf
 from llmc.weights.gguf.blocks import KEPT, kept_as, to_blocks
+from llmc.weights.gguf.reader import GgufTensorInfo
+from llmc.weights.gguf.tensors import GgufTensor, Undo
 from llmc.weights.tensors import open_tensors
 
 Type = GGMLQuantizationType
@@ -311,6 +314,34 @@ def test_kept_blocks_stand_for_the_same_numbers(kind: Type) -> None:
     assert (same | (got.isnan() & want.isnan())).all()
     assert {part: tensor.dtype for part, tensor in parts.items()} == to.dtypes
     assert all(tuple(t.shape) == to.shape(p, 32, 512) for p, t in parts.items())
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_part_of_a_tensor_has_the_numbers_of_its_place(kind: Type, tmp_path: Path) -> None:
+    """Of rows in another order, and of inputs that begin and end inside a block of the file."""
+    raw, order = random_blocks(kind, 64, 512), np.random.default_rng(1).permutation(64)
+    (tmp_path / "m").write_bytes(raw.tobytes())
+    info = GgufTensorInfo(
+        name="w", file=tmp_path / "m", shape=(2, 32, 512), type=kind, offset=0, num_bytes=raw.size
+    )
+    tensor = GgufTensor(
+        name="w", shape=(2, 32, 512), dtype=torch.float32, parts=(info,),
+        row_order=order[order < 32], undo=Undo(architecture="llama", config={}),
+    )  # fmt: skip
+    to = tensor.kept_as()
+    assert to is not None
+
+    def numbers(part: SomeOf | None) -> torch.Tensor:
+        made = tensor.blocks(to, part)
+        return torch.stack(
+            [op_numbers(p["weight"], p["scale"], None, p.get("minimum")) for p in made]
+        )
+
+    whole = numbers(None)
+    for dim, ranges in ((1, ((16, 16), (0, 8), (24, 8))), (2, ((96, 64), (320, 32)))):
+        part = SomeOf(shape=tensor.shape, dim=dim, ranges=ranges)
+        same = numbers(part).view(torch.int32) == part.of(whole).view(torch.int32)
+        assert (same | part.of(whole).isnan()).all()
 
 
 @pytest.mark.parametrize(

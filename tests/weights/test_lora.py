@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmc.errors import InvalidRequestError
 from llmc.lora_request import LoRARequest
-from llmc.weights.lora import open_adapter, read_adapter
+from llmc.weights.lora import PlainWeight, open_adapter, read_adapter
 from llmc.weights.lora_places import LoraPlace, LoraSize
 from llmc.weights.parameters import Parameters
 
@@ -95,13 +95,14 @@ def test_a_copy_of_the_models_embedding(tmp_path: Path) -> None:
     adapter = save(tmp_path, tensors={**EMBEDDING, COPY: own})
     stored = open_adapter(adapter, TARGETS, PARAMETERS)
     for served in (own, own.bfloat16()):  # PEFT would put the copy into a model of that dtype
-        weights = read_adapter(adapter, stored, served.dtype, {"model.embed.weight": served})
+        plain = {"model.embed.weight": PlainWeight.of(served)}
+        weights = read_adapter(adapter, stored, served.dtype, plain)
         assert list(weights) == [LoraPlace("model.embed.weight", "embedding")]
     changed = own.clone()
     changed[4, 7] += 1
     for plain, reason in (
-        ({"model.embed.weight": changed}, "has other values"),
-        ({"model.embed.weight": own[:4]}, r"is \[4, 8\] and not \[5, 8\]"),
+        ({"model.embed.weight": PlainWeight.of(changed)}, "has other values"),
+        ({"model.embed.weight": PlainWeight.of(own[:4])}, r"is \[4, 8\] and not \[5, 8\]"),
         ({}, "is not served as it is stored"),
     ):
         with pytest.raises(InvalidRequestError, match=reason):

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmc.errors import CheckpointError, reason_of
-from llmc.kernels.quantized_linear import Part, Quantization
-from llmc.weights.checkpoint import Readable, staging
+from llmc.kernels.quantized_linear import Part, Quantization, some_inputs
+from llmc.weights.checkpoint import Readable, SomeOf, staging
 from llmc.weights.gguf.blocks import kept_as, to_blocks
 from llmc.weights.gguf.processors import Processor, processor_of
 from llmc.weights.gguf.reader import GgufTensorInfo
@@ -169,12 +169,36 @@ class GgufTensor:
     def is_quantized(self) -> bool:
         return any(part.type.name not in ("F32", "F16", "BF16", "F64") for part in self.parts)
 
-    def blocks(self, to: Quantization) -> Iterator[dict[Part, Tensor]]:
-        """The stored bits in the op's layout: of each expert, if there are any."""
-        assert self.row_order is not None
+    def blocks(self, to: Quantization, part: SomeOf | None = None) -> Iterator[dict[Part, Tensor]]:
+        """The stored bits in the op's layout, or those of a part: of each expert, if there are
+        any."""
+        order, inputs = self.row_order, None
+        assert order is not None
+        if part is not None and (part.dim == len(self.shape) - 2) == self.transposed:
+            inputs = part.ranges
+        elif part is not None:
+            channels = np.arange(part.shape[part.dim])[order]
+            order = np.concatenate([channels[start : start + n] for start, n in part.ranges])
         for matrices in self._matrices():
             rows = matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
-            yield to_blocks(rows[self.row_order], self.parts[0].type, to)
+            if inputs is None:
+                yield to_blocks(rows[order], self.parts[0].type, to)
+            else:
+                yield self._blocks_of_inputs(rows, inputs, to)
+
+    def _blocks_of_inputs(
+        self, rows: NDArray[np.uint8], inputs: Sequence[tuple[int, int]], to: Quantization
+    ) -> dict[Part, Tensor]:
+        """Of the file's blocks those that hold the inputs, which may begin and end inside one."""
+        kind, whole = self.parts[0].type, self.kept_as()
+        assert whole is not None and self.row_order is not None
+        size, num_bytes = GGML_QUANT_SIZES[kind]
+        first = min(start for start, _ in inputs) // size
+        end = -(-max(start + n for start, n in inputs) // size)
+        own = rows[:, first * num_bytes : end * num_bytes][self.row_order]
+        made = to_blocks(np.ascontiguousarray(own), kind, whole)
+        ranges = [(start - first * size, n) for start, n in inputs]
+        return some_inputs(made, whole, to, ranges)
 
     def _matrices(self) -> Iterator[list[NDArray[np.uint8]]]:
         """Of each expert, or of the one matrix, the rows of its parts, as they are stored."""

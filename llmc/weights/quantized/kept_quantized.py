@@ -28,7 +28,7 @@ from llmc.kernels.quantized_linear import (
     pack_weight,
 )
 from llmc.weights.assignment import Assignment
-from llmc.weights.checkpoint import Readable
+from llmc.weights.checkpoint import Readable, SomeOf
 from llmc.weights.gguf.tensors import GgufTensor
 from llmc.weights.quantized.config_fields import ALL
 from llmc.weights.quantized.quantization_config import StoredQuantization, WeightScheme
@@ -163,30 +163,42 @@ def _scale_of(dtype: torch.dtype) -> Scale:
 
 
 def blocks_of(
-    tensor: QuantizedTensor | GgufTensor, to: Quantization
+    tensor: QuantizedTensor | GgufTensor, to: Quantization, part: SomeOf | None = None
 ) -> Iterator[dict[Part, Tensor]]:
-    """What `quantized_linear` takes, made of the stored bits: for each expert, if there are any."""
+    """What `quantized_linear` takes, made of the stored bits of the tensor, or of a part of it: for
+    each expert, if there are any. CheckpointError for parts that are no whole blocks."""
     if isinstance(tensor, GgufTensor):
-        yield from tensor.blocks(to)
-    elif to.format == "mxfp4":
-        for codes, exponents in zip(tensor.weight.read(), tensor.scale.read(), strict=True):
+        yield from tensor.blocks(to, part)
+        return
+    channels, inputs = tensor.places(part)
+    block = CHANNELS, to.group or INPUTS
+    if len(channels) % block[0] or len(inputs) % block[1]:
+        raise CheckpointError(
+            f"{tensor.name} can't be divided among ranks: {len(channels)} channels of "
+            f"{len(inputs)} inputs are no whole blocks of {block[0]} and {block[1]}; serve on one "
+            "rank, or widen with --quantization none"
+        )
+    if to.format == "mxfp4":
+        stored = (tensor.words(one, part) for one in (tensor.weight, tensor.scale))
+        for codes, exponents in zip(*stored, strict=True):
             packed = pack_bytes(codes.flatten(-2))
             yield {"weight": packed, "scale": pack_groups(exponents.view(torch.uint8))}
     else:
-        for low in tensor.low_bits().matrices():
-            yield _blocks_of(tensor, low, to)
+        for low in tensor.low_bits(part).matrices():
+            yield _blocks_of(tensor, low, to, channels, inputs)
 
 
-def _blocks_of(tensor: QuantizedTensor, low: LowBits, to: Quantization) -> dict[Part, Tensor]:
-    channels, depth = low.q.shape
+def _blocks_of(
+    tensor: QuantizedTensor, low: LowBits, to: Quantization, channels: Tensor, inputs: Tensor
+) -> dict[Part, Tensor]:
+    """`channels` and `inputs`: those of the tensor whose values `low` has."""
     q, zero = low.q, low.zero
     if zero is not None and not to.zero:
         q, zero = _centered(tensor, low), None
     elif to.format == "int4" and zero is None:
         q = (q + _MIDDLE).view(torch.uint8)
-    group = to.group or depth
-    column = torch.arange(0, depth, group) // low.block[1]
-    row = torch.arange(channels) // low.block[0]
+    column = inputs[:: to.group or len(inputs)] // low.block[1]
+    row = channels // low.block[0]
 
     def spread(grid: Tensor, dtype: torch.dtype) -> Tensor:
         return pack_groups(grid.to(dtype)[row][:, column])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmc.errors import CheckpointError
 from llmc.kernels.quantized_linear import powers_of_two
-from llmc.weights.checkpoint import Readable, StoredTensor, staging
+from llmc.weights.checkpoint import Readable, SomeOf, StoredTensor, staging
 from llmc.weights.quantized import unpack
 from llmc.weights.quantized.quantization_config import WeightScheme
 from llmc.weights.quantized.unpack import LowBits
@@ -51,10 +51,11 @@ class QuantizedTensor:
         groups = self.group_of
         return groups is None or _are_in_order(groups.read(), self.block[1])
 
-    def low_bits(self) -> LowBits:
-        """As it is stored, with channels first and one value an element."""
+    def low_bits(self, part: SomeOf | None = None) -> LowBits:
+        """As it is stored, with channels first and one value an element. Of the values `part` alone
+        are read; scales are those of all."""
         layout, bits = self.scheme.layout, self.scheme.bits
-        q, scale = self.weight.read(), self.scale.read()
+        q, scale = self.words(self.weight, part), self.scale.read()
         zero = None if self.zero is None else self.zero.read()
         group_of = None
         if layout == "gptq":
@@ -68,7 +69,8 @@ class QuantizedTensor:
             zero = None if zero is None else unpack.unpack_awq(zero)
         elif layout == "packed":
             channels, depth = self.shape
-            q = unpack.unpack_columns(q, bits)[:, :depth]
+            q = unpack.unpack_columns(q, bits)
+            q = q if part is not None and part.dim == 1 else q[:, :depth]
             if zero is None:
                 q = unpack.centered(q, bits)
             else:
@@ -80,7 +82,10 @@ class QuantizedTensor:
             scale = powers_of_two(scale.view(torch.uint8))
         if self.group_of is not None:
             group_of = self._checked_groups(self.group_of.read(), scale.shape[-1])
-        grid = (*q.shape[:-2], *grid_of(q.shape[-2], q.shape[-1], self.block))
+        *experts, channels, depth = self.shape
+        if self.transposed:
+            channels, depth = depth, channels
+        grid = (*experts, *grid_of(channels, depth, self.block))
         return LowBits(
             q=q,
             scale=scale.reshape(grid),
@@ -88,6 +93,44 @@ class QuantizedTensor:
             block=self.block,
             group_of=group_of,
         )
+
+    def words(self, stored: StoredTensor, part: SomeOf | None) -> Tensor:
+        """`part` of the tensor that holds the values, or of mxfp4 their exponents.
+
+        Raises CheckpointError where it begins or ends inside of what is stored as one.
+        """
+        if part is None:
+            return stored.read()
+        dim, values = part.dim, 1  # a stored element has so many of them along `dim`
+        per_word = 32 // self.scheme.bits
+        match self.scheme.layout:
+            case "gptq":
+                dim, values = (1, 1) if self._is_of_channels(part) else (0, per_word)
+            case "awq":
+                dim, values = (1, per_word) if self._is_of_channels(part) else (0, 1)
+            case "packed":
+                values = 1 if self._is_of_channels(part) else per_word
+            case "mxfp4":
+                dim, values = (1, 1) if self._is_of_channels(part) else (2, self.block[1])
+        if any(n % values for pair in part.ranges for n in pair):
+            raise CheckpointError(
+                f"{stored.name} can't be divided among ranks at {part.ranges}, for {values} values "
+                "are stored as one; serve on one rank, or widen with --quantization none"
+            )
+        ranges = tuple((start // values, n // values) for start, n in part.ranges)
+        return SomeOf(shape=stored.shape, dim=dim, ranges=ranges).take(stored)
+
+    def _is_of_channels(self, part: SomeOf) -> bool:
+        return (part.dim == len(self.shape) - 2) != self.transposed
+
+    def places(self, part: SomeOf | None) -> tuple[Tensor, Tensor]:
+        """Which channels and which inputs `low_bits(part)` has."""
+        channels, depth = self.shape[:-3:-1] if self.transposed else self.shape[-2:]
+        places = torch.arange(channels), torch.arange(depth)
+        if part is None:
+            return places
+        some = torch.cat([torch.arange(start, start + n) for start, n in part.ranges])
+        return (some, places[1]) if self._is_of_channels(part) else (places[0], some)
 
     def _checked_groups(self, groups: Tensor, count: int) -> Tensor | None:
         """None where they are in order."""
