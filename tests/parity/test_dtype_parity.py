@@ -10,6 +10,7 @@ import pytest
 import tiny_engine
 import torch
 from tiers import tiered
+from tiny_configs import save_random, tiny_config
 from tiny_models import VOCAB, load_reference, prompts, reference_logits, save_checkpoint
 
 from llmc.check.check import check_model
@@ -21,6 +22,10 @@ MAX_ERROR = {  # of a log-probability
     torch.float32: 1e-4,
     torch.bfloat16: 0.1,
     torch.float16: 0.0125,
+}
+MIXED_DTYPES = {
+    "codegen": "scores in float32, values in 16 bits",
+    "gemma4_text": "norms in float32 by a power, cast before the rotation",
 }
 ROUNDING = 1e-6  # mean error of sums in float32, in one order or another
 
@@ -62,6 +67,23 @@ def test_logprobs_in_the_dtype_of_the_checkpoint(dtype: torch.dtype, tmp_path: P
     our_error, their_error = torch.cat(our_errors), torch.cat(their_errors)
     assert our_error.max() < MAX_ERROR[dtype]
     assert our_error.mean() <= 1.2 * their_error.mean() + ROUNDING
+
+
+@pytest.mark.parametrize("model_type", MIXED_DTYPES)
+def test_models_whose_code_mixes_dtypes(model_type: str, tmp_path: Path) -> None:
+    path = save_random(tiny_config(model_type), tmp_path)
+    exact, theirs = load_reference(path), load_reference(path, torch.bfloat16)
+    running = tiny_engine.start(path, dtype="bfloat16")
+    our_errors, their_errors = [], []
+    for prompt in prompts(LENGTHS[::4]):
+        tokens = list(prompt)
+        want = reference_logits(exact, tokens)[-1].log_softmax(-1)
+        ours = top_logprobs(running.engine(), tokens)
+        seen = ~ours.isnan()
+        our_errors.append((ours - want)[seen].abs())
+        same = reference_logits(theirs, tokens)[-1].log_softmax(-1)
+        their_errors.append((same - want)[seen].abs())
+    assert torch.cat(our_errors).mean() <= 1.2 * torch.cat(their_errors).mean()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
