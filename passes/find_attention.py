@@ -34,7 +34,7 @@ _AFTER = (
     aten.squeeze.dim,
     aten.unsqueeze.default,
 )
-_HIDDEN = -1e4  # a bias below this hides a key
+_HIDDEN = -9.9e3  # a bias below this hides a key; -1e4 in bfloat16 is -9984
 _PROBE_TOKENS = 37
 _MAX_PROBE = 4096
 
@@ -290,6 +290,8 @@ def _replace(graph: fx.Graph, product: fx.Node, mixed: fx.Node, s: Scoring) -> N
         heads_first = emit(graph, aten.transpose.int, out, 1, 2)
         if val(mixed).dim() == 3:
             heads_first = emit(graph, aten.squeeze.dim, heads_first, 0)
+        if val(heads_first).dtype != val(mixed).dtype:  # scores in float32, values in 16 bits
+            heads_first = emit(graph, aten.to.dtype, heads_first, val(mixed).dtype)
     _prove(graph, mixed, heads_first, (query, key, value))
     replace(mixed, heads_first)
 

@@ -108,9 +108,10 @@ def _fuse(
         return "query and key rotate differently"
     positions = next(n for n in graph.nodes if input_of(n) == StepInput(name="positions"))
     with graph.inserting_before(write):
-        q, k = _source(graph, query_rope), _source(graph, key_rope)
+        ropes = (query_rope, val(arguments(attend).query).dtype), (key_rope, val(given.key).dtype)
+        q, k = (_source(graph, rope, dtype) for rope, dtype in ropes)
         if (q.weight is None) != (k.weight is None) or (q.eps, q.offset) != (k.eps, k.offset):
-            q, k = (_Source(_flatten(graph, r)) for r in (query_rope, key_rope))
+            q, k = (_Source(_flatten(graph, rope, dtype)) for rope, dtype in ropes)
         cos, sin = (
             _table(graph, t, query_rope.halved, tables) for t in (key_rope.cos, key_rope.sin)
         )
@@ -280,17 +281,18 @@ def _table_of(node: Any) -> fx.Node | None:
     return table if isinstance(input_of(table), ConstantInput) else None
 
 
-def _flatten(graph: fx.Graph, rope: _Rotary) -> fx.Node:
-    """[1, H, T, D] or [1, T, H, D] -> [T, H, D]."""
+def _flatten(graph: fx.Graph, rope: _Rotary, dtype: torch.dtype) -> fx.Node:
+    """[1, H, T, D] or [1, T, H, D] -> [T, H, D] in `dtype`, which what is rotated comes out in."""
     x = rope.x
     if rope.heads_last:
         source: Any = x
     else:
         source = swapped(x, 1, 2) or emit(graph, aten.transpose.int, x, 1, 2)
-    return emit(graph, aten.squeeze.dim, source, 0)
+    flat = emit(graph, aten.squeeze.dim, source, 0)
+    return flat if val(flat).dtype == dtype else emit(graph, aten.to.dtype, flat, dtype)
 
 
-def _source(graph: fx.Graph, rope: _Rotary) -> _Source:
+def _source(graph: fx.Graph, rope: _Rotary, dtype: torch.dtype) -> _Source:
     """Above the head-wise norm, when nothing else reads the normalized value."""
     x = rope.x
     heads_last: Any = arguments(x).self if is_call(x, aten.transpose.int) else None
@@ -298,10 +300,11 @@ def _source(graph: fx.Graph, rope: _Rotary) -> _Source:
         heads_last = x
     if is_call(heads_last, rms_norm.overload) and (heads_last is x or only_user(heads_last) is x):
         norm = arguments(heads_last)
-        if norm.weight is not None and val(norm.weight).shape[0] == val(x).shape[-1]:
+        is_whole = norm.weight is not None and val(norm.weight).shape[0] == val(x).shape[-1]
+        if is_whole and val(x).dtype == dtype:
             flat = emit(graph, aten.squeeze.dim, norm.x, 0)
             return _Source(flat, norm.weight, norm.eps, norm.offset)
-    return _Source(_flatten(graph, rope))
+    return _Source(_flatten(graph, rope, dtype))
 
 
 def _table(

@@ -7,6 +7,7 @@ the model computes from its config (rotary frequencies) get their real values.
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,7 @@ def build(
             f"({type(config).__name__}): {reason_of(e)}"
         ) from e
     module.eval()
+    _keep_float32(module, dtype)
     interface.use_experts(module)
     interface.choose_all_keys(module)
     use_sorted_experts(module)
@@ -121,6 +123,29 @@ def _check_causal(config: Any) -> None:
             f"this model ({type(text).__name__}) attends to later tokens (is_causal is false in "
             "config.json), as encoders do; it is served for its vectors alone (--task embed)"
         )
+
+
+def _keep_float32(module: nn.Module, dtype: torch.dtype) -> None:
+    """Widen what transformers' loader leaves in float32 in a model of 16 bits: the numbers that
+    experts are chosen by, some routers and norms."""
+    plan: Any = getattr(module, "_get_dtype_plan", None)
+    kept = plan(dtype) if plan is not None else {}
+    if not kept:
+        return
+    pattern = re.compile("|".join(name.replace("*", ".*") for name in kept))
+    saved = set(module.state_dict())
+    wide: dict[int, Tensor] = {}  # tied parameters stay one
+    for path, owner in module.named_modules():
+        for own in (owner._parameters, owner._buffers):
+            for leaf, value in own.items():
+                name = f"{path}.{leaf}" if path else leaf
+                if value is None or name not in saved or not pattern.search(name):
+                    continue
+                if value.is_floating_point() and id(value) not in wide:
+                    made = value.detach().float()
+                    is_parameter = isinstance(value, nn.Parameter)
+                    wide[id(value)] = nn.Parameter(made, False) if is_parameter else made
+                own[leaf] = wide.get(id(value), value)
 
 
 def _keep_frequencies(module: nn.Module) -> None:

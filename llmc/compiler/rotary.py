@@ -80,7 +80,10 @@ def use_tables(module: nn.Module, buffers: dict[str, Tensor], context: int) -> b
 
 class RotaryTables(nn.Module):
     """(cos, sin) [1, T, D] for position_ids [1, T], from tables [rows, D] float32; of a model that
-    turns complex numbers those, complex64 [1, T, D / 2]."""
+    turns complex numbers those, complex64 [1, T, D / 2].
+
+    position_ids [axes, 1, T] are those of text, the same on every axis (llmc/startup/images.py).
+    """
 
     def __init__(self, tables: dict[str | None, tuple[Tensor, ...]]) -> None:
         super().__init__()
@@ -91,6 +94,7 @@ class RotaryTables(nn.Module):
     def forward(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
     ) -> tuple[Tensor, Tensor] | Tensor:
+        position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
         if hasattr(self, _name("polar", layer_type)):
             numbers = F.embedding(position_ids, getattr(self, _name("polar", layer_type)))
             return torch.view_as_complex(numbers.unflatten(-1, (-1, 2)))

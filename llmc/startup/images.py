@@ -137,6 +137,11 @@ def _load(model: LoadedModel, cache: ProgramCache) -> ImageModel:
     _fill(tower, source)
     hidden = int(config.get_text_config().hidden_size)
     head, whole = prove(tower, processor, preparer, hidden)
+    if head.position_axes and source.long_text_from is not None:
+        raise CheckpointError(
+            "its tokens have places on several axes, and its rotary frequencies depend on the "
+            "length of a text; images are not served with both"
+        )
     compiled = compile_model(source, cache, head, whole)
     return ImageModel(
         info=ImageInfo(

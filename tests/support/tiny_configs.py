@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import operator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,12 @@ def decoder_types() -> list[str]:
     return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in skip]
 
 
-def tiny_config(model_type: str) -> Any:
-    """A config of a few thousand parameters that has no end token, so that greedy runs on."""
-    config = _shrunk(CONFIG_MAPPING[model_type], "")
+def tiny_config(model_type: str, **fields: Any) -> Any:
+    """A config of a few thousand parameters that has no end token, so that greedy runs on.
+
+    `fields` go before what the rules say.
+    """
+    config = _shrunk(CONFIG_MAPPING[model_type], "", fields)
     for part in (config, *_parts(config)):
         _shrink_rope(part)
         types = {f.name: str(f.type) for f in dataclasses.fields(part)}
@@ -57,12 +61,12 @@ def _parts(config: Any) -> list[Any]:
     return [getattr(config, name) for name in type(config).sub_configs if hasattr(config, name)]
 
 
-def _shrunk(cls: Any, role: str) -> Any:
+def _shrunk(cls: Any, role: str, own: Mapping[str, Any]) -> Any:
     """`cls` with every field that a rule names made small; what the class itself needs comes last.
 
-    `role` is the field of the outer config that it fills, if any.
+    `role` is the field of the outer config that it fills, if any. `own` goes before all rules.
     """
-    changes = rules()["classes"].get(cls.model_type, {})
+    changes = rules()["classes"].get(cls.model_type, {}) | own
     types = {f.name: str(f.type) for f in dataclasses.fields(cls)}
     small = (rules()[kind] for kind in ("sizes", "lengths", "layers", "limits"))
     sizes = functools.reduce(operator.or_, small) | rules()["nested"].get(role, {})
@@ -80,7 +84,7 @@ def _shrunk(cls: Any, role: str) -> Any:
         if part is tf.AutoConfig:
             part = type(getattr(cls(), name))
         if name in types and part is not type(None):
-            fields[name] = _shrunk(part, name)
+            fields[name] = _shrunk(part, name, {})
             for field, value in changes.get(name, {}).items():
                 setattr(fields[name], field, value)
     fields |= {n: v for n, v in changes.items() if n not in cls.sub_configs}
