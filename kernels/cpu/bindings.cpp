@@ -417,7 +417,7 @@ const Tensor& zero_padded(const Tensor& x, Tensor& kept) {
 Tensor linear(const Tensor& x, const Tensor& stored, const optional<Tensor>& bias) {
   TORCH_CHECK(x.dim() >= 1 && stored.dim() == 2 && x.size(-1) == stored.size(1),
               "weight ", stored.sizes(), " does not fit x ", x.sizes());
-  if (x.numel() == 0 || stored.numel() == 0) return at::linear(x, stored, bias ? &*bias : nullptr);
+  if (x.numel() == 0 || stored.numel() == 0) return at::torch_linear(x, stored, bias ? &*bias : nullptr);
   Tensor dense, kept;
   const bool by_columns = stored.stride(1) != 1 && stored.stride(0) == 1;
   const Tensor& weight = by_columns ? stored : at::dense_rows(stored, dense);
@@ -434,7 +434,7 @@ Tensor linear(const Tensor& x, const Tensor& stored, const optional<Tensor>& bia
                weight.size(0), rows.stride[2], weight.stride(by_columns ? 1 : 0), weight.size(0),
                at::num_threads()};
   if (!by_columns && !kernels->takes_linear(a))
-    return at::linear(zero_padded(x, kept), weight, b ? &*b : nullptr);
+    return at::torch_linear(zero_padded(x, kept), weight, b ? &*b : nullptr);
   auto sizes = x.sizes().vec();
   sizes.back() = a.channels;
   Tensor out = at::empty(sizes, x.scalar_type());

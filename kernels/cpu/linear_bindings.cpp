@@ -107,7 +107,7 @@ void by_stretches(const LowBitArgs& a, const Tensor& x, const optional<Tensor>& 
     if (kernels->takes_linear(product))
       kernels->linear(product);
     else
-      to.copy_(at::linear(reordered, widened.narrow(0, 0, count), part ? &*part : nullptr));
+      to.copy_(at::torch_linear(reordered, widened.narrow(0, 0, count), part ? &*part : nullptr));
   }
 }
 
@@ -195,7 +195,7 @@ void multiply(const Tensor& x, const Tensor& mat2, const Tensor& out) {
     else if (kernels->takes_linear(a))
       kernels->linear(a);
     else
-      to.copy_(at::linear(from, weight.t(), nullptr));
+      to.copy_(at::torch_linear(from, weight.t(), nullptr));
   }
 }
 

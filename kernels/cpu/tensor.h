@@ -248,8 +248,8 @@ StableIValue to_stack(const T& value) {
   return out;
 }
 
-// torch's own linear, dense.
-inline Tensor linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
+// torch's own, dense. Not named as ours is, which a call of tensors of this namespace would also find.
+inline Tensor torch_linear(const Tensor& x, const Tensor& weight, const Tensor* bias) {
   StableIValue stack[3] = {to_stack(x.share()), to_stack(weight.share()), 0};
   if (bias) stack[2] = to_stack(new StableIValue(to_stack(bias->share())));  // torch deletes it
   leave_out();
