@@ -37,10 +37,10 @@ def expands(
         expanded:  context * R * (D + Dv)  + P * (D + Dr + Dv)
 
     times, and the lesser is taken: for all new prompts where 2 R > D + Dv, and of later chunks with
-    long contexts those of more than R (D + Dv) / (2 R - D - Dv) tokens (171 for DeepSeek-V3). dim
-    is D, `shared` Dr, v_dim Dv and rank R, as in `latent_attention`. A context's latents, and what
-    is made of them for one head, have to fit MOST_BYTES in values of `itemsize` bytes: heads can be
-    computed a few at a time, as they do not mix.
+    long contexts those of more than R (D + Dv) / (2 R - D - Dv) tokens (171 of
+    R = 512, D = Dv = 128). dim is D, `shared` Dr, v_dim Dv and rank R, as in `latent_attention`. A
+    context's latents, and what is made of them for one head, have to fit MOST_BYTES in values of
+    `itemsize` bytes: heads can be computed a few at a time, as they do not mix.
     """
     pairs = new * context - new * (new - 1) // 2
     made = dim + v_dim
