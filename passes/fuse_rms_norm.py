@@ -47,10 +47,14 @@ def fuse_rms_norm(gm: fx.GraphModule) -> Notes:
         y = aten.mul(weight, aten.mul(h, r))
     After:
         y, h = llmc.add_rms_norm(x, residual, weight, eps, 0.0)
+
+    A model may spell rsqrt as a power of -0.5, which aten computes as rsqrt too.
     """
     graph = gm.graph
     notes = []
-    for rsqrt in calls(graph, aten.rsqrt.default):
+    for rsqrt in calls(graph, aten.rsqrt.default, aten.pow.Tensor_Scalar):
+        if is_call(rsqrt, aten.pow.Tensor_Scalar) and arguments(rsqrt).exponent != -0.5:
+            continue
         norm = _match(rsqrt)
         if norm is None:
             notes.append(f"{rsqrt.name}: not an RMSNorm over the last dimension")

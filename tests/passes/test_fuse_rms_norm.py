@@ -43,6 +43,23 @@ def test_rewrites_a_norm_whose_weight_is_stored_less_one() -> None:
     check(lambda x, w: (norm(x, w, offset=1.0),), {"llmc.rms_norm.default": 1}, x=X, w=W)
 
 
+def test_rewrites_a_norm_that_takes_a_power() -> None:
+    """Gemma 4 writes rsqrt as a power of -0.5, and multiplies by the weight in float32."""
+
+    def power(x: Tensor, w: Tensor) -> Tensor:
+        x32 = x.float()
+        y = x32 * torch.pow(x32.pow(2).mean(-1, keepdim=True) + EPS, -0.5)
+        return (y * w.float()).to(x.dtype)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = {"x": step(X.tensor.to(dtype), dynamic=1), "w": weight("w", W.tensor.to(dtype))}
+        gm = trace(power, **inputs)
+        fused, (report,) = apply(gm, fuse_rms_norm())
+        assert report.added == {"llmc.rms_norm.default": 1} and not report.notes
+        assert_same(fused, gm, Values.of(**inputs), 0)
+        assert_idempotent(gm, fuse_rms_norm())
+
+
 def test_rewrites_a_norm_without_weight() -> None:
     def plain(x: Tensor) -> tuple[Tensor]:
         return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS),)
