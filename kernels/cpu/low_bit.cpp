@@ -82,9 +82,9 @@ LLMC_INLINE void multiply_parts(const uint8_t* line, const typename Reader::X* w
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
     for (int p = 0; p < kParts; ++p) {
-      auto total = Reader::total(sum[m][p][0]);
-      for (int i = 1; i < kSums; ++i) total += Reader::total(sum[m][p][i]);
-      set_part(all[m], first + p, total);
+      if constexpr (kSums > 1)
+        for (int i = 1; i < kSums; ++i) sum[m][p][0] += sum[m][p][i];
+      set_part(all[m], first + p, Reader::total(sum[m][p][0]));
     }
 }
 
@@ -152,16 +152,17 @@ void run(const LowBitArgs& a) {
   [[maybe_unused]] const bool is_narrow = a.dtype != Dtype::f32;
   if (a.x_bits < kExactBits) {
     if constexpr (kFormat == Format::int4)
-      return a.x_bits > 8 ? by_blocks<NibbleReader<2>>(a) : by_blocks<NibbleReader<1>>(a);
+      return a.x_bits > 8 ? by_blocks<NibbleReader<kFormat, 2>>(a)
+                           : by_blocks<NibbleReader<kFormat, 1>>(a);
     if constexpr (kFormat == Format::int8) return by_blocks<WordReader<1>>(a);
   }
 #if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
-  if constexpr (kFormat == Format::int8 || kFormat == Format::int4)
+  if constexpr (kFormat != Format::fp8)
     if (is_narrow) return by_blocks<ByteReader<kFormat>>(a);
 #endif
-  if constexpr (kFormat == Format::int4) {
-    if (is_narrow && a.rows <= 2) return by_blocks<NibbleReader<2>>(a);
-    if (a.rows == 1) return by_blocks<NibbleReader<3>>(a);
+  if constexpr (is_4_bit(kFormat)) {
+    if (is_narrow && a.rows <= 2) return by_blocks<NibbleReader<kFormat, 2>>(a);
+    if (a.rows == 1) return by_blocks<NibbleReader<kFormat, 3>>(a);
   }
   if constexpr (kFormat == Format::int8) {
     if (is_narrow && a.rows <= 2) return by_blocks<WordReader<1>>(a);

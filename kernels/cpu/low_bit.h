@@ -65,11 +65,10 @@ inline int64_t stretch_of(const LowBitArgs& a, int64_t most) {
 }
 
 // 2^(e - 127) of bytes e: 0 stands for the least, which is subnormal, and 255 for NaN.
-LLMC_INLINE v16f powers_of_two(const uint8_t* e) {
-  alignas(64) uint32_t bits[kLanes];
-  for (int i = 0; i < kLanes; ++i)
-    bits[i] = uint32_t(e[i]) << 23 | (e[i] == 0 || e[i] == 255 ? 0x400000u : 0u);
-  return load(reinterpret_cast<const float*>(bits));
+LLMC_INLINE v16f powers_of_two(const uint8_t* exponents) {
+  const v16u e = widen_from<v16u, uint8_t>(exponents);
+  const v16u rare = (v16u)((v16i)e < 1) | (v16u)((v16i)e > 254);
+  return (v16f)(e << 23 | (rare & 0x400000u));
 }
 
 LLMC_INLINE v16f scale_of(const LowBitArgs& a, int64_t block, int64_t group) {
@@ -135,6 +134,7 @@ struct FloatReader {  // any CPU
   using V = v16f;
   struct Sum {
     v16f value = {};
+    void operator+=(const Sum& other) { value += other.value; }
   };
   static Packed pack(const float* x, int64_t count, X* to) {
     std::copy(x, x + count, to);
@@ -231,6 +231,7 @@ struct PairReader {
   using V = __m512i;
   struct Sum {
     v16f value = {};
+    void operator+=(const Sum& other) { value += other.value; }
   };
   // half the inputs lie in the lower 16 bits of a word: input j meets input j + kSteps
   static int64_t place(int64_t k) {

@@ -24,6 +24,9 @@ struct FourReader {
   };
   struct Sum {
     vf value[2] = {};
+    void operator+=(const Sum& other) {
+      for (int i = 0; i < 2; ++i) value[i] += other.value[i];
+    }
   };
 
   // Of nibbles the first step has the lower ones, inputs 0, 2, 4 and 6.

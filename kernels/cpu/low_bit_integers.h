@@ -1,4 +1,4 @@
-// Readers of int4 and int8 that multiply integers, on x86. x is held in fixed point, by digits of
+// Readers of int4, mxfp4 and int8 that multiply integers, on x86. x is held in fixed point, by digits of
 // one or two bytes, relative to the largest of its stretch: bf16 and f16 in 16 bits, which is finer
 // than their own rounding, float32 in 24, which is like it.
 #pragma once
@@ -107,6 +107,9 @@ LLMC_INLINE Register every_word(int x) { return _mm512_set1_epi16(short(x)); }
 LLMC_INLINE Register every_pair(int32_t x) { return _mm512_set1_epi32(x); }
 LLMC_INLINE Register shift_up(Register x) { return _mm512_slli_epi16(x, 8); }
 LLMC_INLINE Register shift_down(Register x) { return _mm512_srai_epi16(x, 8); }
+LLMC_INLINE Register look_up(__m128i table, Register i) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), i);
+}
 #else
 using Register = __m256i;
 LLMC_INLINE Register multiply_bytes(Register w, Register x) { return _mm256_maddubs_epi16(w, x); }
@@ -117,24 +120,49 @@ LLMC_INLINE Register every_word(int x) { return _mm256_set1_epi16(short(x)); }
 LLMC_INLINE Register every_pair(int32_t x) { return _mm256_set1_epi32(x); }
 LLMC_INLINE Register shift_up(Register x) { return _mm256_slli_epi16(x, 8); }
 LLMC_INLINE Register shift_down(Register x) { return _mm256_srai_epi16(x, 8); }
+LLMC_INLINE Register look_up(__m128i table, Register i) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), i);
+}
 #endif
 
-// int4 by digits of a byte. A stretch adds eight products of two inputs to each sum of 16 bits:
-// 8 * 2 * 15 * 128 = 30720 at the most.
-template <int kDigits>
+// The nibbles of a step as unsigned bytes: int4 as they are, mxfp4 as twice the value, which is a
+// whole number, plus kOffset.
+template <Format kFormat>
+struct NibbleBytes {
+  static constexpr float kOffset = kFormat == Format::mxfp4 ? 12 : 0;
+  static constexpr int kMost = kFormat == Format::mxfp4 ? 24 : 15;
+
+  LLMC_INLINE Register get(Register line, int step) {
+    const Register codes = (Register)((vu)line >> (step ? 4 : 0) & 0x0f0f0f0fu);
+    if (kFormat == Format::int4) return codes;
+    const __m128i values = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    return look_up(values, codes);
+  }
+  template <int kDigits>
+  static Packed pack(const float* x, int64_t count, DigitWords<kDigits>* to) {
+    const Packed packed = pack_nibbles(x, count, to);
+    const float scale = kFormat == Format::mxfp4 ? 0.5f : 1.0f;
+    return {packed.scale * scale, packed.sum * scale};
+  }
+};
+
+// int4 and mxfp4 by digits of a byte. A stretch adds products of two inputs to each sum of 16 bits:
+// 8 * 2 * 15 * 128 = 30720 at the most, and 4 * 2 * 24 * 128 = 24576.
+template <Format kFormat, int kDigits>
 struct NibbleReader {
   static constexpr int kInputs = 8, kSteps = 2, kSums = 1;
-  static constexpr int64_t kMaxStretch = 32;
+  static constexpr int64_t kMaxStretch = kFormat == Format::mxfp4 ? 16 : 32;
+  static_assert(kMaxStretch / 2 * NibbleBytes<kFormat>::kMost * 128 < 1 << 15);
   using X = DigitWords<kDigits>;
   using Line = Register;
   using V = Register;
   struct Sum {
     Register digit[kDigits] = {};
   };
-  static Packed pack(const float* x, int64_t count, X* to) { return pack_nibbles(x, count, to); }
-  LLMC_INLINE V get(Line line, int step) {
-    return (Register)((vu)line >> (step ? 4 : 0) & 0x0f0f0f0fu);
+  static Packed pack(const float* x, int64_t count, X* to) {
+    return NibbleBytes<kFormat>::pack(x, count, to);
   }
+  LLMC_INLINE V get(Line line, int step) { return NibbleBytes<kFormat>::get(line, step); }
   LLMC_INLINE void add(Sum& sum, V w, const X& x) {
 #pragma GCC unroll 3
     for (int d = 0; d < kDigits; ++d)
@@ -149,7 +177,7 @@ struct NibbleReader {
     for (int d = kDigits - 2; d >= 0; --d) all = 256.0f * all + as_floats(sum.digit[d]);
     return all;
   }
-  static constexpr float kOffset = 0;
+  static constexpr float kOffset = NibbleBytes<kFormat>::kOffset;
 };
 
 // int8 by one digit of 16 bits, or two of 12: inputs 0 and 2 of a line, then 1 and 3.
@@ -189,20 +217,23 @@ struct WordReader {
 };
 
 #if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
-// int4 and int8 of x in 16 bits, four products of bytes an instruction.
+// int4, mxfp4 and int8 with x in 16 bits, four products of bytes an instruction.
 template <Format kFormat>
 struct ByteReader {
-  static constexpr int kInputs = kFormat == Format::int4 ? 8 : 4, kSteps = kInputs / 4, kSums = 4;
+  static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 4, kSums = 4;
   static constexpr int64_t kMaxStretch = 128;
   using X = DigitWords<2>;
   using Line = Register;
   using V = Register;
   struct Sum {
     Register digit[2] = {};
+    void operator+=(const Sum& other) {
+      for (int d = 0; d < 2; ++d) digit[d] = (Register)((vi)digit[d] + (vi)other.digit[d]);
+    }
   };
   static Packed pack(const float* x, int64_t count, X* to) {
-    if constexpr (kFormat == Format::int4) {
-      return pack_nibbles(x, count, to);
+    if constexpr (is_4_bit(kFormat)) {
+      return NibbleBytes<kFormat>::pack(x, count, to);
     } else {
       const FixedPoint<int8_t, 2> fixed(x, count);
       for (int d = 0; d < 2; ++d)
@@ -213,7 +244,7 @@ struct ByteReader {
   }
   LLMC_INLINE V get(Line line, int step) {
     if (kFormat == Format::int8) return (Register)((vu)line ^ 0x80808080u);
-    return (Register)((vu)line >> (step ? 4 : 0) & 0x0f0f0f0fu);
+    return NibbleBytes<kFormat>::get(line, step);
   }
   LLMC_INLINE void add(Sum& sum, V w, const X& x) {
 #pragma GCC unroll 2
@@ -223,7 +254,7 @@ struct ByteReader {
   LLMC_INLINE vf total(const Sum& sum) {
     return 256.0f * convert<vf>((vi)sum.digit[1]) + convert<vf>((vi)sum.digit[0]);
   }
-  static constexpr float kOffset = kFormat == Format::int8 ? 128 : 0;
+  static constexpr float kOffset = kFormat == Format::int8 ? 128 : NibbleBytes<kFormat>::kOffset;
 };
 #endif
 
