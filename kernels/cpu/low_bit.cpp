@@ -10,7 +10,14 @@
 namespace llmc {
 namespace {
 
-constexpr int64_t kMaxRoundedRows = 2;  // of x that is rounded: more are quicker by integer rows
+// Of x that is rounded to 8 bits, and to 16: more are quicker by integer rows.
+constexpr int64_t kMaxByteRows = 2;
+#ifdef LLMC_BYTE_PRODUCTS
+constexpr int64_t kMaxWordRows = 7;
+#else
+constexpr int64_t kMaxWordRows = 2;
+#endif
+constexpr int64_t kRounded = 32;  // inputs that are rounded together
 constexpr int64_t kMaxBlockRows = std::max<int64_t>(8, kMaxFewRows);  // more are quicker by tiles
 constexpr int64_t kAhead = 2048;  // bytes of the weight to ask for before they are read
 
@@ -150,13 +157,17 @@ void run(const LowBitArgs& a) {
 #ifdef __AVX2__
   // integers spend less on a value of the weight and more on a row of x
   [[maybe_unused]] const bool is_narrow = a.dtype != Dtype::f32;
-  if (a.x_bits < kExactBits) {
-    if constexpr (kFormat == Format::int4)
-      return a.x_bits > 8 ? by_blocks<NibbleReader<kFormat, 2>>(a)
-                           : by_blocks<NibbleReader<kFormat, 1>>(a);
-    if constexpr (kFormat == Format::int8) return by_blocks<WordReader<1>>(a);
-  }
-#if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
+  if constexpr (kFormat == Format::int4)
+    if (a.x_bits == 8) return by_blocks<NibbleReader<kFormat, 1>>(a);
+  if constexpr (kFormat == Format::int8 || kFormat == Format::int4)
+    if (a.x_bits == 16) {
+#ifdef LLMC_BYTE_PRODUCTS
+      if (a.rows > 1) return by_blocks<ByteReader<kFormat, kRounded>>(a);
+#endif
+      if constexpr (kFormat == Format::int4) return by_blocks<NibbleReader<kFormat, 2>>(a);
+      if constexpr (kFormat == Format::int8) return by_blocks<WordReader<1>>(a);
+    }
+#ifdef LLMC_BYTE_PRODUCTS
   if constexpr (kFormat != Format::fp8)
     if (is_narrow) return by_blocks<ByteReader<kFormat>>(a);
 #endif
@@ -182,7 +193,8 @@ void run(const LowBitArgs& a) {
 }  // namespace
 
 void quantized_linear(const LowBitArgs& a) {
-  if (a.x_bits < kExactBits && a.rows > kMaxRoundedRows) return quantized_integer_rows(a);
+  const int64_t most = a.x_bits == 8 ? kMaxByteRows : kMaxWordRows;
+  if (a.x_bits < kExactBits && a.rows > most) return quantized_integer_rows(a);
   const bool is_widened = a.dtype == Dtype::bf16 && widens_weights();
   if (a.rows > kMaxBlockRows && !is_widened) return quantized_many_rows(a);
   switch (a.format) {
