@@ -70,10 +70,15 @@ def paged_attention(
         first_query = length - (last - first)
         seen = first_visible(first_query, window, chunk)
         key_pos = torch.arange(seen, length, device=query.device)
+        values = cached_rows(value_cache, v_scale, block_table[r], seen, length)
+        allowed = None
+        if chosen is not None:
+            allowed = among(chosen[first:last], sparse_block_size, length)
+            values = values.masked_fill(~allowed.any(1).T[:, :, None], 0.0)
         out[first:last] = attend(
             query[first:last],
             cached_rows(key_cache, k_scale, block_table[r], seen, length),
-            cached_rows(value_cache, v_scale, block_table[r], seen, length),
+            values,
             key_pos[first_query - seen :],
             key_pos,
             scale,
@@ -82,7 +87,7 @@ def paged_attention(
             softcap,
             sinks,
             slopes,
-            None if chosen is None else among(chosen[first:last], sparse_block_size, length),
+            allowed,
         )
     return out
 

@@ -27,6 +27,7 @@ from llmc.kernels.quantized_linear import Part, Quantization
 from llmc.kernels.registry import OPS
 from llmc.passes.base import Pass, run_passes
 from llmc.passes.canonicalize import canonicalize
+from llmc.passes.find_entries import find_entries
 from llmc.passes.find_key_biases import find_key_biases
 from llmc.passes.find_linear_attention import find_linear_attention
 from llmc.passes.lower_kernels import lower_kernels
@@ -104,7 +105,11 @@ class Subject:
 
         But for what says nothing by itself: loops for one number of tokens, masks without numbers.
         """
-        meant = (find_key_biases(max_positions=0, block_size=1), find_linear_attention())
+        meant = (
+            find_key_biases(max_positions=0, block_size=1),
+            find_entries(),
+            find_linear_attention(),
+        )
         graph, _ = run_passes(self.captured.graph, (canonicalize(), *meant, *passes))
         device = self.captured.device
         geometry = self._geometry(num_groups=1)

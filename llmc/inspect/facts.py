@@ -121,7 +121,13 @@ def _written_bytes(node: fx.Node) -> int:
     if node.op != "call_function" or is_attention(node):
         return 0
     caches = [n for n in node.all_input_nodes if isinstance(input_of(n), CacheInput)]
-    return sum(num_bytes(n, skip=(0, 2)) for n in caches)  # [blocks, heads, block_size, dim]
+    return sum(_token_bytes(n) for n in caches)
+
+
+def _token_bytes(cache: fx.Node) -> int:
+    role = cache.meta["input"]
+    row = num_bytes(cache, skip=(0, 2))  # [blocks, heads, rows, dim]
+    return -(-row * int(cache.meta["val"].shape[2]) // role.tokens) if role.tokens else row
 
 
 def _attention(node: fx.Node) -> AttentionFacts:
