@@ -39,9 +39,10 @@ def choose_keys(
     equal ones the earlier token. Positions ascend, and -1 fills up where fewer tokens are there.
 
     query_start, context_len and block_table as in `paged_attention`; a token of no request chooses
-    none. rate: keys stand for so many tokens each. Of `key` those of every rate-th token of a request
-    have a slot, the cache has block_size / rate rows in a block, and a token at position p scores
-    the first (p + 1) // rate keys; what it chooses are their numbers. Source: the "lightning indexer" (2025), whose positive scale changes no choice.
+    none. Source: the "lightning indexer" (2025), whose positive scale changes no choice.
+    rate: a key stands for so many tokens. Of a request's keys those of every rate-th token have a
+    slot; the cache has them end to end. A token at position p scores the first (p + 1) // rate, and
+    what it chooses are their numbers.
     """
     block_size, num_keys = key_cache.shape[2], block_table.shape[1] * key_cache.shape[2]
     live = slot_mapping >= 0

@@ -54,7 +54,7 @@ def entry_attention(
     A softmax over the tokens within the window and over entries, both of which are their own
     values. Row t of `entry` is one where t + 1 is a multiple of `rate`, and tokens from t on see
     it. With an index they see the top_k of those that score highest, as in `choose_keys`:
-    index_query [T, H', Di], index_key [T, Di] by the rows of `entry`, index_weights [T, H'] float32.
+    index_query [T, H', Di], index_key [T, Di] by rows of `entry`, index_weights [T, H'] float32.
     The caches are not read; sinks and softcap as in `paged_attention`.
     """
     pos = torch.arange(query.shape[2], device=query.device)

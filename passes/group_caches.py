@@ -169,7 +169,7 @@ def _share(
                 if old is not shared[part]:
                     old.replace_all_uses_with(shared[part])
     for place, parts in owners.items():
-        for part, node in parts.items():
+        for node in parts.values():
             node.meta["input"] = replace(node.meta["input"], layer=place)
     kept = {node for parts in owners.values() for node in parts.values()}
     for parts in layers.values():

@@ -7,7 +7,7 @@ the block has the entry, and block tables, prefix cache and forks know nothing o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +32,14 @@ def page_entries(
     block_size: int,
     max_positions: int,
     cache_dtype: torch.dtype | None = None,
+    long_texts: bool = False,
 ) -> Notes:
     """Write tokens and entries to one cache, and attend to chosen rows of it: a window of tokens,
     and all entries, or those of the highest scores.
 
     Where an index chooses as many as a context of `max_positions` has, it is left out. Where no
-    context has an entry, attention to a window is left.
+    context has an entry, attention to a window is left. CompileError where long texts have rotary
+    frequencies of their own (`long_texts`): positions are not places in a request then.
 
     Before:
         o = llmc.entry_attention(q [1, H, T, D], k, entry [T, D], iq, ik, iw, key_cache, ...)
@@ -52,6 +54,11 @@ def page_entries(
     steps: dict[int, _Step] = {}
     for marker in calls(graph, entry_attention.overload):
         given = arguments(marker)
+        if long_texts:
+            raise CompileError(
+                f"{marker.name} attends to entries that stand for several tokens, in a model whose "
+                "long texts have other rotary frequencies than short ones, which llmc does not know"
+            )
         count = max_positions // given.rate  # entries of the longest context
         with graph.inserting_before(marker):
             if count == 0:
@@ -59,79 +66,84 @@ def page_entries(
                 _leave_window(graph, marker)
                 continue
             if given.rate not in steps:
-                steps[given.rate] = _Step.of(graph, block_size, given.rate)
+                steps[given.rate] = _Step(graph, block_size, given.rate)
             step = steps[given.rate]
             if given.index_query is None or given.top_k >= count:
-                shown = step.all_entries(graph, count)
+                shown = step.once(_Step.all_entries, count)
             else:
-                shown = step.rows_of(graph, _choose(graph, marker, step))
+                shown = step.rows_of(_choose(graph, marker, step))
             _page(graph, marker, step, shown, cache_dtype)
     return notes
 
 
-@dataclass(slots=True)
 class _Step:
-    """What a step's positions and slots say of rows, computed once for all layers of a rate."""
+    """What the positions and slots of a step say of rows, for layers whose entries are of `rate`
+    tokens each. Integers are rounded down, so what is made of a number below 0 is below 0 too."""
 
-    tokens: int  # of a block
-    rate: int
-    positions: fx.Node  # [T]
-    slots: fx.Node  # [T], of tokens: block * tokens + offset
-    extra: int  # rows of a block for entries
-    context: fx.Node  # [R], in rows
-    token_rows: fx.Node  # [T] slots of tokens
-    entry_rows: fx.Node  # [T] slots of the entries that end with them, or -1
+    def __init__(self, graph: fx.Graph, tokens: int, rate: int) -> None:
+        self.graph = graph
+        self.tokens = tokens  # of a block
+        self.rate = rate
+        self.extra = -(-tokens // rate)  # rows of a block for entries
+        self.positions = step_input(graph, "positions")  # [T]
+        self.slots = step_input(graph, "slot_mapping")  # [T], of tokens: block * tokens + offset
+        self._made: dict[Any, fx.Node] = {}
 
-    @staticmethod
-    def of(graph: fx.Graph, tokens: int, rate: int) -> _Step:
-        positions, slots = step_input(graph, "positions"), step_input(graph, "slot_mapping")
-        lengths = step_input(graph, "context_len")
-        extra = -(-tokens // rate)
-        m = _Numbers(graph)
-        # each block up to the last has its entries before its tokens
-        context = m.add(lengths, m.times(m.over(m.add(lengths, tokens - 1), tokens), extra))
-        rows = tokens + extra
-        base = m.times(m.over(slots, tokens), rows)
-        # rows of what has a negative slot are negative too
-        token_rows = m.add(m.add(base, m.rest(slots, tokens)), extra)
-        step = _Step(tokens, rate, positions, slots, extra, context, token_rows, token_rows)
-        step.entry_rows = step.ending(graph, rows)
-        return step
+    def once(self, what: Callable[..., fx.Node], *given: int) -> fx.Node:
+        """What a method returns, emitted for the first of the layers that ask for it."""
+        key = (what.__name__, *given)
+        if key not in self._made:
+            self._made[key] = what(self, *given)
+        return self._made[key]
 
-    def ending(self, graph: fx.Graph, rows: int) -> fx.Node:
+    def context(self) -> fx.Node:
+        """[R]: rows of the contexts. Blocks have their entries before their tokens."""
+        m, length = _Numbers(self.graph), step_input(self.graph, "context_len")
+        blocks = m.over(m.add(length, self.tokens - 1), self.tokens)
+        return m.add(length, m.times(blocks, self.extra))
+
+    def slots_of_rows(self) -> fx.Node:
+        """[2 * T]: where the tokens go, then the entries that end with them."""
+        own = self._row(self.slots)
+        return _joined(self.graph, [own, self.ending(self.tokens + self.extra)], 0)
+
+    def ending(self, rows: int) -> fx.Node:
         """[T]: where the entry goes that ends with a token, in blocks of so many rows, or -1."""
-        m = _Numbers(graph)
+        m = _Numbers(self.graph)
+        # entries of its block before it: those in all blocks up to it, but those before its block
         first = m.over(m.times(m.over(self.positions, self.tokens), self.tokens), self.rate)
-        number = m.over(self.positions, self.rate)
-        inside = m.sub(number, first)  # the entries of its block before it
+        inside = m.sub(m.over(self.positions, self.rate), first)
         row = m.add(m.times(m.over(self.slots, self.tokens), rows), inside)
-        is_last = emit(graph, aten.eq.Scalar, m.rest(self.positions, self.rate), self.rate - 1)
-        is_live = emit(graph, aten.ge.Scalar, self.slots, 0)
-        is_written = emit(graph, aten.logical_and.default, is_last, is_live)
-        return emit(graph, aten.where.ScalarOther, is_written, row, -1)
+        is_last = m.equal(m.rest(self.positions, self.rate), self.rate - 1)
+        is_live = emit(self.graph, aten.ge.Scalar, self.slots, 0)
+        is_written = emit(self.graph, aten.logical_and.default, is_last, is_live)
+        return emit(self.graph, aten.where.ScalarOther, is_written, row, -1)
 
-    def rows_of(self, graph: fx.Graph, number: fx.Node) -> fx.Node:
+    def rows_of(self, number: fx.Node) -> fx.Node:
         """Rows in a request's context of its entries, by their numbers; of -1 less than 0."""
-        m = _Numbers(graph)
+        m = _Numbers(self.graph)
         block = m.over(m.add(m.times(number, self.rate), self.rate - 1), self.tokens)
         first = m.over(m.times(block, self.tokens), self.rate)
         return m.add(m.times(block, self.tokens + self.extra), m.sub(number, first))
 
-    def all_entries(self, graph: fx.Graph, count: int) -> fx.Node:
+    def all_entries(self, count: int) -> fx.Node:
         """[T, count]: rows of the entries that each token sees, or -1."""
-        m = _Numbers(graph)
-        number = emit(graph, aten.reshape.default, m.count(self.positions, count), [1, count])
+        m = _Numbers(self.graph)
+        number = m.count(self.positions, count)
         ended = m.column(m.over(m.add(self.positions, 1), self.rate))
-        is_seen = emit(graph, aten.lt.Tensor, number, ended)
-        return emit(graph, aten.where.ScalarOther, is_seen, self.rows_of(graph, number), -1)
+        is_seen = emit(self.graph, aten.lt.Tensor, number, ended)
+        return emit(self.graph, aten.where.ScalarOther, is_seen, self.rows_of(number), -1)
 
-    def window(self, graph: fx.Graph, size: int) -> fx.Node:
+    def window(self, size: int) -> fx.Node:
         """[T, size]: rows of a token and those before it; below 0 where there are none."""
-        m = _Numbers(graph)
-        back = emit(graph, aten.reshape.default, m.count(self.positions, size), [1, size])
-        place = m.sub(m.column(self.positions), back)
-        block = m.times(m.over(place, self.tokens), self.tokens + self.extra)
-        return m.add(m.add(block, m.rest(place, self.tokens)), self.extra)
+        m = _Numbers(self.graph)
+        return self._row(m.sub(m.column(self.positions), m.count(self.positions, size)))
+
+    def _row(self, token: fx.Node) -> fx.Node:
+        """The row of a token, by its place among tokens of blocks."""
+        m = _Numbers(self.graph)
+        block = m.times(m.over(token, self.tokens), self.tokens + self.extra)
+        return m.add(m.add(block, m.rest(token, self.tokens)), self.extra)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +170,13 @@ class _Numbers:
     def column(self, a: fx.Node) -> fx.Node:
         return emit(self.graph, aten.unsqueeze.default, a, 1)
 
+    def equal(self, a: fx.Node, b: int) -> fx.Node:
+        return emit(self.graph, aten.eq.Scalar, a, b)
+
     def count(self, like: fx.Node, n: int) -> fx.Node:
-        """0, 1, ... n - 1"""
-        ones = emit(self.graph, aten.new_ones.default, like, [n])
-        return self.sub(emit(self.graph, aten.cumsum.default, ones, 0), 1)
+        """[1, n]: 0, 1, ... n - 1"""
+        ones = emit(self.graph, aten.new_ones.default, like, [1, n])
+        return self.sub(emit(self.graph, aten.cumsum.default, ones, 1), 1)
 
 
 def _leave_window(graph: fx.Graph, marker: fx.Node) -> None:
@@ -194,7 +209,7 @@ def _choose(graph: fx.Graph, marker: fx.Node, step: _Step) -> fx.Node:
         key=given.index_key,
         weights=given.index_weights,
         key_cache=add_input(graph, f"index_cache_{layer}", role, empty),
-        slot_mapping=step.ending(graph, rows),
+        slot_mapping=step.once(_Step.ending, rows),
         **{name: step_input(graph, name) for name in names},
         top_k=given.top_k,
         rate=step.rate,
@@ -227,9 +242,9 @@ def _page(
         value=emit(graph, aten.slice.Tensor, rows, 2, 0, 0),
         key_cache=given.key_cache,
         value_cache=given.value_cache,
-        slot_mapping=_joined(graph, [step.token_rows, step.entry_rows], 0),
+        slot_mapping=step.once(_Step.slots_of_rows),
     )
-    near = step.window(graph, given.window)
+    near = step.once(_Step.window, given.window)
     int32 = [emit(graph, aten.to.dtype, n, torch.int32) for n in (near, shown)]
     chosen = emit(graph, aten.unsqueeze.default, _joined(graph, int32, 1), 1)
     out = emit(
@@ -239,7 +254,7 @@ def _page(
         key_cache=given.key_cache,
         value_cache=given.key_cache,  # entries and tokens are their own values
         query_start=step_input(graph, "query_start"),
-        context_len=step.context,
+        context_len=step.once(_Step.context),
         block_table=step_input(graph, "block_table"),
         scale=given.scale,
         window=0,

@@ -95,6 +95,7 @@ def pipeline(
             block_size=options.block_size,
             max_positions=options.max_positions,
             cache_dtype=CACHE_DTYPES[options.kv_cache_dtype],
+            long_texts=options.long_text_from > 0,
         ),
         # after find_indexers: layers whose keys it chooses stay
         absorb_mla(unwanted=_keeps_heads(options)),
