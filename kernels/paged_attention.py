@@ -214,6 +214,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_case(mixed, 6, 2, 40, 36, 16, device, dtype, chosen=20, sinks=True, softcap=5.0)
     yield make_case([(1, 170), (3, 90)], 4, 1, 64, 64, 16, device, dtype, chosen=80, cache=FP8[0])
     yield make_case(mixed, 8, 2, 32, 32, 8, device, dtype, chosen=3, groups=2, sparse_block_size=4)
+    # blocks with rows beside those of their tokens (page_entries)
+    yield make_case(mixed, 4, 1, 32, 32, 17, device, dtype, chosen=12, sinks=True)
     yield make_case(mixed, 16, 1, 40, 32, 8, device, dtype, shared=True)
     yield make_case(mixed, 6, 2, 72, 64, 16, device, dtype, shared=True, window=7, sinks=True)
     yield make_case(mixed, 4, 1, 48, 40, 8, device, dtype, shared=True, cache=FP8[0])

@@ -96,7 +96,8 @@ def build(
     interface.choose_all_keys(module)
     use_sorted_experts(module)
     use_expert_loops(module)
-    use_compressors(module)
+    if attention == interface.NAME:  # others would see rows that are no entries
+        use_compressors(module)
     buffers = materialize_buffers(module) | computed_tables(module)
     text = getattr(config, "get_text_config", lambda: config)()
     context = context or getattr(text, "max_position_embeddings", None) or 0
