@@ -91,7 +91,6 @@ def make_case(
     step: StateStep,
     gen: torch.Generator,
     dtype: torch.dtype,
-    *,
     dim: int,
     width: int,
     series: int,
@@ -117,4 +116,4 @@ def make_case(
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     for step, gen in step_cases(device):
         for dim, width, series in ((5, 4, 2), (33, 3, 1), (16, 8, 2)):
-            yield make_case(step, gen, dtype, dim=dim, width=width, series=series)
+            yield make_case(step, gen, dtype, dim, width, series)

@@ -52,6 +52,6 @@ def state_cases(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
     if name == "pool_windows":
         dim, width = draw(st.sampled_from([3, 37, 130])), draw(st.integers(1, 7))
         series = draw(st.sampled_from([1, 2]))
-        return pool_windows.make_case(step, gen, dtype, dim=dim, width=width, series=series)
+        return pool_windows.make_case(step, gen, dtype, dim, width, series)
     of_vectors = linear_recurrence if name == "linear_recurrence" else decayed_softmax
     return of_vectors.make_case(step, gen, dtype, draw(st.sampled_from([1, 37, 130])))
