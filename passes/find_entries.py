@@ -29,7 +29,7 @@ def find_entries(gm: fx.GraphModule) -> Notes:
     graph = gm.graph
     for marker in calls(graph, attention.overload):
         given = arguments(marker)
-        parts = _parts(given.key)
+        parts = entries_behind(given.key)
         if parts is None:
             continue
         key, found = parts
@@ -58,7 +58,7 @@ def find_entries(gm: fx.GraphModule) -> Notes:
     return []
 
 
-def _parts(key: Any) -> tuple[fx.Node, fx.Node] | None:
+def entries_behind(key: Any) -> tuple[fx.Node, fx.Node] | None:
     """The keys of the tokens, and the call of `entries`, where keys are these two end to end."""
     if not is_call(key, aten.cat.default):
         return None
