@@ -183,11 +183,17 @@ def _with_kernels(graph: fx.GraphModule, kernels: Collection[str] | None) -> fx.
 
 
 class RoundedWeights:
-    """Another source's weights, rounded to a dtype before they are cast to the one asked for."""
+    """Another source's weights, rounded to a dtype before they are cast to the one asked for.
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
+    `own`: the dtypes of some by name, such as stay in float32 in a model of 16 bits.
+    """
+
+    def __init__(
+        self, source: WeightSource, dtype: torch.dtype, own: Mapping[str, torch.dtype]
+    ) -> None:
         self._source = source
         self._dtype = dtype
+        self._own = own
 
     def check(self, names: Iterable[str]) -> None:
         self._source.check(names)
@@ -198,7 +204,8 @@ class RoundedWeights:
         return self._source.blocks(name, to, part)
 
     def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
-        rounded = torch.empty(out.shape, dtype=self._dtype, device=out.device)
+        dtype = self._own.get(name, self._dtype)
+        rounded = torch.empty(out.shape, dtype=dtype, device=out.device)
         self._source.fill(name, rounded, part)
         out.copy_(rounded)
 
