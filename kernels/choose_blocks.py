@@ -100,7 +100,7 @@ def _case(
     *,
     padding: int = 0,
 ) -> Case:
-    query, key, _, *step, _ = choose_keys.make_case(
+    query, key, _, *step, _, _ = choose_keys.make_case(
         lengths, heads, dim, block_size, top_k, device, dtype, padding=padding
     )
     return (query, key, *step, top_k, sparse_block_size, recent)

@@ -29,6 +29,7 @@ def choose_keys(
     context_len: Tensor,
     block_table: Tensor,
     top_k: int,
+    rate: int = 1,
 ) -> Tensor:
     """query [T, H, D] of R requests laid end to end -> positions [T, top_k] int32.
 
@@ -39,6 +40,9 @@ def choose_keys(
 
     query_start, context_len and block_table as in `paged_attention`; a token of no request chooses
     none. Source: the "lightning indexer" (2025), whose positive scale changes no choice.
+    rate: a key stands for so many tokens. Of a request's keys those of every rate-th token have a
+    slot; the cache has them end to end. A token at position p scores the first (p + 1) // rate, and
+    what it chooses are their numbers.
     """
     block_size, num_keys = key_cache.shape[2], block_table.shape[1] * key_cache.shape[2]
     live = slot_mapping >= 0
@@ -50,12 +54,14 @@ def choose_keys(
         first, last = starts[r], starts[r + 1]
         if length == 0 or first == last:
             continue
-        blocks = block_table[r, : -(-length // block_size)].long()
-        keys = key_cache[blocks, 0].flatten(0, 1)[:length].float()
-        products = (query[first:last].float() @ keys.T).relu()  # [Q, H, length]
+        count = length // rate
+        blocks = block_table[r, : -(-count // block_size)].long()
+        keys = key_cache[blocks, 0].flatten(0, 1)[:count].float()
+        products = (query[first:last].float() @ keys.T).relu()  # [Q, H, count]
         scores = (weights[first:last, :, None] * products).sum(1)
-        position = torch.arange(length, device=query.device)
-        is_later = position > position[length - (last - first) :, None]
+        position = torch.arange(length - (last - first), length, device=query.device)
+        seen = (position + 1) // rate
+        is_later = torch.arange(count, device=query.device) >= seen[:, None]
         scores = scores.masked_fill(is_later, float("-inf"))
         best = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
         best = best.masked_fill(is_later.gather(1, best), num_keys).sort(dim=1).values
@@ -67,17 +73,18 @@ def make_case(
     lengths: list[tuple[int, int]],  # (new tokens, context after the step) of each request
     heads: int,
     dim: int,
-    block_size: int,
+    block_size: int,  # keys of a block
     top_k: int,
     device: torch.device,
     dtype: torch.dtype,
     *,
     padding: int = 0,  # tokens of no request, at the end
+    rate: int = 1,
     seed: int = 0,
 ) -> Case:
     """Random inputs with shuffled blocks; what the step has yet to write holds NaN."""
     gen = torch.Generator(device="cpu").manual_seed(seed)
-    need = [-(-context // block_size) for _, context in lengths]
+    need = [-(-context // (block_size * rate)) for _, context in lengths]
     order = torch.randperm(sum(need) + 1, generator=gen).tolist()
     cache = torch.full((len(order), 1, block_size, dim), float("nan"))
     table = torch.zeros(len(lengths), max([*need, 1]), dtype=torch.int32)
@@ -85,8 +92,11 @@ def make_case(
     for r, (new, context) in enumerate(lengths):
         blocks = [order.pop() for _ in range(need[r])]
         table[r, : need[r]] = torch.tensor(blocks, dtype=torch.int32)
-        places = [blocks[i // block_size] * block_size + i % block_size for i in range(context)]
-        for place in places[: context - new]:
+        keys = [(i + 1) // rate - 1 if i % rate == rate - 1 else -1 for i in range(context)]
+        places = [
+            -1 if i < 0 else blocks[i // block_size] * block_size + i % block_size for i in keys
+        ]
+        for place in (p for p in places[: context - new] if p >= 0):
             row = torch.randn(dim, generator=gen)
             cache[place // block_size, 0, place % block_size] = row
         slots += places[context - new :]
@@ -103,6 +113,7 @@ def make_case(
         torch.tensor([context for _, context in lengths], dtype=torch.int32, device=device),
         table.to(device),
         top_k,
+        rate,
     )
 
 
@@ -114,3 +125,4 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_case(mixed, 5, 40, 16, 12, device, dtype)
     yield make_case([(1, 200), (2, 90)], 16, 64, 16, 64, device, dtype)
     yield make_case([(3, 20)], 4, 36, 16, 100, device, dtype)  # more than there are
+    yield make_case([*mixed, (7, 90)], 5, 40, 4, 6, device, dtype, padding=2, rate=4)

@@ -70,10 +70,15 @@ def paged_attention(
         first_query = length - (last - first)
         seen = first_visible(first_query, window, chunk)
         key_pos = torch.arange(seen, length, device=query.device)
+        values = cached_rows(value_cache, v_scale, block_table[r], seen, length)
+        allowed = None
+        if chosen is not None:
+            allowed = among(chosen[first:last], sparse_block_size, length)
+            values = values.masked_fill(~allowed.any(1).T[:, :, None], 0.0)
         out[first:last] = attend(
             query[first:last],
             cached_rows(key_cache, k_scale, block_table[r], seen, length),
-            cached_rows(value_cache, v_scale, block_table[r], seen, length),
+            values,
             key_pos[first_query - seen :],
             key_pos,
             scale,
@@ -82,7 +87,7 @@ def paged_attention(
             softcap,
             sinks,
             slopes,
-            None if chosen is None else among(chosen[first:last], sparse_block_size, length),
+            allowed,
         )
     return out
 
@@ -209,6 +214,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_case(mixed, 6, 2, 40, 36, 16, device, dtype, chosen=20, sinks=True, softcap=5.0)
     yield make_case([(1, 170), (3, 90)], 4, 1, 64, 64, 16, device, dtype, chosen=80, cache=FP8[0])
     yield make_case(mixed, 8, 2, 32, 32, 8, device, dtype, chosen=3, groups=2, sparse_block_size=4)
+    # blocks with rows beside those of their tokens (page_entries)
+    yield make_case(mixed, 4, 1, 32, 32, 17, device, dtype, chosen=12, sinks=True)
     yield make_case(mixed, 16, 1, 40, 32, 8, device, dtype, shared=True)
     yield make_case(mixed, 6, 2, 72, 64, 16, device, dtype, shared=True, window=7, sinks=True)
     yield make_case(mixed, 4, 1, 48, 40, 8, device, dtype, shared=True, cache=FP8[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -169,8 +169,8 @@ def _share(
                 if old is not shared[part]:
                     old.replace_all_uses_with(shared[part])
     for place, parts in owners.items():
-        for part, node in parts.items():
-            node.meta["input"] = CacheInput(layer=place, part="key" if part == "key" else "value")
+        for node in parts.values():
+            node.meta["input"] = replace(node.meta["input"], layer=place)
     kept = {node for parts in owners.values() for node in parts.values()}
     for parts in layers.values():
         for node in parts.values():

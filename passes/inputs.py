@@ -31,11 +31,13 @@ class StepInput:
 class CacheInput:
     """One half of a layer's paged cache. `layer` counts attention calls in execution order.
 
-    After them come the caches of sparse indexers, which have keys alone.
+    After them come the caches of sparse indexers, which have keys alone. `tokens`: those of a
+    block, where its rows are others (page_entries); 0: a row is a token.
     """
 
     layer: int
     part: Literal["key", "value"]
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,10 +38,16 @@ class CacheSpec:
     head_dim: int
     v_head_dim: int  # 0: keys alone; of a sparse indexer, or values are a part of them
     dtype: torch.dtype
+    rows: int = 1  # for so many tokens of a block
+    tokens: int = 1
 
     @property
     def bytes_per_token(self) -> int:
-        return self.kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
+        row = self.kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
+        return -(-row * self.rows // self.tokens)
+
+    def block_rows(self, block_size: int) -> int:
+        return block_size * self.rows // self.tokens
 
 
 @graph_pass(required=True)

@@ -15,6 +15,7 @@ from llmc.passes.canonicalize import canonicalize
 from llmc.passes.feed_head import feed_head
 from llmc.passes.find_attention import find_attention
 from llmc.passes.find_convolutions import find_convolutions
+from llmc.passes.find_entries import find_entries
 from llmc.passes.find_indexers import find_indexers
 from llmc.passes.find_key_biases import find_key_biases
 from llmc.passes.find_linear_attention import find_linear_attention
@@ -29,6 +30,7 @@ from llmc.passes.last_token_logits import last_token_logits
 from llmc.passes.logits_processors import LogitsProcessor, processor_passes
 from llmc.passes.merge_linears import merge_linears
 from llmc.passes.page_attention import page_attention
+from llmc.passes.page_entries import page_entries
 from llmc.passes.pool import pool, running_pool
 from llmc.passes.quantize_linears import quantize_linears
 from llmc.passes.round_activations import round_activations
@@ -88,6 +90,13 @@ def pipeline(
             max_positions=options.max_positions, block_size=options.block_size
         ),
         find_key_biases(max_positions=options.max_positions, block_size=options.block_size),
+        find_entries(),
+        page_entries(  # before page_attention: it leaves attention where texts have no entries
+            block_size=options.block_size,
+            max_positions=options.max_positions,
+            cache_dtype=CACHE_DTYPES[options.kv_cache_dtype],
+            long_texts=options.long_text_from > 0,
+        ),
         # after find_indexers: layers whose keys it chooses stay
         absorb_mla(unwanted=_keeps_heads(options)),
         page_attention(

@@ -11,6 +11,7 @@ from llmc.kernels.causal_conv import causal_conv
 from llmc.kernels.decayed_softmax import decayed_softmax
 from llmc.kernels.delta_rule import delta_rule
 from llmc.kernels.linear_recurrence import linear_recurrence
+from llmc.kernels.pool_windows import pool_windows
 from llmc.kernels.registry import Op
 from llmc.kernels.running_max import running_max
 from llmc.kernels.selective_scan import selective_scan
@@ -25,6 +26,7 @@ STATE_OPS: tuple[Op, ...] = (
     linear_recurrence,
     decayed_softmax,
     running_max,
+    pool_windows,
 )
 
 
@@ -81,6 +83,8 @@ def _state_of(op: Op, marker: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
         sizes = (*val(given.x).shape[1:], val(given.b).shape[2])
     elif op is decayed_softmax:
         sizes = (3, *val(given.key).shape[1:])
+    elif op is pool_windows:
+        sizes = (2 * given.series - 1, 3, val(given.bias).shape[1] // given.series)
     else:
         sizes = tuple(val(given.x).shape[1:])
     return tuple(int(n) for n in sizes), torch.float32

@@ -352,6 +352,7 @@ ChooseArgs choose_args(const Tensor& query, const Tensor& key, const Tensor& key
   a.head_dim = dim;
   a.block_size = key_cache.size(2);
   a.top_k = top_k;
+  a.rate = 1;
   copy_strides(query, a.query_stride, 2);
   a.key_stride = key.stride(0);
   a.table_stride = block_table.stride(0);
@@ -363,9 +364,12 @@ ChooseArgs choose_args(const Tensor& query, const Tensor& key, const Tensor& key
 
 Tensor choose_keys(const Tensor& query, const Tensor& key, const Tensor& weights,
                    const Tensor& key_cache, const Tensor& slot_mapping, const Tensor& query_start,
-                   const Tensor& context_len, const Tensor& block_table, int64_t top_k) {
+                   const Tensor& context_len, const Tensor& block_table, int64_t top_k,
+                   int64_t rate) {
   ChooseArgs a = choose_args(query, key, key_cache, slot_mapping, query_start, context_len,
                              block_table, top_k);
+  TORCH_CHECK(rate > 0, "rate must be positive, got ", rate);
+  a.rate = rate;
   check(weights, "weights", at::kFloat, 2);
   TORCH_CHECK(weights.size(0) == a.tokens && weights.size(1) == a.heads,
               "weights ", weights.sizes(), " do not fit query ", query.sizes());

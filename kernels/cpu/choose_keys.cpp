@@ -192,7 +192,7 @@ void choose_keys(const ChooseArgs& a) {
   for (int64_t r = 0; r < a.requests; ++r) {
     const int64_t first = a.query_start[r], last = a.query_start[r + 1], length = a.context_len[r];
     for (int64_t t = first; t < last && length > 0; ++t) {
-      const int64_t sees = length - (last - t) + 1;
+      const int64_t sees = (length - (last - t) + 1) / a.rate;
       const int64_t among = (sees + size - 1) / size;
       if (among <= a.top_k) {
         for (int64_t row = t * rows; row < (t + 1) * rows; ++row)

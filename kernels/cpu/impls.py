@@ -26,6 +26,7 @@ from llmc.kernels.latent_attention import latent_attention
 from llmc.kernels.linear import linear
 from llmc.kernels.linear_recurrence import linear_recurrence
 from llmc.kernels.paged_attention import paged_attention
+from llmc.kernels.pool_windows import pool_windows
 from llmc.kernels.prepare_step import prepare_step
 from llmc.kernels.process_logits import process_logits
 from llmc.kernels.quantized_embedding import quantized_embedding
@@ -170,6 +171,10 @@ def _with_slots(
     )
 
 
+def _pool_windows(*, series: int, **inputs: Tensor | None) -> bool:
+    return series in (1, 2) and _with_slots(**inputs)
+
+
 def _causal_conv(
     *, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, **bounds: Tensor | None
 ) -> bool:
@@ -211,6 +216,7 @@ _SUPPORTS: tuple[tuple[Op, Fn], ...] = (
     (selective_scan, _with_slots),
     (linear_recurrence, _with_slots),
     (decayed_softmax, _with_slots),
+    (pool_windows, _pool_windows),
 )
 
 

@@ -109,6 +109,7 @@ struct ChooseArgs {
   const int32_t *query_start, *context_len, *block_table;
   int32_t* out;  // [T, top_k], or [T, heads, top_k], dense
   int64_t tokens, requests, heads, head_dim, block_size, top_k, sparse_block_size, recent;
+  int64_t rate;  // tokens that a key stands for
   int64_t query_stride[2], key_stride, weight_stride, table_stride;
   int64_t cache_stride[2];  // block, slot
   int threads;

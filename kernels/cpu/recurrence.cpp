@@ -1,6 +1,7 @@
-// linear_recurrence and decayed_softmax: the state is a vector or three, brought from token to token
-// where it lies, some channels at a time.
+// linear_recurrence, decayed_softmax and pool_windows: the state is some vectors, brought from token
+// to token where it lies, some channels at a time.
 #include <algorithm>
+#include <cstring>
 
 #include "parallel.h"
 #include "state.h"
@@ -78,6 +79,67 @@ void mix(const MixArgs& a, const Span& s, int64_t first, int64_t last) {
   }
 }
 
+// Of a softmax over tokens: the highest logit, the sum of weights, the weighted sum of values.
+void clear(float* sums, int64_t all, int64_t n) {
+  std::fill(sums, sums + n, kLowest);
+  std::fill(sums + all, sums + all + n, 0.0f);
+  std::fill(sums + 2 * all, sums + 2 * all + n, 0.0f);
+}
+
+void add(float* sums, int64_t all, int64_t n, const float* logit, const float* value) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const v16f highest = load_to(sums + i, n - i), x = load(logit + i);
+    const v16f top = vmax(highest, x), kept = exp_lanes(highest - top), own = exp_lanes(x - top);
+    store_to(sums + all + i, kept * load_to(sums + all + i, n - i) + own, n - i);
+    const v16f above = kept * load_to(sums + 2 * all + i, n - i) + own * load(value + i);
+    store_to(sums + 2 * all + i, above, n - i);
+    store_to(sums + i, top, n - i);
+  }
+}
+
+// The result of a softmax whose tokens are in two parts, or twice in the same one.
+void finish(const float* one, const float* other, int64_t all, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const v16f a = load_to(one + i, n - i), b = load_to(other + i, n - i), top = vmax(a, b);
+    const v16f of_a = exp_lanes(a - top), of_b = exp_lanes(b - top);
+    const v16f below = of_a * load_to(one + all + i, n - i) + of_b * load_to(other + all + i, n - i);
+    const v16f above =
+        of_a * load_to(one + 2 * all + i, n - i) + of_b * load_to(other + 2 * all + i, n - i);
+    store(out + i, above / below);
+  }
+}
+
+void pool(const PoolArgs& a, const Span& s, int64_t first, int64_t last) {
+  alignas(64) float value[kTile], gate[kTile], bias[kTile];
+  const int64_t n = last - first, all = a.channels, parts = 2 * a.series - 1;
+  float* state = a.state + s.slot * parts * 3 * all + first;
+  auto part = [&](int64_t i) { return state + i * 3 * all; };
+  if (s.fresh)
+    for (int64_t i = 0; i < parts; ++i) clear(part(i), all, n);
+  for (int64_t t = s.first; t < s.last; ++t) {
+    const int64_t j = (s.place + t - s.first) % a.width;
+    if (j == 0) {
+      if (a.series == 2)
+        for (int64_t k = 0; k < 3; ++k)
+          std::memcpy(part(0) + k * all, part(1) + k * all, n * sizeof(float));
+      for (int64_t i = parts - a.series; i < parts; ++i) clear(part(i), all, n);
+    }
+    for (int64_t i = 0; i < a.series; ++i) {
+      widen(a.value, t, 0, i * all + first, n, value);
+      widen(a.gate, t, 0, i * all + first, n, gate);
+      widen(a.bias, j, 0, i * all + first, n, bias);
+      for (int64_t c = 0; c < n; c += kLanes) store(gate + c, load(gate + c) + load(bias + c));
+      add(part(parts - a.series + i), all, n, gate, value);
+    }
+    if (j == a.width - 1) {
+      finish(part(0), part(parts - 1), all, n, value);
+    } else {
+      std::fill(value, value + kTile, 0.0f);
+    }
+    narrow(a.value.dtype, a.out, t * all + first, n, value);
+  }
+}
+
 }  // namespace
 
 void linear_recurrence(const RecurrenceArgs& a) {
@@ -88,6 +150,11 @@ void linear_recurrence(const RecurrenceArgs& a) {
 void decayed_softmax(const MixArgs& a) {
   by_channels(a.step, a.channels, 16, a.threads,
               [&](const Span& s, int64_t first, int64_t last) { mix(a, s, first, last); });
+}
+
+void pool_windows(const PoolArgs& a) {
+  by_channels(a.step, a.channels, 16 * a.series, a.threads,
+              [&](const Span& s, int64_t first, int64_t last) { pool(a, s, first, last); });
 }
 
 }  // namespace llmc

@@ -6,11 +6,14 @@
 #include "kernels.h"
 #include "vec.h"
 
+#include <algorithm>
+
 namespace llmc {
 
 struct Span {  // a request's tokens [first, last), its slot, and whether it starts from zero
   int64_t first, last, slot;
   bool fresh;
+  int64_t place;  // of the first token in the request
 };
 
 struct Step {
@@ -20,7 +23,8 @@ struct Step {
 
   Span span(int64_t request) const {
     const int64_t first = query_start[request], last = query_start[request + 1];
-    return {first, last, slot[request], context_len[request] <= last - first};
+    const int64_t before = context_len[request] - (last - first);
+    return {first, last, slot[request], before <= 0, std::max<int64_t>(before, 0)};
   }
   int64_t tokens_each() const { return requests ? (tokens + requests - 1) / requests : 0; }
 };
@@ -75,6 +79,15 @@ struct MixArgs {
   int threads;
 };
 
+struct PoolArgs {
+  Step step;
+  TokenRows value, gate, bias;  // [T, series * C] twice, and [width, series * C]
+  float* state;                 // [slots, 2 * series - 1, 3, C] dense
+  void* out;                    // [T, C] like value, dense
+  int64_t channels, width, series;
+  int threads;
+};
+
 constexpr int64_t kMaxTaps = 16;
 
 struct ConvArgs {  // all of one dtype
@@ -90,6 +103,7 @@ void delta_rule(const DeltaArgs&);
 void selective_scan(const ScanArgs&);
 void linear_recurrence(const RecurrenceArgs&);
 void decayed_softmax(const MixArgs&);
+void pool_windows(const PoolArgs&);
 void causal_conv(const ConvArgs&);
 
 LLMC_INLINE int64_t whole_vectors(int64_t n) {  // n rounded up

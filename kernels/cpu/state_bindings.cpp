@@ -151,12 +151,32 @@ Tensor decayed_softmax(const Tensor& key, const Tensor& value, const Tensor& dec
   return out;
 }
 
+Tensor pool_windows(const Tensor& value, const Tensor& gate, const Tensor& bias, int64_t series,
+                    const optional<Tensor>& state, const optional<Tensor>& query_start,
+                    const optional<Tensor>& context_len, const optional<Tensor>& request_row) {
+  TORCH_CHECK((series == 1 || series == 2) && value.dim() == 2 && bias.dim() == 2 &&
+                  bias.size(0) > 0 && value.size(1) % series == 0,
+              "value ", value.sizes(), " and bias ", bias.sizes(), " do not fit ", series,
+              " series of 1 or 2");
+  const int64_t tokens = value.size(0), width = bias.size(0), all = value.size(1);
+  const int64_t channels = all / series;
+  Tensor v, g, b, out = at::empty({tokens, channels}, value.scalar_type());
+  kernels->pool_windows({step_of(tokens, query_start, context_len, request_row),
+                         packed(value, "value", {tokens, all}, v),
+                         packed(gate, "gate", {tokens, all}, g),
+                         packed(bias, "bias", {width, all}, b),
+                         static_cast<float*>(slots(state, at::kFloat, {2 * series - 1, 3, channels})),
+                         out.data_ptr(), channels, width, series, at::num_threads()});
+  return out;
+}
+
 const at::Ops kOps = {
     {"causal_conv", &at::boxed<&causal_conv>},
     {"delta_rule", &at::boxed<&delta_rule>},
     {"selective_scan", &at::boxed<&selective_scan>},
     {"linear_recurrence", &at::boxed<&linear_recurrence>},
     {"decayed_softmax", &at::boxed<&decayed_softmax>},
+    {"pool_windows", &at::boxed<&pool_windows>},
 };
 
 }  // namespace

@@ -45,12 +45,13 @@ def rank_kernel(
     query_token, query_head, weight_token, kc_block, kc_slot, table_row,
     first_token, num_rows, num_keys,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, RATE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """ranks [tokens, num_keys] of some tokens, from first_token on."""
     token = first_token + tl.program_id(0)
     row, position = request_of(token, query_start, context_len, num_rows, ROWS)
+    position = (position + 1) // RATE - 1  # of the last key that it sees
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rank = tl.full([BLOCK_N], -(1 << 63), tl.int64)
     if tl.program_id(1) * BLOCK_N <= position:
@@ -89,6 +90,7 @@ def plan_ranks(
     block_table: Tensor,
     first: int,
     count: int,
+    rate: int = 1,
 ) -> Plan[Tensor]:
     """Ranks [count, keys] int64 of tokens from `first` on, over the longest context there is."""
     _, heads, dim = query.shape
@@ -110,6 +112,7 @@ def plan_ranks(
             "HEADS": heads, "HEADS_PAD": power_of_2(heads, 16),
             "DIM": dim, "DIM_PAD": power_of_2(dim, 16),
             "BLOCK_SIZE": block_size, "BLOCK_N": _BLOCK_N, "ROWS": rows_capacity(rows),
+            "RATE": rate,
             "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
             "UPCAST": needs_upcast(query.dtype),
         },
@@ -147,6 +150,7 @@ def _run(
     context_len: Tensor,
     block_table: Tensor,
     top_k: int,
+    rate: int = 1,
 ) -> Tensor:
     write_keys(key, key_cache, slot_mapping)
     tokens, num_keys = query.shape[0], block_table.shape[1] * key_cache.shape[2]
@@ -156,7 +160,7 @@ def _run(
     for first in range(0, tokens, count):
         some = min(count, tokens - first)
         ranks = plan_ranks(
-            query, weights, key_cache, query_start, context_len, block_table, first, some
+            query, weights, key_cache, query_start, context_len, block_table, first, some, rate
         ).run()
         out[first : first + some, :k] = best_places(ranks, k)
     return out

@@ -25,6 +25,7 @@ from llmc.check.reference import Reference, run_reference
 from llmc.check.tokens import make_sequences, make_steps
 from llmc.check.variants import RoundedWeights, Subject, Variant, kernels_of
 from llmc.compiler.attention_fallback import capture_model
+from llmc.compiler.build import BuiltModel
 from llmc.config import EngineConfig
 from llmc.kernels.cpu.build import load
 from llmc.load_test.machine import package_versions
@@ -102,7 +103,9 @@ def check_model(
         detail += [f"{len(subject.steps)} steps", f"-O{identity.level}"]
     if reference.has_noise:
         with clock.phase("run llmc in float32") as detail:
-            found.append(_compare_float32(identity, reference, longest_prompt, adapters))
+            found.append(
+                _compare_float32(identity, reference, longest_prompt, adapters, subject.built)
+            )
     diagnosis = None
     wrong = [comparison for comparison in found if not comparison.is_good]
     if wrong:
@@ -127,11 +130,12 @@ def _compare_float32(
     reference: Reference,
     longest_prompt: int | None,
     adapters: Sequence[LoRARequest],
+    served: BuiltModel,
 ) -> Comparison:
     """The rewrite itself, free of the rounding that hides small mistakes in a short dtype."""
     exact = dataclasses.replace(identity, source=identity.source.in_dtype(torch.float32))
     return compare(
-        _subject(exact, longest_prompt, adapters, rounded_to=identity.source.dtype),
+        _subject(exact, longest_prompt, adapters, rounded_as=served),
         Reference(exact=reference.exact, rounded=reference.exact),
         identity.options.switches,
         level=0,
@@ -153,9 +157,9 @@ def _subject(
     identity: Identity,
     longest_prompt: int | None,
     adapters: Sequence[LoRARequest],
-    rounded_to: torch.dtype | None = None,
+    rounded_as: BuiltModel | None = None,
 ) -> Subject:
-    """`rounded_to`: the weights are first rounded to this dtype, as those that serve are."""
+    """`rounded_as`: the weights are first rounded as those of this model, which serves."""
     source = identity.source
     built = build_as_stored(source)
     captured = capture_model(built, source.device, outline=identity.options.outline)
@@ -179,7 +183,10 @@ def _subject(
             weights = DummyWeights(source.config.seed)
         else:
             weights = CheckpointWeights(built.module, source.open_tensors())
-        return weights if rounded_to is None else RoundedWeights(weights, rounded_to)
+        if rounded_as is None:
+            return weights
+        dtypes = {name: t.dtype for name, t in rounded_as.module.state_dict().items()}
+        return RoundedWeights(weights, rounded_as.dtype, dtypes)
 
     subject = Subject(
         built=built,
@@ -192,7 +199,7 @@ def _subject(
     )
     if not adapters:
         return subject
-    dtype = rounded_to or captured.dtype
+    dtype = (rounded_as or built).dtype
     return dataclasses.replace(subject, adapters=_read_adapters(subject, adapters, dtype))
 
 

@@ -27,6 +27,7 @@ from llmc.kernels.quantized_linear import Part, Quantization
 from llmc.kernels.registry import OPS
 from llmc.passes.base import Pass, run_passes
 from llmc.passes.canonicalize import canonicalize
+from llmc.passes.find_entries import find_entries
 from llmc.passes.find_key_biases import find_key_biases
 from llmc.passes.find_linear_attention import find_linear_attention
 from llmc.passes.lower_kernels import lower_kernels
@@ -104,7 +105,11 @@ class Subject:
 
         But for what says nothing by itself: loops for one number of tokens, masks without numbers.
         """
-        meant = (find_key_biases(max_positions=0, block_size=1), find_linear_attention())
+        meant = (
+            find_key_biases(max_positions=0, block_size=1),
+            find_entries(),
+            find_linear_attention(),
+        )
         graph, _ = run_passes(self.captured.graph, (canonicalize(), *meant, *passes))
         device = self.captured.device
         geometry = self._geometry(num_groups=1)
@@ -178,11 +183,17 @@ def _with_kernels(graph: fx.GraphModule, kernels: Collection[str] | None) -> fx.
 
 
 class RoundedWeights:
-    """Another source's weights, rounded to a dtype before they are cast to the one asked for."""
+    """Another source's weights, rounded to a dtype before they are cast to the one asked for.
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
+    `own`: the dtypes of some by name, such as stay in float32 in a model of 16 bits.
+    """
+
+    def __init__(
+        self, source: WeightSource, dtype: torch.dtype, own: Mapping[str, torch.dtype]
+    ) -> None:
         self._source = source
         self._dtype = dtype
+        self._own = own
 
     def check(self, names: Iterable[str]) -> None:
         self._source.check(names)
@@ -193,7 +204,8 @@ class RoundedWeights:
         return self._source.blocks(name, to, part)
 
     def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
-        rounded = torch.empty(out.shape, dtype=self._dtype, device=out.device)
+        dtype = self._own.get(name, self._dtype)
+        rounded = torch.empty(out.shape, dtype=dtype, device=out.device)
         self._source.fill(name, rounded, part)
         out.copy_(rounded)
 

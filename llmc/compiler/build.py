@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from llmc.compiler import interface
+from llmc.compiler.compressors import use_compressors
 from llmc.compiler.expert_loops import use_expert_loops
 from llmc.compiler.experts import use_sorted_experts
 from llmc.compiler.heads import make_module
@@ -95,6 +96,8 @@ def build(
     interface.choose_all_keys(module)
     use_sorted_experts(module)
     use_expert_loops(module)
+    if attention == interface.NAME:  # others would see rows that are no entries
+        use_compressors(module)
     buffers = materialize_buffers(module) | computed_tables(module)
     text = getattr(config, "get_text_config", lambda: config)()
     context = context or getattr(text, "max_position_embeddings", None) or 0

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from llmc.compiler.branches import same_code, sizes_in_doubt
 from llmc.compiler.build import BuiltModel, is_unset
+from llmc.compiler.compressors import no_masks
 from llmc.compiler.functional import make_functional
 from llmc.compiler.heads import HeadOutput
 from llmc.compiler.interface import KEY_CACHE, NAME, VALUE_CACHE, unpacked_positions
@@ -169,6 +170,7 @@ def _run_dynamo(model: nn.Module, head: Head, tokens: int) -> tuple[fx.GraphModu
             replaced_functions(model),
             traceable_torch(),
             unpacked_positions() if has_markers else nullcontext(),
+            no_masks(model),
         ):
             torch.compile(wrapper, backend=backend, fullgraph=True)(ids, positions)
     except _Captured:

@@ -217,10 +217,12 @@ def _caches(graph: fx.GraphModule) -> tuple[CacheSpec, ...]:
     """Cache shapes from the placeholders."""
     parts: dict[int, dict[str, tuple[int, int]]] = {}
     dtypes: dict[int, torch.dtype] = {}
+    rows: dict[int, tuple[int, int]] = {}
     for node in graph.graph.nodes:
         role = input_of(node)
         if isinstance(role, CacheInput):
-            _, heads, _, dim = node.meta["val"].shape
+            _, heads, block_rows, dim = node.meta["val"].shape
+            rows[role.layer] = (int(block_rows), role.tokens) if role.tokens else (1, 1)
             parts.setdefault(role.layer, {})[role.part] = (int(heads), int(dim))
             dtypes[role.layer] = node.meta["val"].dtype
     return tuple(
@@ -230,6 +232,8 @@ def _caches(graph: fx.GraphModule) -> tuple[CacheSpec, ...]:
             head_dim=part["key"][1],
             v_head_dim=part["value"][1] if "value" in part else 0,
             dtype=dtypes[layer],
+            rows=rows[layer][0],
+            tokens=rows[layer][1],
         )
         for layer, part in sorted(parts.items())
     )

@@ -167,7 +167,7 @@ def _dump_role(node: fx.Node, constants: _Constants) -> Json:
     if isinstance(role, StepInput):
         return {"kind": "step", "name": role.name}
     if isinstance(role, CacheInput):
-        return {"kind": "cache", "layer": role.layer, "part": role.part}
+        return {"kind": "cache", **asdict(role)}
     if isinstance(role, StateInput):
         return {"kind": "state", "call": role.call, "op": role.op}
     if isinstance(role, TapInput):
@@ -195,7 +195,7 @@ def _load_role(role: Json, constants: Mapping[str, Tensor]) -> Input:
         case "step":
             return StepInput(name=role["name"])
         case "cache":
-            return CacheInput(layer=role["layer"], part=role["part"])
+            return CacheInput(layer=role["layer"], part=role["part"], tokens=role["tokens"])
         case "state":
             return StateInput(call=role["call"], op=role["op"])
         case "tap":

@@ -15,6 +15,7 @@ from llmc.inspect.stages import Stage
 from llmc.kernels.attention import attention
 from llmc.kernels.expert_linear import expert_linear
 from llmc.passes.edit import arguments
+from llmc.passes.find_entries import entries_behind
 from llmc.passes.group_caches import is_attention
 from llmc.passes.inputs import CacheInput, StateInput, WeightInput, input_of, token_input
 
@@ -30,9 +31,12 @@ class AttentionFacts:
     window: int
     chunk: int
     extras: tuple[str, ...]
+    entry_tokens: int = 0  # that an entry beside the window stands for; 0: there are none
 
     @property
     def kind(self) -> str:
+        if self.entry_tokens:
+            return f"window {self.window:,}, entries of {self.entry_tokens:,}"
         if self.window:
             return f"window {self.window:,}"
         return f"chunk {self.chunk:,}" if self.chunk else "full"
@@ -121,7 +125,13 @@ def _written_bytes(node: fx.Node) -> int:
     if node.op != "call_function" or is_attention(node):
         return 0
     caches = [n for n in node.all_input_nodes if isinstance(input_of(n), CacheInput)]
-    return sum(num_bytes(n, skip=(0, 2)) for n in caches)  # [blocks, heads, block_size, dim]
+    return sum(_token_bytes(n) for n in caches)
+
+
+def _token_bytes(cache: fx.Node) -> int:
+    role = cache.meta["input"]
+    row = num_bytes(cache, skip=(0, 2))  # [blocks, heads, rows, dim]
+    return -(-row * int(cache.meta["val"].shape[2]) // role.tokens) if role.tokens else row
 
 
 def _attention(node: fx.Node) -> AttentionFacts:
@@ -135,8 +145,13 @@ def _attention(node: fx.Node) -> AttentionFacts:
         extras.append("ALiBi")
     if given.chosen is not None:
         extras.append("sparse indexer")
+    behind = entries_behind(given.key)
+    beside = None if behind is None else arguments(behind[1])
+    if beside is not None and beside.index_query is not None:
+        extras.append("sparse indexer")
     q, k, v = (_shape(n) for n in (given.query, given.key, given.value))
     return AttentionFacts(
+        entry_tokens=0 if beside is None else int(beside.rate),
         heads=q[1],
         kv_heads=k[1],
         head_dim=q[3],

@@ -213,7 +213,8 @@ def _cache_of(
     """How far back a layer must keep what it writes, and the bytes of a token."""
     if not config.passes.get("group_caches", True):
         return WHOLE, facts.kv_bytes_per_token
-    window, chunk = widest([(a.window, a.chunk) for a in facts.attention])
+    limits = [(0, 0) if a.entry_tokens else (a.window, a.chunk) for a in facts.attention]
+    window, chunk = widest(limits)
     return AttentionWindow(window=window, chunk=chunk).within(model_len), facts.kv_bytes_per_token
 
 

@@ -188,17 +188,22 @@ def _latent_operations(call: Call, request: RequestTokens) -> int:
 def _span(call: Call, request: RequestTokens) -> int:
     """Tokens of the request's cache that its queries see, each counted once."""
     first = request.context - request.new
-    seen = request.context - first_visible(first, *_windows(call))
+    seen = (request.context - first_visible(first, *_windows(call))) // _tokens_of_key(call)
     return min(seen, request.new * _most_chosen(call, request))
 
 
 def _pairs(call: Call, request: RequestTokens) -> int:
     """Queries times the keys that each of them sees."""
-    windows, most = _windows(call), _most_chosen(call, request)
+    windows, most, rate = _windows(call), _most_chosen(call, request), _tokens_of_key(call)
     return sum(
-        min(place + 1 - first_visible(place, *windows), most)
+        min((place + 1 - first_visible(place, *windows)) // rate, most)
         for place in range(request.context - request.new, request.context)
     )
+
+
+def _tokens_of_key(call: Call) -> int:
+    """How many tokens a key of an indexer stands for."""
+    return int(call.given.get("rate", 1))
 
 
 def _windows(call: Call) -> tuple[int, int]:

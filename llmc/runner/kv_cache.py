@@ -31,7 +31,7 @@ def allocate(
     """
 
     def half(spec: CacheSpec, dim: int) -> Tensor:
-        shape = (num_blocks, spec.kv_heads, block_size, dim)
+        shape = (num_blocks, spec.kv_heads, spec.block_rows(block_size), dim)
         return advise_huge_pages(torch.empty(shape, dtype=spec.dtype, device=device))
 
     return [(half(s, s.head_dim), half(s, s.v_head_dim)) for s in specs]

@@ -19,6 +19,7 @@ from llmc.check import check as check_module
 from llmc.check.certificate import Certificate, CertificateStore, fingerprint, from_json
 from llmc.check.check import check_model, find_certificate, fixed_config
 from llmc.check.identity import identify
+from llmc.check.variants import RoundedWeights
 from llmc.config import EngineConfig
 from llmc.kernels.registry import OPS, Impl
 from llmc.kernels.rms_norm import rms_norm
@@ -173,3 +174,22 @@ def test_other_weights_need_another_certificate(checkpoint: Path, tmp_path: Path
     assert fingerprint(same) == fingerprint(checkpoint) != fingerprint(other)
     assert identify(config(same)).key == identify(config(checkpoint)).key
     assert identify(config(other)).key != identify(config(checkpoint)).key
+
+
+class _Numbers:
+    """A weight source whose weights are all 1.001, which bfloat16 does not hold."""
+
+    def check(self, names: Any) -> None: ...
+
+    def blocks(self, name: str, to: Any, part: Any = None) -> Any: ...
+
+    def fill(self, name: str, out: torch.Tensor, part: Any = None) -> None:
+        out.fill_(1.001)
+
+
+def test_what_the_served_model_keeps_in_float32_is_not_rounded() -> None:
+    source = RoundedWeights(_Numbers(), torch.bfloat16, {"norm": torch.float32})
+    norm, linear = torch.empty(1), torch.empty(1)
+    source.fill("norm", norm)
+    source.fill("linear", linear)
+    assert norm.item() == pytest.approx(1.001) and linear.item() == 1.0

@@ -360,6 +360,7 @@ def test_state_ops_share_rows_among_threads(name: str, threads: int) -> None:
         "selective_scan": (300, 2, 1, 16, True),
         "linear_recurrence": (5000,),
         "decayed_softmax": (3000,),
+        "pool_windows": (1500, 4, 2),
     }
     make = sys.modules[f"llmc.kernels.{name}"].make_case
     x, *rest = make(step, gen, torch.float32, *sizes[name])

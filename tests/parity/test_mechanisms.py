@@ -20,6 +20,7 @@ MECHANISMS = {
     "llama4_text": "chunks, and queries scaled by positions that the model counts itself",
     "gemma3n_text": "several residual streams, sparse activations, layers that share a cache",
     "deepseek_v32": "latent attention, a sparse indexer",
+    "deepseek_v4": "entries that stand for several tokens beside a window, an indexer of these",
     "qwen3_next": "gated delta rule beside attention",
     "mamba2": "scan with a decay per head, no attention",
     "mamba": "scan with a state per channel, no attention",

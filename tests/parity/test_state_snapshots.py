@@ -27,6 +27,7 @@ KINDS = {
     "lfm2": "short convolutions beside attention",
     "recurrent_gemma": "linear recurrence beside a window",
     "mamba2": "Mamba-2 alone",
+    "deepseek_v4": "windows of tokens that become entries of the paged cache",
 }
 SIZE = tiny_engine.BLOCK_SIZE
 LEAST = LEAST_BLOCKS * SIZE  # 32

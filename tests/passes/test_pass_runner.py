@@ -26,9 +26,11 @@ REQUIRED = {
     "find_shifts",
     "find_positions",
     "find_attention",
+    "find_entries",
     "find_indexers",
     "find_key_biases",
     "find_linear_attention",
+    "page_entries",
     "last_token_logits",
     "append_sampler",
 }
@@ -81,6 +83,8 @@ def test_the_order_that_passes_rely_on() -> None:
         ("fuse_rms_norm", "fuse_rope_write"),
         ("page_attention", "fuse_rope_write"),
         ("find_indexers", "page_attention"),
+        ("find_entries", "page_entries"),
+        ("page_entries", "page_attention"),
         ("find_key_biases", "page_attention"),
         ("find_linear_attention", "slot_state"),
     ):

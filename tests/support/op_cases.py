@@ -23,6 +23,7 @@ from llmc.kernels import (  # noqa: F401
     delta_rule,
     draft_states,
     encoder_attention,
+    entries,
     fused_linear,
     image_attention,
     latent_attention,
@@ -30,6 +31,7 @@ from llmc.kernels import (  # noqa: F401
     paged_attention,
     place_rows,
     pool_tokens,
+    pool_windows,
     prepare_step,
     process_logits,
     quantized_embedding,
@@ -53,7 +55,7 @@ CPU = torch.device("cpu")
 # What talks to other ranks is torch.distributed's (tests/kernels/test_collectives.py), and markers
 # never run. What reads images, and max pooling, run in few steps, in torch.
 COLLECTIVES = {"all_reduce", "all_gather", "first_rank", "embed_shard", "shard_ids"}
-MARKERS = {"attention", "pool_tokens", "draft_states"}
+MARKERS = {"attention", "entries", "entry_attention", "pool_tokens", "draft_states"}
 WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *COLLECTIVES}
 WITHOUT_CPP = {*WITHOUT_KERNELS, "encoder_attention"}  # torch's attention serves each text
 WITHOUT_TRITON = {*WITHOUT_KERNELS, "bmm"}  # whose GPU version is torch's: cuBLAS

@@ -5,11 +5,25 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from llmc.kernels import causal_conv, decayed_softmax, delta_rule, linear_recurrence, selective_scan
+from llmc.kernels import (
+    causal_conv,
+    decayed_softmax,
+    delta_rule,
+    linear_recurrence,
+    pool_windows,
+    selective_scan,
+)
 from llmc.kernels.registry import Case
 from llmc.kernels.state_cases import make_step
 
-STATE_OPS = ("causal_conv", "delta_rule", "selective_scan", "linear_recurrence", "decayed_softmax")
+STATE_OPS = (
+    "causal_conv",
+    "delta_rule",
+    "selective_scan",
+    "linear_recurrence",
+    "decayed_softmax",
+    "pool_windows",
+)
 _PADDING = (1, 0)
 _REQUEST = st.tuples(st.integers(1, 19), st.integers(0, 3)).map(lambda x: (x[0], sum(x)))
 
@@ -35,5 +49,9 @@ def state_cases(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
         return selective_scan.make_case(
             step, gen, dtype, heads * groups, width, groups, size, per_state
         )
+    if name == "pool_windows":
+        dim, width = draw(st.sampled_from([3, 37, 130])), draw(st.integers(1, 7))
+        series = draw(st.sampled_from([1, 2]))
+        return pool_windows.make_case(step, gen, dtype, dim, width, series)
     of_vectors = linear_recurrence if name == "linear_recurrence" else decayed_softmax
     return of_vectors.make_case(step, gen, dtype, draw(st.sampled_from([1, 37, 130])))

@@ -29,6 +29,7 @@ from llmc.kernels.triton import (
     linear_recurrence,
     norm,
     paged_attention,
+    pool_windows,
     process_logits,
     quantized_embedding,
     quantized_expert_linear,
@@ -113,6 +114,15 @@ def chosen(
         meta(64, 64, 192), meta(64, 64 // group, 16, 192, dtype=cache),
         meta(64, 64 // group, 16, 128, dtype=cache), ints(65), ints(64), ints(64, 2048),
         ints(64, groups, 2048 // sparse_block), sparse_block, 192**-0.5, 0.0, sinks,
+    )  # fmt: skip
+
+
+def entries() -> Plan[Tensor]:
+    """Tokens of a window and entries of four tokens, each its own value, in blocks of 20 rows."""
+    cache = meta(64, 1, 20, 512)
+    return chosen_attention.plan(
+        meta(64, 64, 512), cache, cache, ints(65), ints(64), ints(64, 2048),
+        ints(64, 1, 128 + 512), 1, 512**-0.5, 0.0, meta(64),
     )  # fmt: skip
 
 
@@ -304,6 +314,12 @@ def recurrence(tokens: int, requests: int) -> Plan[Tensor]:
     )
 
 
+def pooling(tokens: int, requests: int, series: int, width: int) -> Plan[Tensor]:
+    x = meta(tokens, series * 512)
+    state = slots(requests, 2 * series - 1, 3, 512)
+    return pool_windows.plan(x, x, floats(width, series * 512), series, *state)
+
+
 def mixing(requests: int) -> Plan[Tensor]:
     x, fade = meta(requests, 4096), floats(4096)
     return decayed_softmax.plan(x, x, fade, fade, *slots(requests, 3, 4096))
@@ -326,6 +342,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     ),
     "attention chosen": lambda: chosen(4),
     "attention chosen fp8_e4m3 sinks": lambda: chosen(64, cache=FP8[0], sinks=meta(64)),
+    "attention chosen entries": entries,
     "attention chosen blocks": lambda: chosen(16, sparse_block=128),
     "choose_blocks": lambda: choose_blocks.plan_ranks(
         meta(64, 4, 128),
@@ -358,6 +375,17 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
         ints(64, 2048),
         0,
         64,
+    ),
+    "choose_keys of entries": lambda: choose_keys.plan_ranks(
+        meta(64, 64, 128),
+        floats(64, 64),
+        meta(64, 1, 4, 128),
+        ints(65),
+        ints(64),
+        ints(64, 2048),
+        0,
+        64,
+        4,
     ),
     "write_kv fp8_e5m2": lambda: write_kv.plan(
         meta(64, 8, 128), meta(64, 8, 128), *caches(64, FP8[1]), floats(8), floats(1)
@@ -433,6 +461,8 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "linear_recurrence decode": lambda: recurrence(64, 64),
     "linear_recurrence prefill": lambda: recurrence(4096, 4),
     "decayed_softmax": lambda: mixing(64),
+    "pool_windows": lambda: pooling(64, 64, 1, 128),
+    "pool_windows overlapping": lambda: pooling(4096, 4, 2, 4),
     "causal_conv decode": lambda: conv(64, 64),
     "causal_conv prefill": lambda: conv(4096, 4),
 }
@@ -472,6 +502,7 @@ SIZED: dict[str, Callable[[int], Plan[Any]]] = {
     "selective_scan": lambda n: scan(n, 80, 64, 128),
     "linear_recurrence": lambda n: recurrence(n, n),
     "decayed_softmax": mixing,
+    "pool_windows": lambda n: pooling(n, n, 2, 4),
     "causal_conv": lambda n: conv(n, n),
     "encoder_attention": lambda n: encoder(n, 4),
 }

@@ -1,0 +1,72 @@
+"""`entries` and `entry_attention`: markers of attention to tokens and to entries beside them.
+
+An entry is a key, and its value, that stands for several tokens. Captured code joins entries to the
+keys of the tokens, and hands both to attention: `entries` says what they are, `find_entries` makes
+`entry_attention` of the two, and `page_entries` puts both into one paged cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.attention import attend, visible
+from llmc.kernels.registry import op
+
+
+@op(shape="entry")
+def entries(
+    entry: Tensor,
+    index_query: Tensor | None,
+    index_key: Tensor | None,
+    index_weights: Tensor | None,
+    rate: int,
+    top_k: int,
+) -> Tensor:
+    """The entries [T, D] themselves, with all that `entry_attention` has to know of them."""
+    return entry.clone()
+
+
+def _shape(*, query: Tensor, entry: Tensor, **others: object) -> Tensor:
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, entry.shape[1])
+
+
+@op(shape=_shape)
+def entry_attention(
+    query: Tensor,
+    key: Tensor,
+    entry: Tensor,
+    index_query: Tensor | None,
+    index_key: Tensor | None,
+    index_weights: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    rate: int,
+    top_k: int,
+) -> Tensor:
+    """query [1, H, T, D], key [1, 1, T, D], entry [T, D] -> [1, T, H, D], over one sequence.
+
+    A softmax over the tokens within the window and over entries, both of which are their own
+    values. Row t of `entry` is one where t + 1 is a multiple of `rate`, and tokens from t on see
+    it. With an index they see the top_k of those that score highest, as in `choose_keys`:
+    index_query [T, H', Di], index_key [T, Di] by rows of `entry`, index_weights [T, H'] float32.
+    The caches are not read; sinks and softcap as in `paged_attention`.
+    """
+    pos = torch.arange(query.shape[2], device=query.device)
+    ends = pos % rate == rate - 1
+    seen = visible(pos, pos, 0, 0) & ends
+    if index_query is not None and index_key is not None and index_weights is not None:
+        products = torch.einsum("qhd,kd->qhk", index_query.float(), index_key.float()).relu()
+        scores = (index_weights[:, :, None] * products).sum(1).masked_fill(~seen, -torch.inf)
+        best = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+        seen = seen & torch.zeros_like(seen).scatter(1, best, True)
+    rows = torch.cat((key[0, 0], entry))[:, None]
+    shown = torch.cat((visible(pos, pos, window, 0), seen), dim=1)[None]
+    nowhere = torch.zeros_like(pos).repeat(2)
+    q = query[0].transpose(0, 1)
+    return attend(q, rows, rows, pos, nowhere, scale, 0, 0, softcap, sinks, None, shown)[None]

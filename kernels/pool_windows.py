@@ -1,0 +1,119 @@
+"""`pool_windows`: one entry for every few tokens, a softmax per channel over those it stands for.
+
+Compressed attention (2026) attends to such entries in place of older tokens. A softmax over tokens
+that come one after the other needs the highest logit so far, the sum of weights and the weighted
+sum of values: these are the state, and no token is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmc.kernels.packed import spans
+from llmc.kernels.registry import Case, op
+from llmc.kernels.state_cases import StateStep, step_cases
+
+_LOWEST = -1e38  # the highest logit before any token
+
+
+def _shape(*, value: Tensor, bias: Tensor, series: int, **others: object) -> Tensor:
+    return value.new_empty(value.shape[0], bias.shape[1] // series)
+
+
+@op(mutates=("state",), shape=_shape)
+def pool_windows(
+    value: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    series: int,
+    state: Tensor | None,
+    query_start: Tensor | None,
+    context_len: Tensor | None,
+    request_row: Tensor | None,
+) -> Tensor:
+    """value, gate [T, series * D] and bias [W, series * D] -> [T, D] in value's dtype.
+
+    A request's tokens are counted from 0, and every W of them are a window. The last token of a
+    window has its entry, other tokens zeros: sum over j of softmax(gate[j] + bias[j]) * value[j],
+    in float32, per channel. With one series j are the W tokens of the window. With two they are
+    those of the window before, of which the first D channels count, and those of this one, of which
+    the others count; the first window has none before it.
+
+    state [slots, 2 * series - 1, 3, D] float32: of each softmax that is under way (the first D
+    channels of the window before, then those of this one, then the others) the highest logit, the
+    sum of weights, and the weighted sum. Tokens and slots as in `packed`. Without a state: one
+    sequence that begins here.
+    """
+    width, dim = bias.shape[0], bias.shape[1] // series
+    out = value.new_zeros(value.shape[0], dim)
+    none = torch.tensor([_LOWEST, 0.0, 0.0], device=value.device)[:, None].expand(3, dim)
+    lengths = [] if context_len is None else context_len.tolist()
+    for r, s in enumerate(spans(value.shape[0], query_start, context_len, request_row)):
+        sums = [none] * (2 * series - 1)
+        place = 0
+        if state is not None and not s.fresh:
+            sums, place = list(state[s.row]), lengths[r] - (s.last - s.first)
+        for t in range(s.first, s.last):
+            j = place % width
+            if j == 0:
+                sums = [sums[1], none, none] if series == 2 else [none]
+            logits = (gate[t].float() + bias[j].float()).view(series, dim)
+            for i, logit in enumerate(logits):
+                at = len(sums) - series + i
+                sums[at] = _with(sums[at], logit, value[t].float().view(series, dim)[i])
+            if j == width - 1:
+                out[t] = _pooled(sums[0], sums[-1]).to(out.dtype)
+            place += 1
+        if state is not None:
+            state[s.row] = torch.stack(sums)
+    return out
+
+
+def _with(sums: Tensor, logit: Tensor, value: Tensor) -> Tensor:
+    """The sums [3, D] of a softmax with one more logit and value [D]."""
+    top = torch.maximum(sums[0], logit)
+    kept, own = torch.exp(sums[0] - top), torch.exp(logit - top)
+    return torch.stack((top, kept * sums[1] + own, kept * sums[2] + own * value))
+
+
+def _pooled(one: Tensor, other: Tensor) -> Tensor:
+    """The result [D] of one softmax whose logits are in two parts, or twice in the same one."""
+    top = torch.maximum(one[0], other[0])
+    weights = torch.exp(torch.stack((one[0], other[0])) - top)
+    below, above = (weights * torch.stack((one[i], other[i])) for i in (1, 2))
+    return above.sum(0) / below.sum(0)
+
+
+def make_case(
+    step: StateStep,
+    gen: torch.Generator,
+    dtype: torch.dtype,
+    dim: int,
+    width: int,
+    series: int,
+) -> Case:
+    """Random inputs; states are those of windows that have begun."""
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=gen).to(step.device, dtype)
+
+    state = step.state((2 * series - 1, 3, dim), gen, torch.float32)
+    state[:, :, 1] = state[:, :, 1].abs() + 0.5  # a sum of weights
+    return (
+        rand(step.num_tokens, series * dim),
+        rand(step.num_tokens, series * dim),
+        torch.randn(width, series * dim, generator=gen).to(step.device),
+        series,
+        state,
+        *step.inputs,
+    )
+
+
+@pool_windows.cases
+def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    for step, gen in step_cases(device):
+        for dim, width, series in ((5, 4, 2), (33, 3, 1), (16, 8, 2)):
+            yield make_case(step, gen, dtype, dim, width, series)
