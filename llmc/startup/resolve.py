@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_DEFAULT_CONTEXT = 2048  # where neither the config nor the user says
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -71,8 +72,8 @@ class ModelSource:
     def model_len(self) -> int:
         """The longest context: as configured, else the model's own."""
         most = self.pooling.max_tokens if self.pooling is not None else None
-        own = min(self.facts.context, most or self.facts.context)
-        return self.config.max_model_len or own
+        own = self.facts.context or _DEFAULT_CONTEXT
+        return self.config.max_model_len or min(own, most or own)
 
     @property
     def long_text_from(self) -> int | None:
@@ -199,7 +200,7 @@ def _open_tensors(
 
 
 def _check_model_len(config: EngineConfig, facts: ConfigFacts) -> None:
-    if config.max_model_len is not None and config.max_model_len > facts.context:
+    if config.max_model_len and facts.context and config.max_model_len > facts.context:
         why = ", of which a sparse indexer sees all (more is not served yet)"
         raise ConfigError(
             f"max_model_len {config.max_model_len} exceeds the model's context of {facts.context} "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
+import transformers as tf
 from tiny_models import make_config, save_checkpoint
 
 from llmc.config import EngineConfig
@@ -144,6 +146,14 @@ def test_a_name_that_is_no_hub_id_is_never_downloaded(model: str) -> None:
 def test_a_context_beyond_the_models_own(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len 512 exceeds the model's context of 256"):
         start(write_config(tmp_path), max_model_len=512, load_format="dummy")
+
+
+def test_a_model_that_states_no_context_has_the_one_that_is_asked_for(tmp_path: Path) -> None:
+    tf.BloomConfig(vocab_size=96, hidden_size=32, n_layer=1, n_head=4).save_pretrained(tmp_path)
+    config = EngineConfig(model=str(tmp_path))
+    assert resolve(config, torch.device("cpu")).model_len == 2048
+    longer = replace(config, max_model_len=8192)
+    assert resolve(longer, torch.device("cpu")).model_len == 8192
 
 
 def test_an_unknown_pass_is_refused_with_the_known_names(tmp_path: Path) -> None:
