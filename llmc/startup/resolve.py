@@ -161,7 +161,10 @@ def resolve(
             facts_cache.save(files, config, facts, load_hf_config())
     _check_model_len(config, facts)
     pooling = find_pooling(config, files, facts)
-    dtype = pick_dtype(config.dtype, facts.dtype or _dtype_of_integers(config, stored, device))
+    stated = facts.dtype or _dtype_of_integers(config, stored, device)
+    if stated is None and config.dtype == "auto":
+        stated = _dtype_of_weights(config, files)
+    dtype = pick_dtype(config.dtype, stated)
     source = ModelSource(
         config=config,
         files=files,
@@ -235,6 +238,23 @@ def _dtype_of_integers(
     if stored is None or stored.method != GGUF.method:
         return None
     return "float32" if device.type == "cpu" and config.quantization != "none" else "bfloat16"
+
+
+def _dtype_of_weights(config: EngineConfig, files: ModelFiles) -> str | None:
+    """Of a checkpoint whose config.json states none: that of its first weight of floating point, as
+    with transformers."""
+    import torch
+
+    from llmc.weights.tensors import open_tensors
+
+    if config.load_format == "dummy":
+        return None
+    try:
+        tensors = open_tensors(files.path, None, torch.float32)
+    except CheckpointError:  # raised again where weights are read: a config alone can be inspected
+        return None
+    wide = (t.dtype for t in tensors.values() if t.dtype.is_floating_point and t.dtype.itemsize > 1)
+    return next((str(dtype).removeprefix("torch.") for dtype in wide), None)
 
 
 def pick_level(level: int | None, device: torch.device) -> int:

@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 from tiny_models import make_config, save_checkpoint
 
 from llmc.config import EngineConfig
@@ -154,6 +155,22 @@ def test_a_model_that_states_no_context_has_the_one_that_is_asked_for(tmp_path: 
     assert resolve(config, torch.device("cpu")).model_len == 2048
     longer = replace(config, max_model_len=8192)
     assert resolve(longer, torch.device("cpu")).model_len == 8192
+
+
+def test_without_a_dtype_in_the_config_the_weights_say_it(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path, dtype=torch.bfloat16)
+    weights = tmp_path / "model.safetensors"
+    stored = {n: t.to(torch.int8) if "norm" in n else t for n, t in load_file(weights).items()}
+    save_file(stored, weights)  # what is no number of the model's does not count
+    config, stated = EngineConfig(model=str(tmp_path)), tmp_path / "config.json"
+    fields = {k: v for k, v in json.loads(stated.read_text()).items() if k != "dtype"}
+    stated.write_text(json.dumps(fields))
+    assert resolve(config, torch.device("cpu")).dtype == torch.bfloat16
+    stated.write_text(json.dumps({**fields, "torch_dtype": "float16"}))
+    assert resolve(config, torch.device("cpu")).dtype == torch.float16
+    stated.write_text(json.dumps(fields))
+    weights.unlink()  # a config alone
+    assert resolve(config, torch.device("cpu")).dtype == torch.float32
 
 
 def test_an_unknown_pass_is_refused_with_the_known_names(tmp_path: Path) -> None:
