@@ -340,9 +340,7 @@ def test_weights_that_several_layers_share(tmp_path: Path) -> None:
     targets = target_sizes(lora_targets(program, bound))
     assert targets.keys() == {LoraPlace("embed.weight"), LoraPlace("lm_head.weight")}
     named = {n.replace("model.q", "model.3.q"): t for n, t in good_tensors().items()}
-    with pytest.raises(
-        InvalidRequestError, match=r"'model\\.3\\.q', which is one of several layers"
-    ):
+    with pytest.raises(InvalidRequestError, match="3.q', which is one of several layers"):
         open_adapter(save(tmp_path, tensors=named), targets, parameters)
 
 
