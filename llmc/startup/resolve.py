@@ -241,8 +241,8 @@ def _dtype_of_integers(
 
 
 def _dtype_of_weights(config: EngineConfig, files: ModelFiles) -> str | None:
-    """Of a checkpoint whose config.json states none: that of its first weight of floating point, as
-    with transformers."""
+    """Of a checkpoint whose config.json states none: that of its first weight of floating point by
+    name, as with transformers. In a file those of the widest dtype come first."""
     import torch
 
     from llmc.weights.tensors import open_tensors
@@ -253,7 +253,8 @@ def _dtype_of_weights(config: EngineConfig, files: ModelFiles) -> str | None:
         tensors = open_tensors(files.path, None, torch.float32)
     except CheckpointError:  # raised again where weights are read: a config alone can be inspected
         return None
-    wide = (t.dtype for t in tensors.values() if t.dtype.is_floating_point and t.dtype.itemsize > 1)
+    dtypes = (tensors[name].dtype for name in sorted(tensors))
+    wide = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)
     return next((str(dtype).removeprefix("torch.") for dtype in wide), None)
 
 
