@@ -148,7 +148,7 @@ def _addmm_to_linear(graph: fx.Graph, node: fx.Node) -> None:
 def _matmul_to_linear(graph: fx.Graph, node: fx.Node) -> None:
     """x @ w.T with w [out, in] a parameter."""
     source, turned = node.args[:2]
-    if node.kwargs or not is_call(turned, *_TURNS):
+    if node.kwargs or not isinstance(turned, fx.Node) or not is_call(turned, *_TURNS):
         return
     weight = arguments(turned).self
     if not isinstance(input_of(weight), WeightInput) or val(weight).dim() != 2:
