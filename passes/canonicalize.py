@@ -25,21 +25,24 @@ from llmc.passes.edit import (
 from llmc.passes.inputs import WeightInput, add_input, input_of
 
 _PASS_THROUGH = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+_TURNS = (aten.numpy_T.default, aten.t.default)
 _CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default)
 
 
 @graph_pass(required=True)
 def canonicalize(gm: fx.GraphModule) -> Notes:
-    """Drop ops that do nothing, spell a transposed linear as a linear, and join what is filled part
-    by part.
+    """Drop ops that do nothing, spell a product with a weight as a linear, and join what is filled
+    part by part.
 
     Before:
         b = aten.dropout(a, 0.1, False);  c = aten.to(b, dtype of b);  d = aten.slice(c, 1, 0, MAX)
         y = aten.addmm(bias, d, w)
+        x = aten.matmul(d, aten.numpy_T(v))
         z = aten.new_empty(y, [T, 7])
         aten.copy_(aten.slice(z, 1, 0, 3), p);  aten.copy_(aten.slice(z, 1, 3, MAX), q)
     After:
         y = aten.linear(a, w transposed at load, bias)
+        x = aten.linear(a, v)
         z = aten.cat((p, q), 1)
     """
     graph = gm.graph
@@ -56,6 +59,8 @@ def canonicalize(gm: fx.GraphModule) -> Notes:
         _drop_empty_parts(node)
     for node in calls(graph, aten.addmm.default):
         _addmm_to_linear(graph, node)
+    for node in calls(graph, aten.matmul.default, aten.mm.default):
+        _matmul_to_linear(graph, node)
     return []
 
 
@@ -137,6 +142,19 @@ def _addmm_to_linear(graph: fx.Graph, node: fx.Node) -> None:
     turned = _transposed_input(graph, given.mat2, role)
     with graph.inserting_before(node):
         linear = emit(graph, aten.linear.default, given.mat1, turned, given.self)
+    replace(node, linear)
+
+
+def _matmul_to_linear(graph: fx.Graph, node: fx.Node) -> None:
+    """x @ w.T with w [out, in] a parameter."""
+    source, turned = node.args[:2]
+    if node.kwargs or not isinstance(turned, fx.Node) or not is_call(turned, *_TURNS):
+        return
+    weight = arguments(turned).self
+    if not isinstance(input_of(weight), WeightInput) or val(weight).dim() != 2:
+        return
+    with graph.inserting_before(node):
+        linear = emit(graph, aten.linear.default, source, weight)
     replace(node, linear)
 
 

@@ -86,14 +86,10 @@ def is_masked_lm(config: Any) -> bool:
 
 def has_no_head(config: Any) -> bool:
     """Whether transformers has the model, and knows no class of it that writes text."""
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        MODEL_MAPPING,
-    )
+    from transformers import MODEL_MAPPING
 
     kind = type(config)
-    writes = kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    writes = any(kind in maker._model_mapping for maker in _generators())
     has_words = getattr(config.get_text_config(), "vocab_size", None) is not None
     return kind in MODEL_MAPPING and has_words and not writes
 
@@ -157,19 +153,20 @@ def pools_last(module: Any) -> bool:
 
 
 def _generator(config: Any) -> Any:
-    """transformers' maker of a model that writes text. Many that read images too have no class
-    for text alone: theirs for images, which is given none, computes the same."""
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-    )
+    """transformers' maker of a model that writes text. Many that read images or sound too have no
+    class for text alone: theirs for these, which is given none, computes the same."""
+    makers = _generators()
+    return next((maker for maker in makers if type(config) in maker._model_mapping), makers[0])
 
-    kind = type(config)
-    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM
+
+def _generators() -> list[Any]:
+    """transformers' makers of models that write text, that for text alone first. Older versions
+    lack one, and have most models that read sound in the last alone."""
+    import transformers
+
+    reads = ("CausalLM", "ImageTextToText", "MultimodalLM", "Seq2SeqLM")
+    makers = (getattr(transformers, f"AutoModelFor{name}", None) for name in reads)
+    return [maker for maker in makers if maker is not None]
 
 
 def mark_embeddings(module: Any, levels: int) -> None:

@@ -57,7 +57,11 @@ LoraTargets = dict[LoraPlace, list[LoraTarget]]
 
 
 def lora_targets(program: Program, bound: Mapping[str, Tensor]) -> LoraTargets:
-    """By the names of the parameters, tied ones by each of theirs. `bound`: tensors of the step."""
+    """By the names of the parameters, tied ones by each of theirs. `bound`: tensors of the step.
+
+    A weight of several names that is read in several places is left out: PEFT has an adapter for
+    each, and the graph does not say which of them a name is.
+    """
     pairs: dict[AdapterInput, dict[str, list[Tensor]]] = {}
     for node, role in program.adapter_inputs():
         matrices = pairs.setdefault(replace(role, matrix="a"), {"a": [], "b": []})
@@ -78,7 +82,8 @@ def lora_targets(program: Program, bound: Mapping[str, Tensor]) -> LoraTargets:
                 for name in program.parameters.aliases.get(weight, (weight,)):
                     targets[LoraPlace(name, role.op)].append(target)
                 first += width
-    return dict(targets)
+    aliases = program.parameters.aliases
+    return {p: found for p, found in targets.items() if len(found) == 1 or p.weight not in aliases}
 
 
 def target_sizes(targets: LoraTargets) -> dict[LoraPlace, LoraSize]:

@@ -46,6 +46,7 @@ from llmc.weights.quantized.kept_quantized import (
 
 if TYPE_CHECKING:
     from llmc.compiler.build import BuiltModel
+    from llmc.weights.parameters import Parameters
 
 log = logging.getLogger(__name__)
 
@@ -142,14 +143,17 @@ def compile_model(
         options = replace(options, head=head, pipeline=pipeline)
     options.check()
     found = _find(source, source.facts.digest, options, cache)
-    if found is not None and _stored_apart(source, found.program.parameters.aliases) is None:
-        return found
-    built = build_as_stored(source, options.head)
+    if found is not None:
+        parameters = found.program.parameters
+        alike = _alike(source, parameters)
+        if alike.keys() <= parameters.shapes.keys() and _apart(alike, parameters) is None:
+            return found
+    built = build_as_stored(source, options.head)  # or the checkpoint has names of its own
     digest = config_digest(built.source_config)
     if digest != source.facts.digest:  # its tied weights are two
         found = _find(source, digest, options, cache)
-        if found is not None:
-            return replace(found, built=built)
+    if found is not None:
+        return replace(found, built=built)
     from llmc.compiler.attention_fallback import capture_model
 
     captured = capture_model(built, source.device, outline=options.outline)
@@ -190,11 +194,14 @@ def build_as_stored(source: ModelSource, head: Head | None = None) -> BuiltModel
     """The model on the meta device. Weights that the config ties but the checkpoint holds with
     different values are two, as transformers loads them."""
     from llmc.compiler.attention_fallback import build_model
+    from llmc.weights.assignment import Assignment
     from llmc.weights.parameters import describe_parameters
 
     head = head or source.head
     built = build_model(source.load_hf_config(), source.dtype, head, source.model_len)
-    names = _stored_apart(source, describe_parameters(built.module).aliases)
+    parameters = describe_parameters(built.module)
+    alike = _alike(source, parameters)
+    names = _apart(Assignment(built.module, alike).direct, parameters) if alike else None
     if names is None:
         return built
     log.warning("config.json ties %s, but the checkpoint's differ: both are loaded", names)
@@ -208,12 +215,17 @@ def _untied(hf_config: Any) -> Any:
     return untied
 
 
-def _stored_apart(source: ModelSource, aliases: Mapping[str, tuple[str, ...]]) -> str | None:
-    """Names of one weight for which the checkpoint holds different values, as text."""
-    if source.is_dummy or not aliases:
-        return None
-    tensors: Mapping[str, Readable] = source.open_tensors()
-    for names in dict.fromkeys(aliases.values()):
+def _alike(source: ModelSource, parameters: Parameters) -> dict[str, Readable]:
+    """The checkpoint's tensors that have the shape of a tied weight, by their names there."""
+    if source.is_dummy or not parameters.aliases:
+        return {}
+    shapes = {parameters.shapes[name] for name in parameters.aliases}
+    return {name: t for name, t in source.open_tensors().items() if tuple(t.shape) in shapes}
+
+
+def _apart(tensors: Mapping[str, Readable], parameters: Parameters) -> str | None:
+    """Names of one weight for which there are different values, as text."""
+    for names in dict.fromkeys(parameters.aliases.values()):
         stored = [tensors[n] for n in names if n in tensors]
         if not all(stored[0].equals(other) for other in stored[1:]):
             return " and ".join(names)

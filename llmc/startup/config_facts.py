@@ -24,8 +24,7 @@ from llmc.startup.model_files import ModelFiles
 
 log = logging.getLogger(__name__)
 
-_CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length")
-_DEFAULT_CONTEXT = 2048
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 _SENSES = ("vision", "image", "video", "audio", "speech")
 _NEVER_KEPT = ("auto_map", "configuration_files")  # they name code or further files
 
@@ -36,7 +35,7 @@ class ConfigFacts:
 
     digest: str
     dtype: str | None  # as stored, such as "bfloat16"
-    context: int  # the longest that the config states, in tokens
+    context: int | None  # the longest that the config states, in tokens
     dense_context: int | None  # see `dense_context`
     long_text_from: (
         int | None
@@ -138,14 +137,15 @@ def _text_part(hf_config: Any) -> Any:
     return getattr(hf_config, "get_text_config", lambda: hf_config)()
 
 
-def model_context(hf_config: Any) -> int:
-    """Longest context that config.json states, 2048 where it states none."""
+def model_context(hf_config: Any) -> int | None:
+    """Longest context that config.json states; None where it states none, as those of recurrent
+    models and of models with slopes."""
     from llmc.compiler.heads import first_position
 
-    stated = _first_positive(hf_config, _CONTEXT) or _DEFAULT_CONTEXT
-    if is_encoder(hf_config):
+    stated, dense = _first_positive(hf_config, _CONTEXT), dense_context(hf_config)
+    if stated is not None and is_encoder(hf_config):
         stated = max(1, stated - first_position(hf_config))
-    return min(stated, dense_context(hf_config) or stated)
+    return min((n for n in (stated, dense) if n is not None), default=None)
 
 
 def is_encoder(hf_config: Any) -> bool:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_DEFAULT_CONTEXT = 2048  # where neither the config nor the user says
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -71,8 +72,8 @@ class ModelSource:
     def model_len(self) -> int:
         """The longest context: as configured, else the model's own."""
         most = self.pooling.max_tokens if self.pooling is not None else None
-        own = min(self.facts.context, most or self.facts.context)
-        return self.config.max_model_len or own
+        own = self.facts.context or _DEFAULT_CONTEXT
+        return self.config.max_model_len or min(own, most or own)
 
     @property
     def long_text_from(self) -> int | None:
@@ -160,7 +161,10 @@ def resolve(
             facts_cache.save(files, config, facts, load_hf_config())
     _check_model_len(config, facts)
     pooling = find_pooling(config, files, facts)
-    dtype = pick_dtype(config.dtype, facts.dtype or _dtype_of_integers(config, stored, device))
+    stated = facts.dtype or _dtype_of_integers(config, stored, device)
+    if stated is None and config.dtype == "auto":
+        stated = _dtype_of_weights(config, files)
+    dtype = pick_dtype(config.dtype, stated)
     source = ModelSource(
         config=config,
         files=files,
@@ -199,7 +203,7 @@ def _open_tensors(
 
 
 def _check_model_len(config: EngineConfig, facts: ConfigFacts) -> None:
-    if config.max_model_len is not None and config.max_model_len > facts.context:
+    if config.max_model_len and facts.context and config.max_model_len > facts.context:
         why = ", of which a sparse indexer sees all (more is not served yet)"
         raise ConfigError(
             f"max_model_len {config.max_model_len} exceeds the model's context of {facts.context} "
@@ -234,6 +238,24 @@ def _dtype_of_integers(
     if stored is None or stored.method != GGUF.method:
         return None
     return "float32" if device.type == "cpu" and config.quantization != "none" else "bfloat16"
+
+
+def _dtype_of_weights(config: EngineConfig, files: ModelFiles) -> str | None:
+    """Of a checkpoint whose config.json states none: that of its first weight of floating point by
+    name, as with transformers. In a file those of the widest dtype come first."""
+    import torch
+
+    from llmc.weights.tensors import open_tensors
+
+    if config.load_format == "dummy":
+        return None
+    try:
+        tensors = open_tensors(files.path, None, torch.float32)
+    except CheckpointError:  # raised again where weights are read: a config alone can be inspected
+        return None
+    dtypes = (tensors[name].dtype for name in sorted(tensors))
+    wide = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)
+    return next((str(dtype).removeprefix("torch.") for dtype in wide), None)
 
 
 def pick_level(level: int | None, device: torch.device) -> int:

@@ -306,7 +306,9 @@ def _module(
     found = modules.find(name, op)
     if found is not None and found.place in targets:
         return found
-    if found is None or found.place.op != "experts":
+    if modules.is_shared(name):
+        why = "one of several layers that share their weights; these take no adapters"
+    elif found is None or found.place.op != "experts":
         why = f"no {op} of this model that takes adapters"
     elif any(place.op == "experts" for place in targets):
         why = "part of routed experts whose code takes none"

@@ -89,6 +89,10 @@ class AdaptedModules:
                 )
         return AdaptedModule(place=LoraPlace(f"{module}.weight"), name=module)
 
+    def is_shared(self, module: str) -> bool:
+        """Whether the module's weight is that of others too."""
+        return f"{module}.weight" in self._parameters.aliases
+
     def _of_parameter(self, name: str) -> AdaptedModule | None:
         shape = self._parameters.shapes[name]
         if len(shape) == 3:

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_config, save_checkpoint
 from torch import Tensor, nn
 
-from llmc.compiler.attention_fallback import capture_model
 from llmc.compiler.build import build
-from llmc.compiler.program import load_weights, rewrite
+from llmc.compiler.cache import ProgramCache
+from llmc.compiler.program import load_weights
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
 from llmc.passes.inputs import Shard, WeightInput
-from llmc.startup.compile import build_as_stored, rewrite_options
+from llmc.startup.compile import compile_model, keep
 from llmc.startup.resolve import resolve
 from llmc.weights import checkpoint
 from llmc.weights.checkpoint import SomeOf, StoredTensor, open_checkpoint
@@ -277,16 +277,25 @@ def test_a_merged_dummy_weight_equals_its_parts(dense: Any) -> None:
         assert torch.equal(weights[node.name], want), role
 
 
+@pytest.mark.parametrize("prefix", ["model.", ""], ids=["whole", "base-model"])
 @pytest.mark.parametrize("differs", [False, True])
-def test_a_head_that_is_stored_though_embeddings_are_tied(tmp_path: Path, differs: bool) -> None:
-    """As transformers does it: another head than the embeddings is a weight of its own."""
-    save_checkpoint("llama", tmp_path, tie_word_embeddings=True, num_hidden_layers=1)
-    tensors = load_file(tmp_path / "model.safetensors")
+def test_a_head_that_is_stored_though_embeddings_are_tied(
+    tmp_path: Path, differs: bool, prefix: str
+) -> None:
+    """As transformers does it: another head than the embeddings is a weight of its own. Their
+    names may be those of transformers' model, or such as it renames."""
+    path = save_checkpoint("llama", tmp_path / "m", tie_word_embeddings=True, num_hidden_layers=1)
+    tensors = load_file(path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + float(differs)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    source = resolve(EngineConfig(model=str(tmp_path), device="cpu"), CPU)
-    built = build_as_stored(source)
-    program = rewrite(capture_model(built, CPU), rewrite_options(source))
-    parts = {part for _, role in program.weight_inputs() for part in role.parts}
-    assert ({"lm_head.weight", "model.embed_tokens.weight"} <= parts) == differs
-    assert bool(program.parameters.aliases) != differs
+    named = {name.replace("model.", prefix): tensor for name, tensor in tensors.items()}
+    save_file(named, path / "model.safetensors", metadata={"format": "pt"})
+    source = resolve(EngineConfig(model=str(path), device="cpu"), CPU)
+    cache = ProgramCache(tmp_path)
+    for _ in range(2):
+        compiled = compile_model(source, cache)
+        program = compiled.program
+        parts = {part for _, role in program.weight_inputs() for part in role.parts}
+        assert ({"lm_head.weight", "model.embed_tokens.weight"} <= parts) == differs
+        assert bool(program.parameters.aliases) != differs
+        keep(compiled, cache)
+    assert program.from_cache

@@ -281,11 +281,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_model_that_writes_text_is_taken_for_an_encoder() -> None:
-    """Those that read images are in none of transformers' lists of causal language models."""
+    """Those that read images or sound are in none of transformers' lists of causal language
+    models."""
     masked = set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
     writes = {
         **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        **auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        **getattr(auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", {}),
     }
     seen = 0
     for name in set(writes) - masked:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import tiny_engine
+import torch
+import transformers as tf
 from tiny_configs import save_random, tiny_config
 from tiny_models import continue_greedily, load_reference, prompts
 
@@ -42,3 +44,19 @@ def test_a_variant_of_a_class_answers_as_transformers(
             running.engine(**limits), [r.prompt for r in expected], NUM_TOKENS
         )
         assert not tiny_engine.differences(expected, got)[1]
+
+
+def test_a_model_that_reads_sound_writes_text(tmp_path: Path) -> None:
+    """transformers lists it with translators, and not with causal language models."""
+    torch.manual_seed(0)
+    model = tf.AutoModelForSeq2SeqLM.from_config(
+        tiny_config("voxtral"), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    expected = [continue_greedily(model, p, NUM_TOKENS) for p in prompts(LENGTHS)]
+    engine = tiny_engine.start(tmp_path).engine()
+    got = tiny_engine.generate(engine, [r.prompt for r in expected], NUM_TOKENS)
+    assert not tiny_engine.differences(expected, got)[1]

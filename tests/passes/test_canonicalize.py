@@ -92,6 +92,20 @@ def test_a_transposed_linear_becomes_a_linear() -> None:
     assert_idempotent(gm, canonicalize())
 
 
+def test_a_product_with_a_turned_weight_becomes_a_linear() -> None:
+    inputs = {"x": X, "w": weight("w", torch.randn(6, 8, generator=GEN))}
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w.T + (x.view(-1, 8) @ w.t()).view(*x.shape[:-1], 6) + x @ (w + 1).T
+
+    gm = trace(product, **inputs)
+    clean, _ = apply(gm, canonicalize())
+    assert ops(clean)["aten.linear.default"] == 2  # the third weight is computed
+    assert ops(clean)["aten.matmul.default"] == ops(clean)["aten.numpy_T.default"] == 1
+    assert_same(clean, gm, Values.of(**inputs))
+    assert_idempotent(gm, canonicalize())
+
+
 def test_leaves_alone_a_scaled_addmm_and_a_matrix_bias() -> None:
     w = weight("w", torch.randn(8, 6, generator=GEN))
     flat = step(torch.randn(5, 8, generator=GEN))

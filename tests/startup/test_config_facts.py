@@ -29,3 +29,9 @@ def test_the_config_says_which_texts_are_long() -> None:
     long = phi3(rope_type="longrope", original_max_position_embeddings=64, **factors)
     assert describe(long).long_text_from == 64
     assert describe(phi3(rope_type="default")).long_text_from is None
+
+
+def test_the_context_is_what_the_config_states() -> None:
+    assert describe(tf.LlamaConfig(max_position_embeddings=4096)).context == 4096
+    assert describe(tf.MptConfig(max_seq_len=8192)).context == 8192
+    assert describe(tf.Mamba2Config()).context is None

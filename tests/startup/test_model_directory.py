@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
 from tiny_models import make_config, save_checkpoint
 
 from llmc.config import EngineConfig
@@ -144,6 +147,30 @@ def test_a_name_that_is_no_hub_id_is_never_downloaded(model: str) -> None:
 def test_a_context_beyond_the_models_own(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len 512 exceeds the model's context of 256"):
         start(write_config(tmp_path), max_model_len=512, load_format="dummy")
+
+
+def test_a_model_that_states_no_context_has_the_one_that_is_asked_for(tmp_path: Path) -> None:
+    tf.BloomConfig(vocab_size=96, hidden_size=32, n_layer=1, n_head=4).save_pretrained(tmp_path)
+    config = EngineConfig(model=str(tmp_path))
+    assert resolve(config, torch.device("cpu")).model_len == 2048
+    longer = replace(config, max_model_len=8192)
+    assert resolve(longer, torch.device("cpu")).model_len == 8192
+
+
+def test_without_a_dtype_in_the_config_the_weights_say_it(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path, dtype=torch.bfloat16)
+    weights = tmp_path / "model.safetensors"
+    stored = {n: t.float() if "norm" in n else t for n, t in load_file(weights).items()}
+    save_file({**stored, "a.table": torch.arange(4)}, weights)
+    config, stated = EngineConfig(model=str(tmp_path)), tmp_path / "config.json"
+    fields = {k: v for k, v in json.loads(stated.read_text()).items() if k != "dtype"}
+    stated.write_text(json.dumps(fields))
+    assert resolve(config, torch.device("cpu")).dtype == torch.bfloat16
+    stated.write_text(json.dumps({**fields, "torch_dtype": "float16"}))
+    assert resolve(config, torch.device("cpu")).dtype == torch.float16
+    stated.write_text(json.dumps(fields))
+    weights.unlink()  # a config alone
+    assert resolve(config, torch.device("cpu")).dtype == torch.float32
 
 
 def test_an_unknown_pass_is_refused_with_the_known_names(tmp_path: Path) -> None:

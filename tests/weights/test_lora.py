@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from llmc.errors import InvalidRequestError
 from llmc.lora_request import LoRARequest
+from llmc.passes.inputs import AdapterInput
+from llmc.runner.adapter_store import lora_targets, target_sizes
 from llmc.weights.lora import PlainWeight, open_adapter, read_adapter
 from llmc.weights.lora_places import LoraPlace, LoraSize
 from llmc.weights.parameters import Parameters
@@ -316,3 +319,30 @@ def test_requests_for_adapters(name: str, number: int, path: str, param: str) ->
     with pytest.raises(InvalidRequestError) as caught:
         LoRARequest(name, number, path)
     assert caught.value.param == param
+
+
+def test_weights_that_several_layers_share(tmp_path: Path) -> None:
+    """PEFT has an adapter for each of the layers; which is which, the graph does not say."""
+    names = ("model.1.q.weight", "model.3.q.weight", "embed.weight", "lm_head.weight")
+    parameters = Parameters(
+        shapes=dict.fromkeys(names, (6, 8)),
+        aliases={**dict.fromkeys(names[:2], names[:2]), **dict.fromkeys(names[2:], names[2:])},
+        is_plain=True,
+    )
+    roles = [
+        (SimpleNamespace(name=f"{place}.{matrix}"), role(weight, matrix))
+        for place, weight in enumerate((names[0], names[0], names[2]))
+        for matrix in ("a", "b")
+    ]
+    program: Any = SimpleNamespace(adapter_inputs=lambda: roles, parameters=parameters)
+    a, b = torch.zeros(1, 1, 2, 8), torch.zeros(1, 2, 6)
+    bound = {node.name: a if node.name.endswith("a") else b for node, _ in roles}
+    targets = target_sizes(lora_targets(program, bound))
+    assert targets.keys() == {LoraPlace("embed.weight"), LoraPlace("lm_head.weight")}
+    named = {n.replace("model.q", "model.3.q"): t for n, t in good_tensors().items()}
+    with pytest.raises(InvalidRequestError, match="3.q', which is one of several layers"):
+        open_adapter(save(tmp_path, tensors=named), targets, parameters)
+
+
+def role(weight: str, matrix: Any) -> AdapterInput:
+    return AdapterInput(op="linear", matrix=matrix, weights=(weight,), widths=(6,))
