@@ -236,6 +236,17 @@ const float* to_floats(const optional<Tensor>& t, const char* name, int64_t head
   return kept.data();
 }
 
+// [heads, ...], or [tokens, heads, ...] with as many more dimensions as `inner`.
+ByHead by_head(const optional<Tensor>& t, const char* name, int64_t tokens, int64_t heads,
+               int64_t inner) {
+  if (!t.has_value() || !t->defined()) return {};
+  const int64_t outer = t->dim() - inner;
+  TORCH_CHECK((outer == 1 || (outer == 2 && t->size(0) == tokens)) && t->size(outer - 1) == heads,
+              name, " must be of ", heads, " heads, or of ", tokens, " tokens and as many, got ",
+              t->sizes());
+  return {t->data_ptr(), dtype_of(*t, name), {outer == 2 ? t->stride(0) : 0, t->stride(outer - 1)}};
+}
+
 }  // namespace
 
 Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
@@ -244,7 +255,8 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
                        double softcap, const optional<Tensor>& sinks,
                        const optional<Tensor>& slopes, const optional<Tensor>& k_scale,
                        const optional<Tensor>& v_scale, const optional<Tensor>& /* prompts */,
-                       const optional<Tensor>& chosen, int64_t sparse_block_size, int64_t v_dim) {
+                       const optional<Tensor>& chosen, int64_t sparse_block_size, int64_t v_dim,
+                       const optional<Tensor>& distance_bias) {
   check(query, "query", query.scalar_type(), 3);
   check(key_cache, "key_cache", key_cache.scalar_type(), 4);
   check(value_cache, "value_cache", key_cache.scalar_type(), 4);
@@ -265,8 +277,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
               value_cache.sizes());
   const Tensor& values = v_dim ? key_cache : value_cache;
   const int64_t value_width = v_dim ? v_dim : value_cache.size(3);
-  std::vector<float> sink_values, slope_values;
-  const float* sink = to_floats(sinks, "sinks", heads, sink_values);
+  std::vector<float> slope_values;
   const float* slope = to_floats(slopes, "slopes", heads, slope_values);
   AttentionArgs a{};
   Tensor out = at::empty({query.size(0), heads, value_width}, query.scalar_type());
@@ -291,15 +302,21 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   copy_strides(key_cache, a.key_stride, 3);
   copy_strides(values, a.value_stride, 3);
   a.table_stride = block_table.stride(0);
-  a.sinks = sink;
+  a.sinks = by_head(sinks, "sinks", query.size(0), heads, 0);
   a.slopes = slope;
+  if (distance_bias.has_value() && distance_bias->defined()) {
+    check(*distance_bias, "distance_bias", distance_bias->scalar_type(), 3);
+    a.distance_bias = by_head(distance_bias, "distance_bias", query.size(0), heads, 1);
+    a.num_distances = distance_bias->size(2);
+  }
   if (chosen.has_value() && chosen->defined()) {
     check(*chosen, "chosen", at::kInt, 3);
     const int64_t groups = chosen->size(1);
     TORCH_CHECK(chosen->size(0) == query.size(0) && (groups == 1 || groups == kv_heads) &&
-                    sparse_block_size > 0 && window == 0 && chunk == 0 && !slope,
+                    sparse_block_size > 0 && window == 0 && chunk == 0 && !slope &&
+                    a.distance_bias.data == nullptr,
                 "chosen ", chosen->sizes(), " does not fit query ", query.sizes(),
-                ", or comes with a window, a chunk or slopes");
+                ", or comes with a window, a chunk, slopes or a distance_bias");
     a.chosen = chosen->data_ptr<int32_t>();
     a.num_chosen = chosen->size(2);
     a.chosen_stride[0] = chosen->stride(0);
