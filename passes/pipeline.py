@@ -15,6 +15,7 @@ from llmc.passes.canonicalize import canonicalize
 from llmc.passes.feed_head import feed_head
 from llmc.passes.find_attention import find_attention
 from llmc.passes.find_convolutions import find_convolutions
+from llmc.passes.find_distance_biases import find_distance_biases
 from llmc.passes.find_indexers import find_indexers
 from llmc.passes.find_key_biases import find_key_biases
 from llmc.passes.find_linear_attention import find_linear_attention
@@ -88,6 +89,7 @@ def pipeline(
             max_positions=options.max_positions, block_size=options.block_size
         ),
         find_key_biases(max_positions=options.max_positions, block_size=options.block_size),
+        find_distance_biases(),
         # after find_indexers: layers whose keys it chooses stay
         absorb_mla(unwanted=_keeps_heads(options)),
         page_attention(

@@ -27,6 +27,7 @@ KINDS = {
     "lfm2": "short convolutions beside attention",
     "recurrent_gemma": "linear recurrence beside a window",
     "mamba2": "Mamba-2 alone",
+    "inkling2_text": "convolutions with weights of the token, a bias for each distance",
 }
 SIZE = tiny_engine.BLOCK_SIZE
 LEAST = LEAST_BLOCKS * SIZE  # 32

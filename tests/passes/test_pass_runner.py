@@ -28,6 +28,7 @@ REQUIRED = {
     "find_attention",
     "find_indexers",
     "find_key_biases",
+    "find_distance_biases",
     "find_linear_attention",
     "last_token_logits",
     "append_sampler",
