@@ -70,17 +70,12 @@ void widen_rows(Dtype cache, int64_t n, int64_t dim, const uint8_t* const* codes
   }
 }
 
-inline float number_of(const ByHead& numbers, int64_t token, int64_t head) {
-  const int64_t at = token * numbers.stride[0] + head * numbers.stride[1];
-  return with_type(numbers.dtype, [&](auto t) {
-    return to_float(static_cast<const decltype(t)*>(numbers.data)[at]);
-  });
-}
-
 // Adds what a query at `position` has for the distances to n keys from `first` on to their scores, in
 // units of log2, which lie `step` floats apart.
-inline void add_distance_bias(const AttentionArgs& a, int64_t token, int64_t head, int64_t position,
-                              int64_t first, int64_t n, float* scores, int64_t step) {
+__attribute__((noinline)) inline void add_distance_bias(const AttentionArgs& a, int64_t token,
+                                                        int64_t head, int64_t position,
+                                                        int64_t first, int64_t n, float* scores,
+                                                        int64_t step) {
   const int64_t farthest = position - first;  // the distance to the first key; the next are nearer
   const int64_t begin = std::max<int64_t>(0, farthest - a.num_distances + 1);
   const int64_t end = std::min(n, farthest + 1);
@@ -96,8 +91,8 @@ inline void add_distance_bias(const AttentionArgs& a, int64_t token, int64_t hea
 template <class T>
 void write_output(const AttentionArgs& a, int64_t token, int64_t head, float m, float l,
                   const float* acc) {
-  if (a.sinks.data != nullptr) {
-    const float sink = number_of(a.sinks, token, head) * kLog2e, top = std::max(m, sink);
+  if (a.sinks != nullptr) {
+    const float sink = a.sinks[token * a.sink_stride + head] * kLog2e, top = std::max(m, sink);
     // l grows by the sink's weight at the same scale as acc
     l += std::exp2(sink - top) / std::exp2(m - top);
   }

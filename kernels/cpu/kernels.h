@@ -84,10 +84,10 @@ struct RopeArgs {
   bool interleaved;
 };
 
-struct ByHead {  // numbers of each head, or of each token and head; data may be null
+struct ByHead {  // rows of numbers of each token and head; data may be null
   const void* data;
   Dtype dtype;        // not one of 8 bits
-  int64_t stride[2];  // of tokens (0: all have the same) and of heads
+  int64_t stride[2];  // of tokens and of heads
 };
 
 struct AttentionArgs {
@@ -98,9 +98,9 @@ struct AttentionArgs {
   const int32_t *query_start, *context_len, *block_table;
   int64_t tokens, requests, heads, kv_heads, head_dim, v_dim, block_size;
   int64_t query_stride[2], key_stride[3], value_stride[3], table_stride;
-  const float* slopes;    // [H] or null
-  ByHead sinks;
-  ByHead distance_bias;   // of each a dense row of numbers, for keys 0, 1, ... places before the query
+  const float *sinks, *slopes;  // [H] or null; sinks of each token where sink_stride is no 0
+  int64_t sink_stride;
+  ByHead distance_bias;  // for keys 0, 1, ... places before the query
   int64_t num_distances;
   const int32_t* chosen;  // [T, 1 or kv_heads, num_chosen] or null; negative: none
   int64_t num_chosen, chosen_stride[2], sparse_block_size;
