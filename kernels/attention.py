@@ -62,10 +62,11 @@ def attend(
     window: int,
     chunk: int,
     softcap: float,
-    sinks: Tensor | None,  # [H]
+    sinks: Tensor | None,  # [H], or [Q, H]
     slopes: Tensor | None,  # [H]
     allowed: Tensor | None = None,  # [G, Q, K] bool, of heads in G groups: no others are seen
     also: Tensor | None = None,  # [Q, K] bool: these are seen too
+    distance_bias: Tensor | None = None,  # [Q, H, E]: of each query, by the distance to a key
 ) -> Tensor:
     """Softmax attention of one sequence in float32, rounded once: [Q, H, Dv] in query's dtype."""
     groups = query.shape[1] // key.shape[1]
@@ -78,6 +79,8 @@ def attend(
     if slopes is not None:
         distance = (key_pos[None, :] - query_pos[:, None]).float()
         scores = scores + slopes.float()[:, None, None] * distance
+    if distance_bias is not None:
+        scores = scores + by_distance(distance_bias, query_pos, key_pos)
     seen = visible(query_pos, key_pos, window, chunk)
     if also is not None:
         seen = seen | also
@@ -85,11 +88,21 @@ def attend(
         seen = seen & allowed.repeat_interleave(query.shape[1] // allowed.shape[0], 0)
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:  # a logit that takes part in the softmax and carries no value
-        sink = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+        sink = sinks.float().expand(scores.shape[1], -1).t()[..., None]
         weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
     return (weights @ v).transpose(0, 1).to(query.dtype).contiguous()
+
+
+def by_distance(distance_bias: Tensor, query_pos: Tensor, key_pos: Tensor) -> Tensor:
+    """What is added to the scores [H, Q, K], of numbers [Q, H, E] for each distance: the number of
+    the query for keys 0 to E - 1 places before it, 0 for others."""
+    extent = distance_bias.shape[2]
+    distance = query_pos[:, None] - key_pos[None, :]
+    index = distance.clamp(0, extent - 1).expand(distance_bias.shape[1], -1, -1)
+    added = distance_bias.float().transpose(0, 1).gather(2, index)
+    return added.masked_fill((distance < 0) | (distance >= extent), 0.0)
 
 
 def expand(latent: Tensor, weight: Tensor, heads: int, dim: int) -> tuple[Tensor, Tensor]:
@@ -135,6 +148,7 @@ def attention(
     causal: bool = True,
     bias: Tensor | None = None,
     weight: Tensor | None = None,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     """query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] -> [1, T, H, Dv].
 
@@ -146,6 +160,9 @@ def attention(
     `find_key_biases` puts others in its place.
     weight [H * (D - Dr + Dv), R]: key [1, 1, T, R + Dr] is a latent, of which it makes the keys and
     values of all heads, as in `expand`; `value` is the latent's first R channels.
+    sinks [H], or [T, H]: a logit per head, or per token and head, with no value. distance_bias
+    [1, H, T, E]: what each token adds to the scores of keys 0 to E - 1 places before it; until
+    `find_distance_biases` has seen it, as the model has it, [1, H, T, T] for each key.
     """
     if bias is not None:
         raise ValueError("a mask that the model changed has no numbers before find_key_biases")
@@ -168,5 +185,6 @@ def attention(
         slopes,
         None if chosen is None else among(chosen, sparse_block_size, len(pos)),
         also=later,
+        distance_bias=None if distance_bias is None else distance_bias[0].transpose(0, 1),
     )
     return out[None]

@@ -36,6 +36,7 @@ def paged_attention(
     chosen: Tensor | None = None,
     sparse_block_size: int = 1,
     v_dim: int = 0,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     """query [T, H, D] of R requests laid end to end -> [T, H, Dv] in query's dtype.
 
@@ -45,7 +46,8 @@ def paged_attention(
     its queries are the last ones of them. block_table [R, max_blocks] int32.
 
     window, chunk (0: off): see `attention.visible`. softcap (0: off): cap * tanh(score / cap).
-    sinks [H]: a logit per head with no value. slopes [H]: ALiBi, slope * (key pos - query pos).
+    sinks [H], or [T, H] of each query: a logit per head with no value.
+    slopes [H]: ALiBi, slope * (key pos - query pos).
     Caches may be float8, with k_scale and v_scale as in `fp8.py`.
     prompts, on the host: which requests are prompts (`prompts.py`), a hint that changes no result.
     chosen [T, G, N] int32: the sparse blocks that each query attends to, up to itself, none twice;
@@ -54,6 +56,8 @@ def paged_attention(
     their own. It goes with neither window, chunk nor slopes; nothing else is read.
     v_dim (0: off): values are the first v_dim channels of the keys, with their scale; value_cache
     is of no width, and v_scale None. It goes with no chosen.
+    distance_bias [T, H, E], of query's dtype or float32: what a query adds to its scores of keys 0
+    to E - 1 places before it (those farther away get nothing). It goes with no chosen.
     Blocks before the first that a query of the request sees are never read, and may hold anything.
     A request with context_len 0, or with no queries, is padding: its outputs are zero, as are
     those of queries past query_start[R].
@@ -85,9 +89,10 @@ def paged_attention(
             window,
             chunk,
             softcap,
-            sinks,
+            sinks if sinks is None or sinks.dim() == 1 else sinks[first:last],
             slopes,
             allowed,
+            distance_bias=None if distance_bias is None else distance_bias[first:last],
         )
     return out
 
@@ -124,6 +129,8 @@ def make_case(
     groups: int = 1,
     sparse_block_size: int = 1,
     shared: bool = False,  # values are the first channels of the keys
+    token_sinks: bool = False,  # sinks of each query
+    distances: int = 0,  # that queries have a bias for; 0: none
     seed: int = 0,
 ) -> Case:
     """Random inputs with shuffled blocks; blocks that are not owned, or not seen, hold NaN.
@@ -154,12 +161,17 @@ def make_case(
     starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).int()
     query = torch.randn(int(starts[-1]), heads, dim, generator=gen)
     logits = torch.randn(heads, generator=gen) if sinks else None
+    if token_sinks:
+        logits = torch.randn(len(query), heads, generator=gen)
     choices: Case = ()
     if chosen:
         numbers = _choose(lengths, groups, chosen, sparse_block_size, gen)
         choices = (None, numbers.to(device), sparse_block_size)
     elif shared:
         choices = (None, None, 1, v_dim)
+    if distances:
+        bias = torch.randn(len(query), heads, distances, generator=gen)
+        choices = (*(choices or (None, None, 1, 0)), bias.to(device, dtype))
     return (
         query.to(device, dtype),
         key_cache,
@@ -210,6 +222,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield make_case(mixed, 4, 4, 40, 32, 8, device, dtype, cache=FP8[1], window=7)
     yield make_case([(1, 70), (12, 60)], 16, 1, 64, 64, 16, device, dtype, cache=FP8[0])
     yield make_case([(1, 40), (3, 21)], 4, 2, 512, 512, 16, device, dtype)
+    yield make_case(mixed, 4, 2, 32, 32, 16, device, dtype, distances=9, token_sinks=True)
+    yield make_case(mixed, 6, 2, 40, 24, 8, device, dtype, distances=7, window=7, softcap=5.0)
     yield make_case(mixed, 4, 4, 48, 32, 8, device, dtype, chosen=9)
     yield make_case(mixed, 6, 2, 40, 36, 16, device, dtype, chosen=20, sinks=True, softcap=5.0)
     yield make_case([(1, 170), (3, 90)], 4, 1, 64, 64, 16, device, dtype, chosen=80, cache=FP8[0])

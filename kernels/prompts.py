@@ -101,6 +101,7 @@ def fits_flash(
     slopes: object,
     chosen: object = None,
     v_dim: int = 0,
+    distance_bias: object = None,
     **others: object,
 ) -> bool:
     """Whether FlashAttention computes `paged_attention` of these arguments: plain and causal, in 16
@@ -113,6 +114,7 @@ def fits_flash(
         and slopes is None
         and chosen is None
         and v_dim == 0
+        and distance_bias is None
         and query.dtype in (torch.bfloat16, torch.float16)
         and key_cache.dtype == value_cache.dtype == query.dtype
         and dim == value_cache.shape[3] <= _MAX_HEAD_DIM

@@ -89,6 +89,8 @@ def absorb_mla(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
         reason = unwanted
         if given.chosen is not None:
             reason = "a sparse indexer chooses their keys"
+        elif given.distance_bias is not None or _has_token_sinks(given.sinks):
+            reason = "each token has a position bias or sinks of its own"
         elif tensors not in made:
             reason = reason or _why_not(found)
         if reason is not None:
@@ -104,6 +106,10 @@ def absorb_mla(gm: fx.GraphModule, *, unwanted: str | None = None) -> Notes:
         for (expanded, cached), count in done.items()
     ]
     return notes + [f"{count} layers stay: {reason}" for reason, count in reasons.items()]
+
+
+def _has_token_sinks(sinks: fx.Node | None) -> bool:
+    return sinks is not None and val(sinks).dim() == 2
 
 
 def _find(key: Any, value: Any) -> _Latent | None:

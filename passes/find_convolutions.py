@@ -19,6 +19,7 @@ from llmc.passes.edit import (
     pads_zeros,
     positional,
     replace,
+    same_shape,
     val,
 )
 from llmc.passes.inputs import add_constant
@@ -33,15 +34,21 @@ def find_convolutions(gm: fx.GraphModule) -> Notes:
                                  2, 0, T)
         z [1, D, T] = convolutions without padding, one after the other, of
                       aten.pad(x [1, C, T], [P, 0])
+        u [1, C, T, K] = aten.unfold(aten.pad(x [1, C, T], [K - 1, 0]), 2, K, 1)
     After:
         y^T [T, C] = llmc.causal_conv(x^T [T, C], w [C, K], b, None, None, None, None)
         z^T [T, D, 1] = the same convolutions of the last P + 1 tokens of every token [T, C, P + 1]
+        u = the last K tokens of every token [T, C, K]
     """
     graph = gm.graph
     notes = []
     for pad in calls(graph, aten.pad.default, aten.constant_pad_nd.default):
-        chain = _chain_of_padded(pad)
-        if chain:
+        sizes = _zeros_before(pad)
+        if not sizes:
+            continue
+        if unfold := _unfolded(pad, sizes):
+            _by_windows(graph, pad, unfold)
+        elif chain := _chain_of_padded(pad, sizes):
             _over_windows(graph, pad, chain)
     for conv in calls(graph, aten.conv1d.default):
         cut = only_user(conv)
@@ -60,14 +67,32 @@ def find_convolutions(gm: fx.GraphModule) -> Notes:
     return notes
 
 
-def _chain_of_padded(pad: fx.Node) -> list[fx.Node]:
+def _zeros_before(pad: fx.Node) -> int:
+    """How many zeros are put before the first token of [1, C, T]; 0 for anything else."""
+    sizes, source = arguments(pad).pad, val(arguments(pad).self)
+    if source.dim() != 3 or len(sizes) != 2 or sizes[1] != 0 or not pads_zeros(pad):
+        return 0
+    is_sequence = source.shape[0] == 1 and isinstance(source.shape[2], torch.SymInt)
+    return int(sizes[0]) if is_sequence else 0
+
+
+def _unfolded(pad: fx.Node, left: int) -> fx.Node | None:
+    """The call that makes a window of each token and the `left` before it, if that is all that
+    reads the padded sequence."""
+    node = only_user(pad)
+    if node is not None and is_call(node, aten.slice.Tensor) and same_shape(node, pad):
+        node = only_user(node)  # nothing was cut off
+    if node is None or not is_call(node, aten.unfold.default):
+        return None
+    given = arguments(node)
+    is_each = given.dimension in (-1, 2) and given.size == left + 1 and given.step == 1
+    return node if is_each else None
+
+
+def _chain_of_padded(pad: fx.Node, left: int) -> list[fx.Node]:
     """Convolutions that take the zeros before the first token away again; [] for anything else."""
-    sizes = arguments(pad).pad
-    if val(pad).dim() != 3 or len(sizes) != 2 or sizes[1] != 0 or not pads_zeros(pad):
-        return []
     chain: list[fx.Node] = []
     node: fx.Node | None = only_user(pad)
-    left = sizes[0]
     while node is not None and is_call(node, aten.conv1d.default) and left:
         given = arguments(node)
         if (list(given.stride), list(given.padding), list(given.dilation)) != ([1], [0], [1]):
@@ -75,11 +100,11 @@ def _chain_of_padded(pad: fx.Node) -> list[fx.Node]:
         chain.append(node)
         left -= val(given.weight).shape[2] - 1
         node = only_user(node)
-    whole = bool(chain) and left == 0 and _over_tokens(chain[0])
-    return chain if whole and val(arguments(pad).self).shape[0] == 1 else []
+    return chain if left == 0 else []
 
 
-def _over_windows(graph: fx.Graph, pad: fx.Node, chain: list[fx.Node]) -> None:
+def _windows(graph: fx.Graph, pad: fx.Node) -> fx.Node:
+    """[T, C, K]: each token's channels and those of the K - 1 before it, zeros before the first."""
     given = arguments(pad)
     source, width = given.self, given.pad[0] + 1
     channels = int(val(source).shape[1])
@@ -89,8 +114,21 @@ def _over_windows(graph: fx.Graph, pad: fx.Node, chain: list[fx.Node]) -> None:
         tokens = emit(graph, aten.transpose.int, _squeeze(graph, source, 0), 0, 1)
         copies = emit(graph, aten.repeat_interleave.self_int, tokens, width, 1)
         moved = emit(graph, causal_conv.overload, copies, taps_node, *[None] * 5)
-        windows = emit(graph, aten.view.default, moved, [-1, channels, width])
-    node: fx.Node = windows
+        return emit(graph, aten.view.default, moved, [-1, channels, width])
+
+
+def _by_windows(graph: fx.Graph, pad: fx.Node, unfold: fx.Node) -> None:
+    windows = _windows(graph, pad)
+    with graph.inserting_before(pad):
+        turned = emit(graph, aten.transpose.int, windows, 0, 1)
+        batched = emit(graph, aten.unsqueeze.default, turned, 0)
+    replace(unfold, batched)
+    for old in (*pad.users, pad):  # a slice of all of it
+        graph.erase_node(old)
+
+
+def _over_windows(graph: fx.Graph, pad: fx.Node, chain: list[fx.Node]) -> None:
+    node = _windows(graph, pad)
     for conv in chain:
         with graph.inserting_before(conv):
             node = emit(graph, aten.conv1d.default, node, *positional(conv)[1:])

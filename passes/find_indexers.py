@@ -190,7 +190,8 @@ def check_plain(marker: fx.Node, chosen: fx.Node) -> None:
             f"{marker.name} has {kv_heads} KV heads and {groups} choices of keys for each token; "
             "llmc knows one for all heads, or one for each KV head"
         )
-    if given.window or given.chunk or given.slopes is not None:
+    biases = (given.slopes, given.distance_bias)
+    if given.window or given.chunk or any(bias is not None for bias in biases):
         raise CompileError(
             f"{marker.name} attends to chosen positions within a window or with a position bias, "
             "which llmc does not know"

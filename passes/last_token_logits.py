@@ -9,7 +9,7 @@ from llmc.passes.base import Notes, graph_pass
 from llmc.passes.edit import arguments, aten, emit, is_call, set_arguments, update_val, val
 from llmc.passes.inputs import ConstantInput, WeightInput, input_of, step_input
 
-# Ops between the head and the output that work on each logit alone.
+# Ops between the head and the output that work on each logit alone; besides, some may be cut off.
 _POINTWISE = (
     aten.mul.Tensor,
     aten.mul.Scalar,
@@ -68,9 +68,16 @@ def _only_logits(node: object) -> fx.Node | None:
 
     Another operand that is made from the tokens has T rows and could not meet the selected ones.
     """
-    if not isinstance(node, fx.Node) or not is_call(node, *_POINTWISE):
+    if not isinstance(node, fx.Node):
+        return None
+    if not is_call(node, *_POINTWISE) and not _keeps_tokens(node):
         return None
     sources = [
         n for n in node.all_input_nodes if not isinstance(input_of(n), WeightInput | ConstantInput)
     ]
     return sources[0] if len(sources) == 1 else None
+
+
+def _keeps_tokens(node: fx.Node) -> bool:
+    """Whether it cuts off logits of each token."""
+    return is_call(node, aten.slice.Tensor) and arguments(node).dim in (-1, val(node).dim() - 1)

@@ -203,6 +203,9 @@ def _page(graph: fx.Graph, marker: fx.Node, *, write: bool) -> None:
                 chosen=given.chosen,
                 sparse_block_size=given.sparse_block_size,
                 v_dim=shared,
+                distance_bias=None
+                if given.distance_bias is None
+                else _flat(graph, given.distance_bias),
             )
         batched = emit(graph, aten.unsqueeze.default, out, 0)
     replace(marker, batched)

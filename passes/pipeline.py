@@ -16,6 +16,7 @@ from llmc.passes.feed_head import feed_head
 from llmc.passes.find_attention import find_attention
 from llmc.passes.find_convolutions import find_convolutions
 from llmc.passes.find_entries import find_entries
+from llmc.passes.find_distance_biases import find_distance_biases
 from llmc.passes.find_indexers import find_indexers
 from llmc.passes.find_key_biases import find_key_biases
 from llmc.passes.find_linear_attention import find_linear_attention
@@ -97,6 +98,7 @@ def pipeline(
             cache_dtype=CACHE_DTYPES[options.kv_cache_dtype],
             long_texts=options.long_text_from > 0,
         ),
+        find_distance_biases(),
         # after find_indexers: layers whose keys it chooses stay
         absorb_mla(unwanted=_keeps_heads(options)),
         page_attention(

@@ -6,10 +6,11 @@ from typing import Literal
 
 from torch import fx
 
+from llmc.errors import CompileError
 from llmc.kernels.image_attention import image_attention
 from llmc.kernels.paged_attention import paged_attention
 from llmc.passes.base import Notes, graph_pass
-from llmc.passes.edit import arguments, calls, emit
+from llmc.passes.edit import arguments, calls, emit, val
 from llmc.passes.inputs import step_input
 
 # Layers in which they do: all, or those with a window.
@@ -37,6 +38,12 @@ def see_whole_images(gm: fx.GraphModule, *, where: Where) -> Notes:
             continue
         if where == "windowed" and not given.window:
             continue
+        has_own_sinks = given.sinks is not None and val(given.sinks).dim() == 2
+        if given.distance_bias is not None or has_own_sinks:
+            raise CompileError(
+                f"{node.name} adds a position bias or sinks of each token, beside which llmc can't "
+                "show tokens of an image all of it"
+            )
         span, users = step_input(graph, "seen_span"), list(node.users)
         with graph.inserting_after(node):
             seen = emit(

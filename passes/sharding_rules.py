@@ -250,6 +250,19 @@ def _linear(region: Region, call: fx.Node) -> None:
     _product(region, call, given.input, given.weight, given.bias, rows=0, columns=1)
 
 
+def _matmul(region: Region, call: fx.Node) -> None:
+    """Rows of one matrix: whatever else than the row of the first factor is cut stays so."""
+    given = arguments(call)
+    if val(given.other).dim() != 2:
+        raise Unprovable(f"{call.name} multiplies by several matrices")
+    for value, other in ((call, given.self), (given.self, call)):
+        if (cut := region.cuts.get(value)) is not None:
+            if cut.dim == val(value).dim() - 1:
+                raise Unprovable(f"{call.name} needs whole rows")
+            region.cut(other, cut.dim, cut.sections)
+    region.keep(given.other)
+
+
 def _expert_linear(region: Region, call: fx.Node) -> None:
     given = arguments(call)
     rows, columns = (2, 1) if given.transposed else (1, 2)
@@ -312,6 +325,8 @@ def _paged_attention(region: Region, call: fx.Node) -> None:
     for by_head in (given.sinks, given.slopes):
         if by_head is not None:
             region.cut(by_head, -1, own)
+    if given.distance_bias is not None:
+        region.cut(given.distance_bias, 1, own)
 
 
 def _write_kv(region: Region, call: fx.Node) -> None:
@@ -331,6 +346,7 @@ def _stay(call: fx.Node, dim: int) -> int:
 
 _RULES: dict[Any, Rule] = {
     aten.linear.default: _linear,
+    aten.matmul.default: _matmul,
     expert_linear.overload: _expert_linear,
     paged_attention.overload: _paged_attention,
     write_kv.overload: _write_kv,
@@ -346,7 +362,10 @@ _RULES: dict[Any, Rule] = {
     aten.squeeze.dim: _same(_move_squeeze),
     aten.select.int: _same(_move_select),
     aten.softmax.int: _same(_move_softmax),
-    **dict.fromkeys((aten.mean.dim, aten.sum.dim_IntList, aten.amax.default), _same(_move_reduce)),
+    **dict.fromkeys(
+        (aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.linalg_vector_norm.default),
+        _same(_move_reduce),
+    ),
     **dict.fromkeys(
         (aten.to.dtype, aten._to_copy.default, aten.contiguous.default, aten.detach.default,
          aten.alias.default),

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "arena.h"
+#include "dtypes.h"
 #include "fp8.h"
 #include "kernels.h"
 #include "vec.h"
@@ -69,12 +70,29 @@ void widen_rows(Dtype cache, int64_t n, int64_t dim, const uint8_t* const* codes
   }
 }
 
+// Adds what a query at `position` has for the distances to n keys from `first` on to their scores, in
+// units of log2, which lie `step` floats apart.
+__attribute__((noinline)) inline void add_distance_bias(const AttentionArgs& a, int64_t token,
+                                                        int64_t head, int64_t position,
+                                                        int64_t first, int64_t n, float* scores,
+                                                        int64_t step) {
+  const int64_t farthest = position - first;  // the distance to the first key; the next are nearer
+  const int64_t begin = std::max<int64_t>(0, farthest - a.num_distances + 1);
+  const int64_t end = std::min(n, farthest + 1);
+  const ByHead& bias = a.distance_bias;
+  with_type(bias.dtype, [&](auto t) {
+    const auto* of_row = static_cast<const decltype(t)*>(bias.data) + token * bias.stride[0] +
+                         head * bias.stride[1] + farthest;
+    for (int64_t k = begin; k < end; ++k) scores[k * step] += to_float(of_row[-k]) * kLog2e;
+  });
+}
+
 // Rounds acc / l to the output, after the sink has joined the softmax.
 template <class T>
 void write_output(const AttentionArgs& a, int64_t token, int64_t head, float m, float l,
                   const float* acc) {
   if (a.sinks != nullptr) {
-    const float sink = a.sinks[head] * kLog2e, top = std::max(m, sink);
+    const float sink = a.sinks[token * a.sink_stride + head] * kLog2e, top = std::max(m, sink);
     // l grows by the sink's weight at the same scale as acc
     l += std::exp2(sink - top) / std::exp2(m - top);
   }

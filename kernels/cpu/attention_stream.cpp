@@ -166,6 +166,9 @@ void stream(const Plan& plan, const Item& item) {
     for (int g = 0; g < G; ++g) {
       const float slope = a.slopes ? a.slopes[item.kv_head * G + row + g] : 0.0f;
       finish_scores(scores[g], tile.first, tile.end, {scale, a.softcap, slope, item.position});
+      if (a.distance_bias.data != nullptr)
+        add_distance_bias(a, item.token, item.kv_head * G + row + g, item.position, tile.first,
+                          tile.end, scores[g], 1);
       const float factor = softmax(scores[g], m[row + g], l[row + g]);
       if (factor != 1) scale_row(acc + (row + g) * v_dim, v_dim, factor);
     }

@@ -107,7 +107,7 @@ bool amx_streams(const AttentionArgs& a) {
   const int64_t group = a.heads / a.kv_heads;
   return a.dtype == Dtype::bf16 && group >= kMinGroup && group <= kMaxStreamRows &&
          a.head_dim % kTileDim == 0 && a.v_dim % kTileDim == 0 && a.block_size % kTileRows == 0 &&
-         amx_ready();
+         a.distance_bias.data == nullptr && amx_ready();
 }
 
 void run_stream_amx(const Plan& plan, const Item& item) {

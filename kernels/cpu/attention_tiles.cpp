@@ -62,6 +62,16 @@ void transform(const AttentionArgs& a, const Panel& p, float raw_scale, float* s
   }
 }
 
+// What each row of a panel adds for distances, to transformed scores.
+void add_distances(const Plan& plan, const Item& item, int64_t row, int64_t rows, float* scores,
+                   int64_t first, int64_t n) {
+  for (int64_t lane = 0; lane < kLanes && row + lane < rows; ++lane) {
+    const int64_t token = (row + lane) / plan.group, head = (row + lane) % plan.group;
+    add_distance_bias(plan.a, item.token + token, item.kv_head * plan.group + head,
+                      item.position + token, first, n, scores + lane, kLanes);
+  }
+}
+
 // Scores of n keys, times `scale`, become weights for the next product. Rows of acc are rescaled
 // only when a maximum moved.
 template <class E>
@@ -156,7 +166,8 @@ void tiles(const Plan& plan, const Item& item) {
     E::pack_panel(from, a.head_dim, query + p * words, dim);
   }
   const float raw_scale = a.scale * a.scales.key_of(item.kv_head);
-  const bool plain = a.softcap <= 0 && a.slopes == nullptr && raw_scale > 0;
+  const bool by_distance = a.distance_bias.data != nullptr;
+  const bool plain = a.softcap <= 0 && a.slopes == nullptr && !by_distance && raw_scale > 0;
   const float scale = plain ? raw_scale * kLog2e : 1.0f;
   E::enter();
   for (int64_t first = item.first_key; first < item.last_key; first += kTileKeys) {
@@ -181,6 +192,7 @@ void tiles(const Plan& plan, const Item& item) {
         const bool masked = q.most_first > first || q.least_last < first + seen - 1 ||
                             (p + i + 1) * kLanes > rows;
         if (masked || !plain) transform(a, q, raw_scale, s, first, seen, plain, masked);
+        if (by_distance) add_distances(plan, item, (p + i) * kLanes, rows, s, first, seen);
         softmax<E>(q, s, seen, step, scale, weights + i * kPanelScores,
                    acc + (p + i) * v_dim * kLanes, v_dim);
       }

@@ -219,20 +219,24 @@ Tensor rope_write(const Tensor& query, const Tensor& key, const Tensor& value,
   return out;
 }
 
-// One float a head, in `kept` unless the tensor holds them so; null where there is no `t`.
+// One float a head, or a token and head where it may be of `tokens`, in `kept` unless the tensor holds
+// them so; null where there is no `t`.
 const float* to_floats(const optional<Tensor>& t, const char* name, int64_t heads,
-                       std::vector<float>& kept) {
+                       std::vector<float>& kept, int64_t tokens = -1) {
   if (!t.has_value() || !t->defined()) return nullptr;
-  TORCH_CHECK(t->dim() == 1 && t->size(0) == heads, name, " must have ", heads,
-              " elements, got ", t->sizes());
+  const bool of_tokens = t->dim() == 2 && t->size(0) == tokens;
+  TORCH_CHECK((t->dim() == 1 || of_tokens) && t->size(-1) == heads, name, " must have ", heads,
+              " elements", tokens < 0 ? "" : ", or as many of each token", ", got ", t->sizes());
   if (t->scalar_type() == at::kFloat && t->is_contiguous()) return t->data_ptr<float>();
   at::leave_out();
-  const int64_t step = t->stride(0);
-  for (int64_t h = 0; h < heads; ++h) {
-    with_type(dtype_of(*t, name), [&](auto of) {
-      kept.push_back(to_float(static_cast<const decltype(of)*>(t->data_ptr())[h * step]));
-    });
-  }
+  const int64_t rows = of_tokens ? tokens : 1, row_step = of_tokens ? t->stride(0) : 0;
+  const int64_t step = t->stride(-1);
+  kept.reserve(rows * heads);
+  with_type(dtype_of(*t, name), [&](auto of) {
+    const auto* data = static_cast<const decltype(of)*>(t->data_ptr());
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t h = 0; h < heads; ++h) kept.push_back(to_float(data[r * row_step + h * step]));
+  });
   return kept.data();
 }
 
@@ -244,7 +248,8 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
                        double softcap, const optional<Tensor>& sinks,
                        const optional<Tensor>& slopes, const optional<Tensor>& k_scale,
                        const optional<Tensor>& v_scale, const optional<Tensor>& /* prompts */,
-                       const optional<Tensor>& chosen, int64_t sparse_block_size, int64_t v_dim) {
+                       const optional<Tensor>& chosen, int64_t sparse_block_size, int64_t v_dim,
+                       const optional<Tensor>& distance_bias) {
   check(query, "query", query.scalar_type(), 3);
   check(key_cache, "key_cache", key_cache.scalar_type(), 4);
   check(value_cache, "value_cache", key_cache.scalar_type(), 4);
@@ -266,7 +271,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   const Tensor& values = v_dim ? key_cache : value_cache;
   const int64_t value_width = v_dim ? v_dim : value_cache.size(3);
   std::vector<float> sink_values, slope_values;
-  const float* sink = to_floats(sinks, "sinks", heads, sink_values);
+  const float* sink = to_floats(sinks, "sinks", heads, sink_values, query.size(0));
   const float* slope = to_floats(slopes, "slopes", heads, slope_values);
   AttentionArgs a{};
   Tensor out = at::empty({query.size(0), heads, value_width}, query.scalar_type());
@@ -292,14 +297,24 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   copy_strides(values, a.value_stride, 3);
   a.table_stride = block_table.stride(0);
   a.sinks = sink;
+  a.sink_stride = sink && sinks->dim() == 2 ? heads : 0;
   a.slopes = slope;
+  if (distance_bias.has_value() && distance_bias->defined()) {
+    check(*distance_bias, "distance_bias", distance_bias->scalar_type(), 3);
+    TORCH_CHECK(distance_bias->size(0) == query.size(0) && distance_bias->size(1) == heads,
+                "distance_bias ", distance_bias->sizes(), " does not fit query ", query.sizes());
+    a.distance_bias = {distance_bias->data_ptr(), dtype_of(*distance_bias, "distance_bias"),
+                       {distance_bias->stride(0), distance_bias->stride(1)}};
+    a.num_distances = distance_bias->size(2);
+  }
   if (chosen.has_value() && chosen->defined()) {
     check(*chosen, "chosen", at::kInt, 3);
     const int64_t groups = chosen->size(1);
     TORCH_CHECK(chosen->size(0) == query.size(0) && (groups == 1 || groups == kv_heads) &&
-                    sparse_block_size > 0 && window == 0 && chunk == 0 && !slope,
+                    sparse_block_size > 0 && window == 0 && chunk == 0 && !slope &&
+                    a.distance_bias.data == nullptr,
                 "chosen ", chosen->sizes(), " does not fit query ", query.sizes(),
-                ", or comes with a window, a chunk or slopes");
+                ", or comes with a window, a chunk, slopes or a distance_bias");
     a.chosen = chosen->data_ptr<int32_t>();
     a.num_chosen = chosen->size(2);
     a.chosen_stride[0] = chosen->stride(0);

@@ -30,7 +30,8 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
                        double softcap, const optional<Tensor>& sinks,
                        const optional<Tensor>& slopes, const optional<Tensor>& k_scale,
                        const optional<Tensor>& v_scale, const optional<Tensor>& prompts,
-                       const optional<Tensor>& chosen, int64_t sparse_block_size, int64_t v_dim);
+                       const optional<Tensor>& chosen, int64_t sparse_block_size, int64_t v_dim,
+                       const optional<Tensor>& distance_bias);
 
 void check(const Tensor& t, const char* name, at::ScalarType dtype, int64_t dims);
 Dtype cache_dtype_of(const Tensor& t, const Tensor& beside);

@@ -95,10 +95,11 @@ def _paged_attention(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     chosen: Tensor | None,
-    **others: object,
+    **others: Any,
 ) -> bool:
     fits = query.shape[2] <= _MAX_HEAD_DIM and value_cache.shape[3] <= _MAX_HEAD_DIM
     taken = fits and _takes(query) and _takes_chosen(chosen, others)
+    taken = taken and _takes(others["distance_bias"])
     return taken and caches_fit(query, key_cache, value_cache, k_scale, v_scale)
 
 
@@ -112,7 +113,8 @@ def _latent_attention(
 
 
 def _takes_chosen(chosen: Tensor | None, others: Mapping[str, Any]) -> bool:
-    plain = others["window"] == others["chunk"] == 0 and others["slopes"] is None
+    biases = (others["slopes"], others["distance_bias"])
+    plain = others["window"] == others["chunk"] == 0 and not any(b is not None for b in biases)
     return chosen is None or (plain and chosen.dtype == torch.int32 and chosen.stride(-1) == 1)
 
 

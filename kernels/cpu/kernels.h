@@ -84,6 +84,12 @@ struct RopeArgs {
   bool interleaved;
 };
 
+struct ByHead {  // rows of numbers of each token and head; data may be null
+  const void* data;
+  Dtype dtype;        // not one of 8 bits
+  int64_t stride[2];  // of tokens and of heads
+};
+
 struct AttentionArgs {
   Dtype dtype, cache;  // the cache's is dtype, or one of 8 bits
   Scales scales;
@@ -92,8 +98,11 @@ struct AttentionArgs {
   const int32_t *query_start, *context_len, *block_table;
   int64_t tokens, requests, heads, kv_heads, head_dim, v_dim, block_size;
   int64_t query_stride[2], key_stride[3], value_stride[3], table_stride;
-  const float *sinks, *slopes;  // [H] or null
-  const int32_t* chosen;        // [T, 1 or kv_heads, num_chosen] or null; negative: none
+  const float *sinks, *slopes;  // [H] or null; sinks of each token where sink_stride is no 0
+  int64_t sink_stride;
+  ByHead distance_bias;  // for keys 0, 1, ... places before the query
+  int64_t num_distances;
+  const int32_t* chosen;  // [T, 1 or kv_heads, num_chosen] or null; negative: none
   int64_t num_chosen, chosen_stride[2], sparse_block_size;
   int64_t window, chunk;
   float scale, softcap;

@@ -66,7 +66,7 @@ struct Latent {  // what all requests have in common
     copy_rows(query.narrow(2, key_dim, shared_dim), own.narrow(2, rank, shared_dim));
     const Tensor latents = paged_attention(
         own, key_cache, key_cache.narrow(3, 0, 0), query_start, context_len, block_table, scale,
-        window, chunk, softcap, sinks, slopes, k_scale, {}, {}, {}, 1, rank);
+        window, chunk, softcap, sinks, slopes, k_scale, {}, {}, {}, 1, rank, {});
     multiply(swapped(latents), turned, swapped(out));
   }
 
@@ -95,7 +95,7 @@ struct Latent {  // what all requests have in common
                                            {0, made_dim, count * made_dim, 1}, key_dim);
       copy_rows(paged_attention(query.narrow(1, first, count), key_block, value_block, start, length,
                                 block, scale, 0, 0, softcap, part_of(sinks, first, count),
-                                part_of(slopes, first, count), {}, {}, {}, {}, 1, 0),
+                                part_of(slopes, first, count), {}, {}, {}, {}, 1, 0, {}),
                 out.narrow(1, first, count));
     }
   }
@@ -132,6 +132,8 @@ Tensor latent_attention(const Tensor& query, const Tensor& weight, const Tensor&
                   block_table.size(0) >= context_len.size(0),
               "query_start ", query_start.sizes(), " and block_table ", block_table.sizes(),
               " do not fit context_len ", context_len.sizes());
+  TORCH_CHECK(!sinks.has_value() || !sinks->defined() || sinks->dim() == 1,
+              "sinks must have 1 dimension beside a latent, got ", sinks->sizes());
   const Latent latent{weight, key_cache, scale, softcap, window, chunk, sinks, slopes, k_scale,
                       heads, key_dim, shared_dim, weight.size(0) / heads - key_dim, rank};
   Tensor out = at::empty({tokens, heads, latent.value_dim}, query.scalar_type());

@@ -47,19 +47,22 @@ def load_tile(cache, blocks, inside, stride_block, stride_slot, live, DTYPE: tl.
 
 
 @triton.jit
-def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, table, key_cache, value_cache,
+def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
+                key_cache, value_cache,
                 kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
                 BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                 DIM: tl.constexpr, DIM_PAD: tl.constexpr,
                 V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
                 WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-                ALIBI: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
+                ALIBI: tl.constexpr, DISTANCES: tl.constexpr,
+                SHARED: tl.constexpr, MASKED: tl.constexpr,
                 PRECISION: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     """One step of the online softmax over keys [start, start + BLOCK_N).
 
     m is the running maximum in base 2, norm the sum of weights, acc the weighted values.
     MASKED=False promises that every query of the tile sees every key of it. SHARED: values are
-    channels of the keys too, which meet q_value; q meets the DIM others.
+    channels of the keys too, which meet q_value; q meets the DIM others. bias: pointers to what
+    the queries add to scores of keys 0, 1, ... DISTANCES - 1 places before them.
     """
     n = start + tl.arange(0, BLOCK_N)
     live = n < hi
@@ -80,6 +83,10 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, table, key_cach
         s = softcap * tanh(s / softcap)
     if ALIBI:
         s += slope[:, None] * (n[None, :] - pos[:, None]).to(tl.float32)
+    if DISTANCES > 0:
+        distance = pos[:, None] - n[None, :]
+        near = (distance >= 0) & (distance < DISTANCES)
+        s += tl.load(bias[:, None] + distance, mask=near, other=0.0).to(tl.float32)
     s *= LOG2E
     if MASKED:
         seen = live[None, :] & (n[None, :] <= pos[:, None])
@@ -103,9 +110,9 @@ def attend_tile(q, q_value, m, norm, acc, start, hi, pos, slope, table, key_cach
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_row", "target"])
 def attention_kernel(
     query, key_cache, value_cache, query_start, context_len, block_table, sinks, slopes,
-    k_scale, v_scale,
+    distance_bias, k_scale, v_scale,
     out, part_acc, part_m, part_l,
-    query_token, query_head, out_token, out_head,
+    query_token, query_head, sinks_token, bias_token, bias_head, out_token, out_head,
     kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, table_row,
     scale, softcap, num_rows, num_tokens, target,
     GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_TILES: tl.constexpr,
@@ -113,7 +120,8 @@ def attention_kernel(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, ALIBI: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr,
+    SINKS: tl.constexpr, ALIBI: tl.constexpr, DISTANCES: tl.constexpr,
+    SHARED: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -162,6 +170,10 @@ def attention_kernel(
     slope = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         slope = tl.load(slopes + head, mask=valid, other=0.0).to(tl.float32)
+    bias = distance_bias
+    if DISTANCES > 0:  # rows of no query read those of the first
+        of_query = token.to(tl.int64) * bias_token + head * bias_head
+        bias = distance_bias + tl.where(valid, of_query, 0)
 
     # the keys of the tile, and this program's range of them
     pos_first = q_start + item * BLOCK_Q + offset
@@ -178,7 +190,8 @@ def attention_kernel(
     norm = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, V_DIM_PAD], tl.float32)
     if SINKS:
-        sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        at_sink = token.to(tl.int64) * sinks_token + head
+        sink = tl.load(sinks + at_sink, mask=valid, other=0.0).to(tl.float32) * LOG2E
         m = tl.where(split == 0, sink, m)
         norm = tl.where(split == 0, 1.0, norm)
 
@@ -190,20 +203,20 @@ def attention_kernel(
         open_end = lo + tl.maximum(tl.minimum(pos_first + 1, hi) - lo, 0) // BLOCK_N * BLOCK_N
         for start in tl.range(lo, open_end, BLOCK_N):
             m, norm, acc = attend_tile(
-                q, q_value, m, norm, acc, start, hi, pos, slope, table,
+                q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
                 keys_of_head, values_of_head,
                 kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
                 BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
-                WINDOW, CHUNK, SOFTCAP, ALIBI, SHARED, False, PRECISION, FORMAT, NATIVE,
+                WINDOW, CHUNK, SOFTCAP, ALIBI, DISTANCES, SHARED, False, PRECISION, FORMAT, NATIVE,
             )  # fmt: skip
         lo = open_end
     for start in tl.range(lo, hi, BLOCK_N):
         m, norm, acc = attend_tile(
-            q, q_value, m, norm, acc, start, hi, pos, slope, table,
+            q, q_value, m, norm, acc, start, hi, pos, slope, bias, table,
             keys_of_head, values_of_head,
             kc_block, kc_slot, vc_block, vc_slot, scale, softcap,
             BLOCK_N, BLOCK_SIZE, DIM, DIM_PAD, V_DIM, V_DIM_PAD,
-            WINDOW, CHUNK, SOFTCAP, ALIBI, SHARED, True, PRECISION, FORMAT, NATIVE,
+            WINDOW, CHUNK, SOFTCAP, ALIBI, DISTANCES, SHARED, True, PRECISION, FORMAT, NATIVE,
         )  # fmt: skip
 
     if v_scale is not None:

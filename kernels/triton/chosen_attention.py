@@ -15,7 +15,7 @@ from torch import Tensor
 from llmc.kernels.triton.attention_kernel import LOG2E, MINUS_INF, load_tile, tanh
 from llmc.kernels.triton.attention_plan import request_of
 from llmc.kernels.triton.configs import attention_config, rows_capacity
-from llmc.kernels.triton.define import needs_upcast
+from llmc.kernels.triton.define import needs_upcast, token_stride
 from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides
@@ -27,7 +27,7 @@ _GROUP_TILE = 16  # heads of a program: the least that a dot takes
 def chosen_kernel(
     query, key_cache, value_cache, query_start, context_len, block_table, chosen, sinks,
     k_scale, v_scale, out,
-    query_token, query_head, out_token, out_head, chosen_token, chosen_group,
+    query_token, query_head, sinks_token, out_token, out_head, chosen_token, chosen_group,
     kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, table_row,
     scale, softcap, num_rows,
     GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_TILES: tl.constexpr,
@@ -57,7 +57,8 @@ def chosen_kernel(
     norm = tl.zeros([GROUP_TILE], tl.float32)
     acc = tl.zeros([GROUP_TILE, V_DIM_PAD], tl.float32)
     if SINKS:
-        m = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        at_sink = token.to(tl.int64) * sinks_token + head
+        m = tl.load(sinks + at_sink, mask=valid, other=0.0).to(tl.float32) * LOG2E
         norm += 1.0
     table = block_table + row.to(tl.int64) * table_row
     numbers = chosen + token.to(tl.int64) * chosen_token + kv_head * chosen_group
@@ -139,6 +140,7 @@ def plan(
             "query_start": query_start, "context_len": context_len, "block_table": block_table,
             "chosen": chosen, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "out": out,
             "query_token": query.stride(0), "query_head": query.stride(1),
+            "sinks_token": token_stride(sinks),
             "out_token": out.stride(0), "out_head": out.stride(1),
             "chosen_token": chosen.stride(0),
             "chosen_group": chosen.stride(1) if chosen.shape[1] > 1 else 0,

@@ -44,6 +44,11 @@ def takes(*tensors: Tensor | None) -> bool:
     )
 
 
+def token_stride(numbers: Tensor | None) -> int:
+    """From one token to the next, of numbers [H] or [T, H]; 0 where all tokens have the same."""
+    return numbers.stride(0) if numbers is not None and numbers.dim() == 2 else 0
+
+
 def same_dtype(*tensors: Tensor | None) -> bool:
     return len({t.dtype for t in tensors if t is not None}) == 1
 

@@ -19,7 +19,7 @@ from llmc.kernels.triton import chosen_attention, prompt_attention
 from llmc.kernels.triton.attention_combine import combine_kernel
 from llmc.kernels.triton.attention_kernel import attention_kernel
 from llmc.kernels.triton.configs import attention_config, rows_capacity
-from llmc.kernels.triton.define import define, needs_upcast, takes
+from llmc.kernels.triton.define import define, needs_upcast, takes, token_stride
 from llmc.kernels.triton.fp8 import as_bytes, converts, format_constants
 from llmc.kernels.triton.launch import Launch, Plan, cdiv, multiprocessors, power_of_2
 from llmc.kernels.triton.write_kv import cache_strides
@@ -44,6 +44,7 @@ def plan(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     v_dim: int = 0,
+    distance_bias: Tensor | None = None,
 ) -> Plan[Tensor]:
     tokens, heads, dim = query.shape
     kv_heads, block_size, shared = key_cache.shape[1], key_cache.shape[2], v_dim > 0
@@ -92,14 +93,18 @@ def plan(
         args={
             "query": query, "key_cache": as_bytes(key_cache), "value_cache": as_bytes(value_cache),
             "block_table": block_table, "sinks": sinks, "slopes": slopes,
-            "k_scale": k_scale, "v_scale": v_scale, **args,
+            "distance_bias": distance_bias, "k_scale": k_scale, "v_scale": v_scale, **args,
             "query_token": query.stride(0), "query_head": query.stride(1),
+            "sinks_token": token_stride(sinks),
+            "bias_token": 0 if distance_bias is None else distance_bias.stride(0),
+            "bias_head": 0 if distance_bias is None else distance_bias.stride(1),
             **cache_strides(key_cache, value_cache), "table_row": block_table.stride(0),
             "scale": scale, "softcap": softcap,
         },
         constants={
             **constants, "BLOCK_SIZE": block_size, "DIM": dim, "DIM_PAD": dim_pad,
             "SOFTCAP": softcap > 0, "SINKS": sinks is not None, "ALIBI": slopes is not None,
+            "DISTANCES": 0 if distance_bias is None else distance_bias.shape[2],
             "SHARED": shared, "SPLIT": split,
             "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
             "UPCAST": needs_upcast(query.dtype), "NATIVE": converts(query.device),
@@ -129,7 +134,7 @@ def attend(**arguments: Any) -> Tensor:
 def _run(*args: Any) -> Tensor:
     arguments = paged_attention.bind(args)
     if arguments["chosen"] is not None:
-        unused = ("window", "chunk", "slopes", "prompts", "v_dim")
+        unused = ("window", "chunk", "slopes", "prompts", "v_dim", "distance_bias")
         taken = {name: value for name, value in arguments.items() if name not in unused}
         return chosen_attention.plan(**taken).run()
     del arguments["chosen"], arguments["sparse_block_size"]
@@ -154,11 +159,12 @@ def _supports(
     v_dim: int,
     **others: Any,
 ) -> bool:
-    plain = others["window"] == others["chunk"] == 0 and others["slopes"] is None
+    sinks, bias = others["sinks"], others["distance_bias"]
+    plain = others["window"] == others["chunk"] == 0 and others["slopes"] is bias is None
     # requests of a step are a symbolic size while a graph is lowered: only a known one is checked
     rows = context_len.shape[0]
     return (
-        takes(query)
+        takes(query, sinks, bias)
         and caches_fit(query, key_cache, value_cache, k_scale, v_scale)
         and max(query.shape[2] - v_dim, v_dim, value_cache.shape[3]) <= MAX_HEAD_DIM
         and v_dim < query.shape[2]

@@ -35,6 +35,8 @@ _INDEXER_LIMIT = "token_budget"
 # each KV head blocks [1, Hkv, T, N], whose size its module says.
 _CHOSEN_KEYS = "indices"
 _CHOSEN_BLOCKS = "block_indices"
+# What is added to the scores, for each query and key.
+_BIAS = "position_bias"
 # Only functions that make masks of later tokens hand this on.
 _BOTH_WAYS = "allow_is_bidirectional_skip"
 _SHOWS_ALL = "bidirectional_mask_function"  # transformers' mask without a limit
@@ -133,11 +135,12 @@ def attention_function(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, T, D] ... -> ([1, T, H, Dv], None)."""
-    known = {*_IGNORED, _CHOSEN_KEYS, _CHOSEN_BLOCKS}
+    known = {*_IGNORED, _CHOSEN_KEYS, _CHOSEN_BLOCKS, _BIAS}
     unknown = [k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in known]
     if unknown:
         raise CompileError(
@@ -155,10 +158,11 @@ def attention_function(
         # A causal mask's limit may count otherwise than what FlashAttention is handed: tokens less
         # than so many places away, on both sides.
         window = int(sliding_window or 0) if mask.causal else mask.window
-        if mask.chunk or softcap or s_aux is not None:
+        extras = (s_aux, sinks, kwargs.get(_BIAS))
+        if mask.chunk or softcap or any(extra is not None for extra in extras):
             raise CompileError(
-                f"{type(module).__name__} attends to later tokens with chunks, a soft cap or "
-                "sinks, which is not served"
+                f"{type(module).__name__} attends to later tokens with chunks, a soft cap, sinks "
+                "or a position bias, which is not served"
             )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = attention_marker.overload(
@@ -171,11 +175,13 @@ def attention_function(
         window,
         mask.chunk,
         float(softcap or 0.0),
-        s_aux,
+        s_aux if sinks is None else _sinks_of_tokens(sinks),
         None,
         *_chosen(module, kwargs),
         causal,
         bias,
+        None,
+        _position_bias(module, query, key, kwargs.get(_BIAS)),
     )
     return out, None
 
@@ -183,6 +189,26 @@ def attention_function(
 def _has_row_for_each(query: Tensor, mask: Tensor | None) -> bool:
     """Whether a mask [0, H, T, T] is no marker any more, but made of one."""
     return mask is not None and mask.dim() == 4 and bool(mask.shape[2] == query.shape[2])
+
+
+def _position_bias(
+    module: nn.Module, query: Tensor, key: Tensor, bias: Tensor | None
+) -> Tensor | None:
+    """What the model adds to the scores [1, H, T, T]; passes/find_distance_biases.py finds out how
+    it is made."""
+    if bias is not None and bias.shape != (*query.shape[:3], key.shape[2]):
+        raise CompileError(
+            f"{type(module).__name__} adds a bias of shape {tuple(bias.shape)} to its scores, not "
+            "one for each head, query and key"
+        )
+    return bias
+
+
+def _sinks_of_tokens(sinks: Tensor) -> Tensor:
+    """Logits [1, H, T, 1] without a value, one for each token and head: [T, H]."""
+    if sinks.dim() != 4:
+        raise CompileError(f"the model's sinks {tuple(sinks.shape)} are not [1, heads, tokens, 1]")
+    return sinks.squeeze(3).squeeze(0).transpose(0, 1)
 
 
 def _chosen(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor | None, int]:

@@ -22,7 +22,7 @@ from llmc.passes.inputs import CacheInput, StateInput, WeightInput, input_of, to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFacts:
-    """`window` and `chunk` in tokens, 0: none. `extras`: softcap, sinks, slopes, indexer."""
+    """`window` and `chunk` in tokens, 0: none. `extras`: softcap, sinks, biases, indexer."""
 
     heads: int
     kv_heads: int
@@ -143,6 +143,8 @@ def _attention(node: fx.Node) -> AttentionFacts:
         extras.append("sinks")
     if given.slopes is not None:
         extras.append("ALiBi")
+    if given.distance_bias is not None:
+        extras.append("bias by distance")
     if given.chosen is not None:
         extras.append("sparse indexer")
     behind = entries_behind(given.key)

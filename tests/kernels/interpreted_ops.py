@@ -27,7 +27,7 @@ from torch import Tensor
 import llmc.kernels.triton  # noqa: F401 - registers the versions under test
 from llmc.kernels import delta_rule
 from llmc.kernels.fp8 import FP8, to_cache
-from llmc.kernels.paged_attention import make_case
+from llmc.kernels.paged_attention import make_case, paged_attention
 from llmc.kernels.registry import OPS, Impl, Op
 from llmc.kernels.sample import filter_logits, gumbel
 from llmc.kernels.state_cases import make_step
@@ -183,6 +183,8 @@ def attention_cases(draw: st.DrawFn) -> tuple[Any, ...]:
         softcap=draw(st.sampled_from([0.0, 5.0])),
         sinks=draw(st.booleans()),
         alibi=draw(st.booleans()),
+        token_sinks=draw(st.booleans()),
+        distances=draw(st.sampled_from([0, 0, 1, 9, 60])),
         cache=draw(st.sampled_from([None, None, *FP8])),
         shared=shared,
         seed=draw(st.integers(0, 99)),
@@ -197,7 +199,14 @@ def test_attention_over_random_shapes(case: tuple[Any, ...], cut_fine: None) -> 
 
 @pytest.mark.parametrize(
     "features",
-    [{}, {"window": 50}, {"chunk": 64}, {"sinks": True, "softcap": 3.0}, {"alibi": True}],
+    [
+        {},
+        {"window": 50},
+        {"chunk": 64},
+        {"sinks": True, "softcap": 3.0},
+        {"alibi": True},
+        {"distances": 300, "token_sinks": True},
+    ],
     ids=str,
 )
 def test_attention_divides_a_long_context_among_short_ones(
@@ -205,7 +214,8 @@ def test_attention_divides_a_long_context_among_short_ones(
 ) -> None:
     lengths = [(1, 3), (1, 400), (0, 0), (6, 250), (1, 17)]
     case = make_case(lengths, 4, 2, 32, 32, 16, CPU, torch.float32, **features)
-    plan = triton_attention.plan(*case)
+    bound = paged_attention.bind(case)
+    plan = triton_attention.plan(*case[:14], distance_bias=bound["distance_bias"])
     assert [launch.kernel.__name__ for launch in plan.launches] == [
         "attention_kernel",
         "combine_kernel",

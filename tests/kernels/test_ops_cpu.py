@@ -178,6 +178,7 @@ requests = st.lists(
     extras=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     dtype=st.sampled_from(op_cases.DTYPES),
     cache=st.sampled_from([None, None, *FP8]),
+    of_tokens=st.tuples(st.booleans(), st.sampled_from([0, 1, 7, 40])),
     seed=st.integers(0, 100),
 )
 def test_attention_of_random_shapes(
@@ -189,11 +190,13 @@ def test_attention_of_random_shapes(
     extras: tuple[bool, bool, bool],
     dtype: torch.dtype,
     cache: torch.dtype | None,
+    of_tokens: tuple[bool, int],
     seed: int,
 ) -> None:
     case = make_case(
         lengths, *heads, *dims, block_size, CPU, dtype, window=limits[0], chunk=limits[1],
         softcap=3.0 if extras[0] else 0.0, sinks=extras[1], alibi=extras[2], cache=cache, seed=seed,
+        token_sinks=of_tokens[0], distances=of_tokens[1],
     )  # fmt: skip
     assert_attention(case)
 

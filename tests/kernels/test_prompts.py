@@ -57,7 +57,8 @@ def test_flash_takes_plain_attention_in_16_bits() -> None:
     )
     assert not fits(cache=torch.float8_e4m3fn)
     unlike: list[dict[str, Any]] = [
-        {"window": 7}, {"chunk": 16}, {"softcap": 3.0}, {"sinks": True}, {"alibi": True}
+        {"window": 7}, {"chunk": 16}, {"softcap": 3.0}, {"sinks": True}, {"alibi": True},
+        {"distances": 9},
     ]  # fmt: skip
     assert not any(fits(**flags) for flags in unlike)
 

@@ -29,11 +29,16 @@ MECHANISMS = {
     "minimax": "linear attention in a loop over blocks, beside attention",
     "rwkv": "a softmax over all tokens whose logits fade, no attention",
     "jetmoe": "experts over rows sorted by expert, in attention too",
+    "inkling_text": "a bias that tokens have for each distance, scaled by positions",
+    "inkling2_text": "the same, sinks of the token, convolutions with weights of the token",
     "longcat_flash": "experts in a loop of the model's own, some of which change nothing",
 }
 
 
-ORDINARY = ("llama4_text", "qwen3_next", "minimax", "mamba2", "lfm2", "jetmoe", "deepseek_v32")
+ORDINARY = (
+    "llama4_text", "qwen3_next", "minimax", "mamba2", "lfm2", "jetmoe", "deepseek_v32",
+    "inkling_text",
+)  # fmt: skip
 
 
 # Dynamo makes an instance of an autograd function that a model defines

@@ -28,6 +28,7 @@ KINDS = {
     "recurrent_gemma": "linear recurrence beside a window",
     "mamba2": "Mamba-2 alone",
     "deepseek_v4": "windows of tokens that become entries of the paged cache",
+    "inkling2_text": "convolutions with weights of the token, a bias for each distance",
 }
 SIZE = tiny_engine.BLOCK_SIZE
 LEAST = LEAST_BLOCKS * SIZE  # 32

@@ -49,7 +49,7 @@ INPUTS: dict[str, Arg] = {
 
 def latent_attention(
     *, layers: int = 1, in_parts: bool = False, bias: bool = False, chosen: bool = False,
-    keys_first: bool = True, reads_more: bool = False,
+    keys_first: bool = True, reads_more: bool = False, of_tokens: bool = False,
 ) -> fx.GraphModule:  # fmt: skip
     """[1, T, H * Dv] of attention whose keys and values come from `latent`."""
 
@@ -66,12 +66,14 @@ def latent_attention(
         if in_parts:
             query = torch.cat((query[..., :DIM] * 1.5, query[..., DIM:]), dim=-1)
         numbers = torch.zeros(TOKENS, 1, 1, dtype=torch.int32) if chosen else None
+        bias_of_tokens = query.new_zeros(1, HEADS, query.shape[2], 2) if of_tokens else None
         out = query.new_zeros(())
         for _ in range(layers):
             caches = (key_cache, value_cache)
             out = out + attention.overload(
-                query, key, value, *caches, 0.3, 3, 0, 0.0, None, None, numbers
-            )
+                query, key, value, *caches, 0.3, 3, 0, 0.0, None, None, numbers,
+                distance_bias=bias_of_tokens,
+            )  # fmt: skip
         return out.flatten(2) + (up.sum() if reads_more else 0)
 
     return trace(forward, **INPUTS)
@@ -124,6 +126,7 @@ def test_layers_that_share_keys_and_values_go_on_sharing_them() -> None:
     ("how", "reason"),
     [
         ({"chosen": True}, "a sparse indexer chooses their keys"),
+        ({"of_tokens": True}, "each token has a position bias or sinks of its own"),
         ({"reads_more": True}, "is computed, or read elsewhere too"),
         ({"bias": True}, ""),
         ({"keys_first": False}, ""),

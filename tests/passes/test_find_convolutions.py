@@ -75,3 +75,21 @@ def test_convolutions_of_a_padded_sequence_see_the_last_tokens_of_each() -> None
 def test_a_padding_that_is_not_used_up_is_left_alone() -> None:
     gm = padded(WIDTH + 2)
     assert ops(apply(gm, find_convolutions())[0]) == ops(gm)
+
+
+def windows(x: Tensor, before: int) -> Tensor:
+    """Of each token its channels and those of the WIDTH - 1 before it."""
+    tokens = x.shape[-1]
+    return F.pad(x, (before, 0))[..., -(tokens + before) :].unfold(-1, WIDTH, 1).flip(-1)
+
+
+def test_windows_of_a_padded_sequence_are_the_last_tokens_of_each() -> None:
+    x = {"x": INPUTS["x"]}
+    gm = trace(lambda x: windows(x, WIDTH - 1), **x)
+    found, _ = apply(gm, find_convolutions())
+    assert ops(found)["llmc.causal_conv.default"] == 1
+    assert not {"aten.unfold.default", "aten.pad.default"} & ops(found).keys()
+    assert_same(found, gm, Values.of(**x))
+    assert_idempotent(gm, find_convolutions())
+    others = trace(lambda x: windows(x, WIDTH), **x)
+    assert ops(apply(others, find_convolutions())[0]) == ops(others)

@@ -59,6 +59,16 @@ def test_selects_before_the_head_through_a_softcap() -> None:
     assert str(tanh.meta["val"].shape[1]) == "2"
 
 
+def test_selects_before_the_head_where_logits_are_cut_off() -> None:
+    def model(ids: Tensor, embed: Tensor, head: Tensor) -> Tensor:
+        return F.linear(hidden(ids, embed), head)[..., :9] / 2
+
+    check(model)
+    gm, (report,) = apply(trace(model, **INPUTS), last_token_logits())
+    assert not report.notes
+    assert str(gm.graph.output_node().args[0].meta["val"].shape) == "torch.Size([2, 9])"  # type: ignore[union-attr]
+
+
 def test_selects_from_the_logits_where_no_linear_ends_the_graph() -> None:
     def model(ids: Tensor, embed: Tensor, head: Tensor) -> Tensor:
         return F.linear(hidden(ids, embed), head).log_softmax(-1)

@@ -29,6 +29,7 @@ REQUIRED = {
     "find_entries",
     "find_indexers",
     "find_key_biases",
+    "find_distance_biases",
     "find_linear_attention",
     "page_entries",
     "last_token_logits",

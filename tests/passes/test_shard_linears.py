@@ -240,12 +240,15 @@ def test_a_table_that_is_read_in_another_way_stays_whole() -> None:
     assert not report.added
 
 
-def attend(heads: int, kv_heads: int, *, fused: bool) -> tuple[dict[str, Arg], Any, Any]:
-    """One layer's attention over a cache that its own tokens fill."""
+def attend(
+    heads: int, kv_heads: int, *, fused: bool, of_tokens: bool = False
+) -> tuple[dict[str, Arg], Any, Any]:
+    """One layer's attention over a cache that its own tokens fill; with a bias for 3 distances and
+    sinks of tokens."""
     q, kv = heads * DIM, kv_heads * DIM
 
     def fn(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, *rest: Tensor) -> Tensor:
-        key_cache, value_cache, slots, query_start, context_len, table = rest
+        key_cache, value_cache, slots, query_start, context_len, table, *own = rest
         if fused:
             every = F.linear(x, wq)
             parts = (every[..., :q], every[..., q : q + kv], every[..., q + kv :])
@@ -254,9 +257,13 @@ def attend(heads: int, kv_heads: int, *, fused: bool) -> tuple[dict[str, Arg], A
         query, key, value = (p.view(1, -1, p.shape[-1] // DIM, DIM).squeeze(0) for p in parts)
         key = key / key.pow(2).mean(-1, keepdim=True).sqrt()
         write_kv(key, value, key_cache, value_cache, slots)
+        bias = sinks = None
+        if own:
+            bias = F.linear(x, own[0]).view(1, -1, heads, 2).squeeze(0) @ own[1]
+            sinks = F.linear(x, own[2]).squeeze(0)
         out = paged_attention(
             query, key_cache, value_cache, query_start, context_len, table, 0.5, 0, 0, 0.0,
-            None, None, None, None, None, None,
+            sinks, None, None, None, None, None, 1, 0, bias,
         )  # fmt: skip
         return F.linear(out.unsqueeze(0).reshape(1, -1, q), wo)
 
@@ -277,6 +284,12 @@ def attend(heads: int, kv_heads: int, *, fused: bool) -> tuple[dict[str, Arg], A
         "context_len": step(torch.tensor([TOKENS], dtype=torch.int32), dynamic=None),
         "block_table": step(torch.tensor([[1]], dtype=torch.int32), dynamic=None),
     }
+    if of_tokens:
+        inputs |= {
+            "wr": weight("r", rand(2 * heads, HIDDEN)),
+            "profiles": weight("profiles", rand(2, 3)),
+            "ws": weight("s", rand(heads, HIDDEN)),
+        }
     caches = {(0, part): torch.zeros(2, kv_heads, BLOCK, DIM) for part in ("key", "value")}
     return inputs, fn, caches
 
@@ -296,6 +309,14 @@ def test_attention_is_cut_by_heads(heads: int, kv_heads: int, size: int, fused: 
     }
     assert kept == {max(1, kv_heads // size)}
     assert shards(sharded)["o"] == cut(1, (heads * DIM, size), size=size)
+
+
+def test_biases_and_sinks_of_tokens_are_cut_by_heads() -> None:
+    inputs, fn, caches = attend(4, 2, fused=False, of_tokens=True)
+    sharded, report = check(inputs, fn, 2, caches)
+    assert report.added["llmc.all_reduce.default"] == 1 and not report.notes
+    kept = shards(sharded)
+    assert (kept["r"], kept["s"], kept["profiles"]) == (cut(0, (8, 2)), cut(0, (4, 2)), None)
 
 
 def test_heads_that_do_not_divide_stay_whole() -> None:

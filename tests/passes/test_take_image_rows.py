@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from tiny_graphs import Values, apply, cache, run, step, trace
 from torch import Tensor, fx
 
+from llmc.errors import CompileError
 from llmc.kernels.image_attention import image_attention
 from llmc.kernels.paged_attention import paged_attention
 from llmc.kernels.place_rows import place_rows
@@ -56,7 +58,7 @@ def test_a_model_that_reads_no_images_is_left_alone() -> None:
     assert not report.changed
 
 
-def two_layers() -> fx.GraphModule:
+def two_layers(*, token_sinks: bool = False) -> fx.GraphModule:
     def model(
         positions: Tensor,
         x: Tensor,
@@ -68,7 +70,8 @@ def two_layers() -> fx.GraphModule:
     ) -> Tensor:
         where = (query_start, context_len, block_table, 0.5)
         one = paged_attention.overload(x, key, value, *where, 0, 0, 0.0, None, None)
-        two = paged_attention.overload(one, key, value, *where, 3, 0, 0.0, None, None)
+        sinks = x[..., 0] if token_sinks else None
+        two = paged_attention.overload(one, key, value, *where, 3, 0, 0.0, sinks, None)
         return one + two + positions[:, None, None]
 
     filled = torch.randn(2, 2, 4, WIDTH)
@@ -98,3 +101,8 @@ def test_layers_that_see_whole_images() -> None:
         again, [second] = apply(gm, see_whole_images(where=where))
         assert not second.changed
         assert len(list(calls(again.graph, image_attention.overload))) == count
+
+
+def test_sinks_of_tokens_are_refused_beside_whole_images() -> None:
+    with pytest.raises(CompileError, match="sinks of each token, beside which"):
+        apply(two_layers(token_sinks=True), see_whole_images(where="all"))

@@ -76,10 +76,12 @@ def attention(
     chunk: int = 0,
     softcap: float = 0.0,
     sinks: bool = False,
+    token_sinks: bool = False,
     alibi: bool = False,
     max_blocks: int = 2048,
     cache: torch.dtype | None = None,
     shared: bool = False,
+    distances: int = 0,
 ) -> Plan[Tensor]:
     return paged_attention.plan(
         meta(tokens, heads, dim, dtype=dtype),
@@ -92,11 +94,12 @@ def attention(
         window,
         chunk,
         softcap,
-        meta(heads, dtype=dtype) if sinks else None,
+        meta(*[tokens] * token_sinks, heads, dtype=dtype) if sinks or token_sinks else None,
         floats(heads) if alibi else None,
         floats(1) if cache else None,
         floats(kv_heads) if cache and not shared else None,
         v_dim * shared,
+        meta(tokens, heads, distances, dtype=dtype) if distances else None,
     )
 
 
@@ -404,6 +407,12 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
     "attention drafts chunk alibi": lambda: attention(
         128, 32, 12, 12, 80, 64, chunk=8192, alibi=True
     ),
+    "attention decode distances": lambda: attention(
+        64, 64, 48, 8, 128, distances=1024, token_sinks=True
+    ),
+    "attention prefill distances": lambda: attention(
+        4096, 4, 48, 8, 128, distances=1024, token_sinks=True
+    ),
     "sample": sampler,
     "token_logprobs": lambda: token_logprobs.plan(floats(128, VOCAB), longs(128), 20),
     "process_logits": logits_tables,
@@ -514,6 +523,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 50.0},
     "sinks window": {"sinks": True, "window": 128},
     "alibi": {"alibi": True},
+    "distances": {"distances": 1024, "token_sinks": True},
     "all": {"window": 64, "chunk": 128, "softcap": 5.0, "sinks": True, "alibi": True},
 }
 SHAPES = {"decode": (64, 64), "drafts": (256, 64), "prefill": (4096, 4)}

@@ -1,0 +1,142 @@
+"""`find_distance_biases`: a bias that a model looks up for every pair of tokens, by distance.
+
+Some models compute of each token a number for every distance to the keys before it, and make of
+them what attention adds to the score of each query and key. The keys of a step lie in pages, so the
+numbers are handed to attention as they are, and it looks up those of the keys that it reads. Which
+numbers the model's code looks up is worked out, for more tokens than there are distances.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from llmc.errors import CompileError
+from llmc.kernels.attention import attention
+from llmc.passes.base import Notes, graph_pass
+from llmc.passes.edit import arguments, aten, calls, emit, is_call, operands, set_arguments, val
+from llmc.passes.evaluate import Unknown, evaluate, token_counts
+from llmc.passes.find_indexers import num_tokens
+
+_CASTS = (aten.to.dtype, aten._to_copy.default)
+_MORE = 16  # tokens than there are distances
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lookup:
+    """How a bias [1, H, T, T] is made of numbers [1, H, T, E]."""
+
+    numbers: fx.Node
+    index: fx.Node  # [1, H, T, T]: the number of each pair
+    hidden: fx.Node | None  # where they are 0 instead, as large or to be expanded
+    after: tuple[fx.Node, ...]  # what is made of that, in order: casts, and products by query
+
+
+@graph_pass(required=True)
+def find_distance_biases(gm: fx.GraphModule) -> Notes:
+    """Numbers that are looked up by distance are given to attention, which looks them up itself.
+
+    A bias may be cast, and multiplied by a factor for each query; the numbers then are too.
+    CompileError where it is made otherwise: paged attention adds no other.
+
+    Before:
+        b [1, H, T, T] = aten.masked_fill(aten.gather(x [1, H, T, E], -1, distance), far, 0)
+        o = llmc.attention(q [1, H, T, D], k, v, ..., distance_bias=b)
+    After:
+        o = llmc.attention(q [1, H, T, D], k, v, ..., distance_bias=x)
+    """
+    graph = gm.graph
+    notes = []
+    for marker in calls(graph, attention.overload):
+        bias = arguments(marker).distance_bias
+        if bias is None or isinstance(val(bias).shape[3], int):  # numbers for distances already
+            continue
+        try:
+            found = _find(bias)
+            _prove(graph, found, arguments(marker).window)
+        except (Unknown, RuntimeError, IndexError) as e:
+            raise CompileError(
+                f"the model adds a bias to the scores of {marker.name}, but none that its tokens "
+                f"have for each distance ({' '.join(str(e).split())[:200]}), which llmc can't page"
+            ) from e
+        with graph.inserting_before(marker):
+            set_arguments(marker, distance_bias=_of_numbers(graph, found))
+        notes.append(f"{marker.name}: a bias for {_extent(found)} distances")
+    return notes
+
+
+def _extent(found: _Lookup) -> int:
+    return int(val(found.numbers).shape[3])
+
+
+def _find(bias: fx.Node) -> _Lookup:
+    """Up from a bias to what it is looked up in; Unknown where it is made otherwise."""
+    after: list[fx.Node] = []
+    hidden: fx.Node | None = None
+    node = bias
+    while not is_call(node, aten.gather.default):
+        if is_call(node, aten.masked_fill.Scalar) and hidden is None and not node.args[2]:
+            hidden = arguments(node).mask
+        elif is_call(node, *_CASTS) or (is_call(node, aten.mul.Tensor) and _factor(node)):
+            after.insert(0, node)
+        else:
+            raise Unknown(f"it is made by {node.target}")
+        node = _scaled(node) if is_call(node, aten.mul.Tensor) else node.args[0]  # type: ignore
+    lookup = arguments(node)
+    shape = val(lookup.self).shape
+    sizes = [str(size) for size in val(bias).shape]
+    if lookup.dim not in (-1, 3) or [str(n) for n in shape[:3]] != sizes[:3]:
+        raise Unknown("it is looked up in something else than numbers of each token and head")
+    if not isinstance(shape[3], int):
+        raise Unknown("its numbers are as many as there are tokens")
+    return _Lookup(numbers=lookup.self, index=lookup.index, hidden=hidden, after=tuple(after))
+
+
+def _factor(product: fx.Node) -> fx.Node | None:
+    """What of a product is one number for each query, in a bias's dimensions; None: nothing."""
+    for factor, scaled in operands(product):
+        if isinstance(factor, fx.Node) and isinstance(scaled, fx.Node):
+            shape = val(factor).shape
+            if len(shape) == 4 and shape[3] == 1 and val(scaled).dim() == 4:
+                return factor
+    return None
+
+
+def _scaled(product: fx.Node) -> fx.Node:
+    a, b = product.args[:2]
+    return b if _factor(product) is a else a  # type: ignore[return-value]
+
+
+def _prove(graph: fx.Graph, found: _Lookup, window: int) -> None:
+    """Unknown unless each key that attention shows gets the number of its distance, or none where
+    there is none for it."""
+    extent = _extent(found)
+    # the model's code was written out for as many tokens, and may ask for their number
+    tokens = max(extent + _MORE, int(num_tokens(found.index).node.hint))
+    counts = token_counts(graph, tokens)
+    place = torch.arange(tokens)
+    distance = place[:, None] - place[None, :]
+    shown = (distance >= 0) & (distance < window if window else True)
+    near = distance < extent
+    index = evaluate(graph, found.index, tokens, counts)
+    hidden = torch.zeros(1, dtype=torch.bool)
+    if found.hidden is not None:
+        hidden = evaluate(graph, found.hidden, tokens, counts)
+    hidden = hidden.expand(1, 1, tokens, tokens)
+    if not torch.where(shown & near, (index == distance) & ~hidden, True).all():
+        raise Unknown("other numbers are looked up")
+    if not torch.where(shown & ~near, hidden, True).all():
+        raise Unknown("keys farther away get a number too")
+
+
+def _of_numbers(graph: fx.Graph, found: _Lookup) -> fx.Node:
+    """The numbers, cast and multiplied as the bias was: [1, H, T, E]."""
+    made = found.numbers
+    for node in found.after:
+        if is_call(node, aten.mul.Tensor):
+            made = emit(graph, aten.mul.Tensor, made, _factor(node))
+        else:
+            made = emit(graph, node.target, made, *node.args[1:], **node.kwargs)
+    return made
