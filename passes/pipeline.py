@@ -15,8 +15,8 @@ from llmc.passes.canonicalize import canonicalize
 from llmc.passes.feed_head import feed_head
 from llmc.passes.find_attention import find_attention
 from llmc.passes.find_convolutions import find_convolutions
-from llmc.passes.find_entries import find_entries
 from llmc.passes.find_distance_biases import find_distance_biases
+from llmc.passes.find_entries import find_entries
 from llmc.passes.find_indexers import find_indexers
 from llmc.passes.find_key_biases import find_key_biases
 from llmc.passes.find_linear_attention import find_linear_attention

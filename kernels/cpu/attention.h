@@ -87,15 +87,18 @@ __attribute__((noinline)) inline void add_distance_bias(const AttentionArgs& a, 
   });
 }
 
+// What a sink adds to a sum of weights whose largest has score m. Not inline: few models have sinks.
+__attribute__((noinline)) inline float sink_weight(const AttentionArgs& a, int64_t token,
+                                                   int64_t head, float m) {
+  const float sink = a.sinks[token * a.sink_stride + head] * kLog2e, top = std::max(m, sink);
+  return std::exp2(sink - top) / std::exp2(m - top);
+}
+
 // Rounds acc / l to the output, after the sink has joined the softmax.
 template <class T>
 void write_output(const AttentionArgs& a, int64_t token, int64_t head, float m, float l,
                   const float* acc) {
-  if (a.sinks != nullptr) {
-    const float sink = a.sinks[token * a.sink_stride + head] * kLog2e, top = std::max(m, sink);
-    // l grows by the sink's weight at the same scale as acc
-    l += std::exp2(sink - top) / std::exp2(m - top);
-  }
+  if (a.sinks != nullptr) l += sink_weight(a, token, head, m);
   const float scale = a.scales.value_of(head / (a.heads / a.kv_heads));
   const float factor = l > 0 ? scale / l : 0.0f;
   T* out = static_cast<T*>(a.out) + (token * a.heads + head) * a.v_dim;
