@@ -7,11 +7,13 @@ keys of the tokens, and hands both to attention: `entries` says what they are, `
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from llmc.kernels.attention import attend, visible
-from llmc.kernels.registry import op
+from llmc.kernels.registry import Case, op
 
 
 @op(shape="entry")
@@ -70,3 +72,30 @@ def entry_attention(
     nowhere = torch.zeros_like(pos).repeat(2)
     q = query[0].transpose(0, 1)
     return attend(q, rows, rows, pos, nowhere, scale, 0, 0, softcap, sinks, None, shown)[None]
+
+
+def _draws(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Arguments of `entries`, without an index and with one."""
+    gen = torch.Generator().manual_seed(0)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=gen).to(device, dtype)
+
+    yield rand(9, 6), None, None, None, 3, 0
+    yield rand(9, 6), rand(9, 2, 5), rand(9, 5), rand(9, 2).float(), 2, 2
+
+
+@entries.cases
+def _entry_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    yield from _draws(device, dtype)
+
+
+@entry_attention.cases
+def _attention_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    gen = torch.Generator().manual_seed(1)
+    for entry, *index, rate, top_k in _draws(device, dtype):
+        query = torch.randn(1, 4, 9, 6, generator=gen).to(device, dtype)
+        key = torch.randn(1, 1, 9, 6, generator=gen).to(device, dtype)
+        sinks = torch.randn(4, generator=gen).to(device)
+        cache = query.new_empty(0)
+        yield query, key, entry, *index, cache, cache, 0.4, 4, 0.0, sinks, rate, top_k

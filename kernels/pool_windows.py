@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmc.kernels.packed import spans
+from llmc.kernels.packed import Layout, spans
 from llmc.kernels.registry import Case, op
 from llmc.kernels.state_cases import StateStep, step_cases
+from llmc.kernels.torch_impl import torch_impl
 
 _LOWEST = -1e38  # the highest logit before any token
 
@@ -73,18 +74,54 @@ def pool_windows(
 
 
 def _with(sums: Tensor, logit: Tensor, value: Tensor) -> Tensor:
-    """The sums [3, D] of a softmax with one more logit and value [D]."""
-    top = torch.maximum(sums[0], logit)
-    kept, own = torch.exp(sums[0] - top), torch.exp(logit - top)
-    return torch.stack((top, kept * sums[1] + own, kept * sums[2] + own * value))
+    """The sums [..., 3, D] of a softmax with one more logit and value [..., D]."""
+    highest, below, above = sums.unbind(-2)
+    top = torch.maximum(highest, logit)
+    kept, own = torch.exp(highest - top), torch.exp(logit - top)
+    return torch.stack((top, kept * below + own, kept * above + own * value), -2)
 
 
 def _pooled(one: Tensor, other: Tensor) -> Tensor:
-    """The result [D] of one softmax whose logits are in two parts, or twice in the same one."""
-    top = torch.maximum(one[0], other[0])
-    weights = torch.exp(torch.stack((one[0], other[0])) - top)
-    below, above = (weights * torch.stack((one[i], other[i])) for i in (1, 2))
-    return above.sum(0) / below.sum(0)
+    """The result [..., D] of one softmax with logits in two parts, or twice in the same one."""
+    parts = torch.stack((one, other))
+    weights = torch.exp(parts[..., 0, :] - parts[..., 0, :].amax(0))
+    return (weights * parts[..., 2, :]).sum(0) / (weights * parts[..., 1, :]).sum(0)
+
+
+@torch_impl(pool_windows)
+def _all_at_once(
+    value: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    series: int,
+    state: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    request_row: Tensor,
+) -> Tensor:
+    """A step of all requests at a time; where a request has no token, its state stays."""
+    layout = Layout.of(value.shape[0], query_start, context_len)
+    width, dim = bias.shape[0], bias.shape[1] // series
+    first = (context_len - query_start.diff()).clamp(min=0)  # 0 of padding too
+    place = (first[:, None] + torch.arange(layout.width, device=value.device)) % width
+    values = layout.pad(value.float()).unflatten(-1, (series, dim))
+    logits = (layout.pad(gate.float()) + bias.float()[place]).unflatten(-1, (series, dim))
+    has_token = layout.pad(torch.ones_like(value[:, :1], dtype=torch.bool))
+    memory = state[request_row]
+    none = torch.zeros_like(memory)
+    none[:, :, 0] = _LOWEST
+    memory = torch.where(layout.fresh[:, None, None, None], none, memory)
+    outs = []
+    for t in range(layout.width):
+        begun = torch.cat((memory[:, 1:2], none[:, 1:]), 1) if series == 2 else none
+        after = torch.where((place[:, t] == 0)[:, None, None, None], begun, memory)
+        own = _with(after[:, -series:], logits[:, t], values[:, t])
+        after = torch.cat((after[:, :-series], own), 1)
+        entry = _pooled(after[:, 0], after[:, -1])
+        outs.append(torch.where((place[:, t] == width - 1)[:, None], entry, 0.0))
+        memory = torch.where(has_token[:, t, :, None, None], after, memory)
+    state[request_row] = memory
+    return layout.pack(torch.stack(outs, 1)).to(value.dtype)
 
 
 def make_case(
