@@ -35,6 +35,8 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
 
 void check(const Tensor& t, const char* name, at::ScalarType dtype, int64_t dims);
 Dtype cache_dtype_of(const Tensor& t, const Tensor& beside);
+const void* vector_or_null(const optional<Tensor>& t, const char* name, const Tensor& like,
+                           int64_t size);
 
 }  // namespace ops
 }  // namespace llmc
