@@ -136,12 +136,31 @@ LLMC_INLINE float softmax(float* scores, float& m, float& l) {
   return factor;
 }
 
-template <class T, class Rows, int G>
+// One tile for all heads of a group, of which there are at most kMaxStreamRows. The products take up to
+// four heads at a time: the tile stays in the L1 cache between them.
+template <class Rows, class Body>
+LLMC_INLINE void each_heads(const Tile<typename Rows::Element>& tile, int64_t group, const Body& body) {
+  Tile<typename Rows::Element> rest = tile;
+  rest.next_keys = rest.next_values = nullptr;  // asked for once
+  const int64_t parts = (group + 3) / 4;
+  for (int64_t i = 0; i < parts; ++i) {
+    const int64_t first = group * i / parts, count = group * (i + 1) / parts - first;
+    const Tile<typename Rows::Element>& part = i == 0 ? tile : rest;
+    switch (count) {
+      case 1: body(part, first, std::integral_constant<int, 1>()); break;
+      case 2: body(part, first, std::integral_constant<int, 2>()); break;
+      case 3: body(part, first, std::integral_constant<int, 3>()); break;
+      case 4: body(part, first, std::integral_constant<int, 4>()); break;
+    }
+  }
+}
+
+template <class T, class Rows>
 void stream(const Plan& plan, const Item& item) {
   using Query = typename Rows::Query;
   const AttentionArgs& a = plan.a;
   const int64_t dim = (a.head_dim + 31) / 32 * 32, v_dim = (a.v_dim + 31) / 32 * 32;
-  const int64_t rows = item.num_heads * G;
+  const int64_t group = plan.group, rows = item.num_heads * group;
   static thread_local Arena arena;
   arena.reset(rows * (dim + v_dim + 2) * sizeof(float) + 4096);
   Query* query = arena.take<Query>(rows * dim);
@@ -153,26 +172,30 @@ void stream(const Plan& plan, const Item& item) {
   std::fill(l, l + rows, 0.0f);
   for (int64_t row = 0; row < rows; ++row)
     Rows::pack_query(static_cast<const T*>(a.query) + item.token * a.query_stride[0] +
-                         (item.kv_head * G + row) * a.query_stride[1],
+                         (item.kv_head * group + row) * a.query_stride[1],
                      a.head_dim, query + row * dim);
   const typename Rows::Tables tables = Rows::tables(a.cache);
-  alignas(64) float scores[G][kTile];
+  alignas(64) float scores[kMaxStreamRows][kTile];
   using Keys = Tile<typename Rows::Element>;
   Rows::walk(a, item, [&](const Keys& tile) __attribute__((noinline)) {
-    const int64_t row = tile.head * G;
+    const int64_t row = tile.head * group;
     const float scale = a.scale * a.scales.key_of(item.kv_head + tile.head);
-    tile_scores<Rows, G>(tile.keys, tile.next_keys, a.head_dim, dim, query + row * dim, scores,
-                         tables);
-    for (int g = 0; g < G; ++g) {
-      const float slope = a.slopes ? a.slopes[item.kv_head * G + row + g] : 0.0f;
+    each_heads<Rows>(tile, group, [&](const Keys& part, int64_t first, auto heads) {
+      tile_scores<Rows, heads>(part.keys, part.next_keys, a.head_dim, dim,
+                               query + (row + first) * dim, scores + first, tables);
+    });
+    for (int64_t g = 0; g < group; ++g) {
+      const float slope = a.slopes ? a.slopes[item.kv_head * group + row + g] : 0.0f;
       finish_scores(scores[g], tile.first, tile.end, {scale, a.softcap, slope, item.position});
       if (a.distance_bias.data != nullptr)
-        add_distance_bias(a, item.token, item.kv_head * G + row + g, item.position, tile.first,
+        add_distance_bias(a, item.token, item.kv_head * group + row + g, item.position, tile.first,
                           tile.end, scores[g], 1);
       const float factor = softmax(scores[g], m[row + g], l[row + g]);
       if (factor != 1) scale_row(acc + (row + g) * v_dim, v_dim, factor);
     }
-    Rows::template add<G>(tile, a.v_dim, scores, acc + row * v_dim, v_dim, tables);
+    each_heads<Rows>(tile, group, [&](const Keys& part, int64_t first, auto heads) {
+      Rows::template add<heads>(part, a.v_dim, scores + first, acc + (row + first) * v_dim, v_dim, tables);
+    });
   });
   for (int64_t row = 0; row < rows; ++row) {
     Rows::order(acc + row * v_dim, a.v_dim);
@@ -180,34 +203,20 @@ void stream(const Plan& plan, const Item& item) {
   }
 }
 
-template <class T, class Rows>
-void stream_group(const Plan& plan, const Item& item) {
-  switch (plan.group) {
-    case 1: return stream<T, Rows, 1>(plan, item);
-    case 2: return stream<T, Rows, 2>(plan, item);
-    case 3: return stream<T, Rows, 3>(plan, item);
-    case 4: return stream<T, Rows, 4>(plan, item);
-    case 5: return stream<T, Rows, 5>(plan, item);
-    case 6: return stream<T, Rows, 6>(plan, item);
-    case 7: return stream<T, Rows, 7>(plan, item);
-    case 8: return stream<T, Rows, 8>(plan, item);
-  }
-}
-
 }  // namespace
 
 void run_stream(const Plan& plan, const Item& item) {
-  if (plan.a.dtype == Dtype::f32) return stream_group<float, PlainRows<float>>(plan, item);
-  if (plan.a.dtype == Dtype::f16) return stream_group<f16, PlainRows<f16>>(plan, item);
+  if (plan.a.dtype == Dtype::f32) return stream<float, PlainRows<float>>(plan, item);
+  if (plan.a.dtype == Dtype::f16) return stream<f16, PlainRows<f16>>(plan, item);
 #if defined(LLMC_FP8_BYTES) && defined(LLMC_AVX512_BF16)
   if (is_fp8(plan.a.cache) && are_whole<CodeRows>(plan.a))
-    return stream_group<bf16, WholeRows<CodeRows>>(plan, item);
+    return stream<bf16, WholeRows<CodeRows>>(plan, item);
 #endif
 #ifdef LLMC_AVX512_BF16
   if (!is_fp8(plan.a.cache) && are_whole<PairRows>(plan.a))
-    return stream_group<bf16, WholeRows<PairRows>>(plan, item);
+    return stream<bf16, WholeRows<PairRows>>(plan, item);
 #endif
-  stream_group<bf16, PlainRows<bf16>>(plan, item);
+  stream<bf16, PlainRows<bf16>>(plan, item);
 }
 
 }  // namespace llmc

@@ -28,8 +28,8 @@ struct Input {  // x in the reader's words
   std::vector<X> words;
   std::vector<Packed> packed;
 
-  explicit Input(const LowBitArgs& a)
-      : stretch(stretch_of(a, Reader::kMaxStretch)), stretches(a.depth / stretch),
+  Input(const LowBitArgs& a, int64_t most)
+      : stretch(stretch_of(a, most)), stretches(a.depth / stretch),
         row_words(a.depth / Reader::kInputs * Reader::kSteps), words(a.rows * row_words),
         packed(a.rows * stretches) {
     std::vector<float> x(a.depth);
@@ -136,17 +136,20 @@ void multiply(const LowBitArgs& a, const Input<Reader>& x, int64_t row, int64_t 
   for (int m = 0; m < M; ++m) write_block(a, row + m, block, total[m]);
 }
 
-template <class Reader>
-void by_blocks(const LowBitArgs& a) {
-  const Input<Reader> x(a);
+// kMost: of rows that this reader is for. `stretch`: of inputs of x, at the most.
+template <class Reader, int64_t kMost = kMaxFewRows>
+void by_blocks(const LowBitArgs& a, int64_t stretch = Reader::kMaxStretch) {
+  const Input<Reader> x(a, stretch);
   parallel_rows(a.channels / kChannels, a.depth * kChannels * (a.rows + 3) / 8, a.threads,
                 [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       int64_t m = 0;
-      for (; m + kMaxFewRows <= a.rows; m += kMaxFewRows)
-        multiply<Reader, kMaxFewRows>(a, x, m, block);
-      if (m + 4 <= a.rows) multiply<Reader, 4>(a, x, m, block), m += 4;
-      if (m + 2 <= a.rows) multiply<Reader, 2>(a, x, m, block), m += 2;
+      if constexpr (kMost > 4)
+        for (; m + 8 <= a.rows; m += 8) multiply<Reader, 8>(a, x, m, block);
+      if constexpr (kMost > 2)
+        for (; m + 4 <= a.rows; m += 4) multiply<Reader, 4>(a, x, m, block);
+      if constexpr (kMost > 1)
+        for (; m + 2 <= a.rows; m += 2) multiply<Reader, 2>(a, x, m, block);
       if (m < a.rows) multiply<Reader, 1>(a, x, m, block);
     }
   });
@@ -158,26 +161,26 @@ void run(const LowBitArgs& a) {
   // integers spend less on a value of the weight and more on a row of x
   [[maybe_unused]] const bool is_narrow = a.dtype != Dtype::f32;
   if constexpr (kFormat == Format::int4)
-    if (a.x_bits == 8) return by_blocks<NibbleReader<kFormat, 1>>(a);
+    if (a.x_bits == 8) return by_blocks<NibbleReader<kFormat, 1>, kMaxByteRows>(a);
   if constexpr (kFormat == Format::int8 || kFormat == Format::int4)
     if (a.x_bits == 16) {
 #ifdef LLMC_BYTE_PRODUCTS
-      if (a.rows > 1) return by_blocks<ByteReader<kFormat, kRounded>>(a);
+      if (a.rows > 1) return by_blocks<ByteReader<kFormat>>(a, kRounded);
 #endif
-      if constexpr (kFormat == Format::int4) return by_blocks<NibbleReader<kFormat, 2>>(a);
-      if constexpr (kFormat == Format::int8) return by_blocks<WordReader<1>>(a);
+      if constexpr (kFormat == Format::int4) return by_blocks<NibbleReader<kFormat, 2>, 2>(a);
+      if constexpr (kFormat == Format::int8) return by_blocks<WordReader<1>, 2>(a);
     }
 #ifdef LLMC_BYTE_PRODUCTS
   if constexpr (kFormat != Format::fp8)
     if (is_narrow) return by_blocks<ByteReader<kFormat>>(a);
 #endif
   if constexpr (is_4_bit(kFormat)) {
-    if (is_narrow && a.rows <= 2) return by_blocks<NibbleReader<kFormat, 2>>(a);
-    if (a.rows == 1) return by_blocks<NibbleReader<kFormat, 3>>(a);
+    if (is_narrow && a.rows <= 2) return by_blocks<NibbleReader<kFormat, 2>, 2>(a);
+    if (a.rows == 1) return by_blocks<NibbleReader<kFormat, 3>, 1>(a);
   }
   if constexpr (kFormat == Format::int8) {
-    if (is_narrow && a.rows <= 2) return by_blocks<WordReader<1>>(a);
-    if (a.rows == 1) return by_blocks<WordReader<2>>(a);
+    if (is_narrow && a.rows <= 2) return by_blocks<WordReader<1>, 2>(a);
+    if (a.rows == 1) return by_blocks<WordReader<2>, 1>(a);
   }
 #endif
 #ifdef LLMC_AVX512_BF16

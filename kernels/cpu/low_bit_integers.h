@@ -219,10 +219,10 @@ struct WordReader {
 #if defined(LLMC_AVX512) && defined(__AVX512VNNI__)
 #define LLMC_BYTE_PRODUCTS 1
 // int4, mxfp4 and int8 with x in 16 bits, four products of bytes an instruction.
-template <Format kFormat, int64_t kStretch = 128>
+template <Format kFormat>
 struct ByteReader {
   static constexpr int kInputs = is_4_bit(kFormat) ? 8 : 4, kSteps = kInputs / 4, kSums = 4;
-  static constexpr int64_t kMaxStretch = kStretch;
+  static constexpr int64_t kMaxStretch = 128;
   using X = DigitWords<2>;
   using Line = Register;
   using V = Register;
