@@ -103,6 +103,11 @@ def record(run: Callable[[], Any]) -> Recorded:
 
 
 class _Mode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is traced here, and to tell Dynamo so torch would import all of it: seconds."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.parts: list[_TorchCall | _Kernels] = []

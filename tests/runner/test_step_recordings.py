@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,24 @@ def test_what_depends_on_values_is_refused() -> None:
         record(lambda: ours("rms_norm", x, None, 1e-5, float(x.sum().item() * 0))).check()
     with pytest.raises(NotRecordable, match="1 ops are torch's, and 0"):
         record(lambda: x + 1).check()
+
+
+def test_a_recording_imports_no_compiler() -> None:
+    """torch would import Dynamo for a dispatch mode that does not decline it: seconds."""
+    code = """
+import sys, torch
+import llmc.kernels.cpu
+from llmc.kernels.cpu.build import load
+from llmc.kernels.cpu.recording import record
+assert load()
+x = torch.randn(2, 64)
+recorded = record(lambda: torch.ops.llmc_cpu.rms_norm(x, None, 1e-5, 0.0))
+recorded.check()
+print(sorted({"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules)))
+"""
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_answers_are_those_of_steps_that_are_not_recorded(tmp_path: Path) -> None:
