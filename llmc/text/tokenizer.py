@@ -18,7 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmc.cache_dir import cache_dir
 from llmc.errors import CheckpointError, InvalidRequestError, reason_of
+from llmc.text.tokenizer_cache import TokenizerCache
 from llmc.text.tools.tool_format import ToolFormat
 
 # Texts are encoded one at a time, so a thread pool in the tokenizer gains nothing, and it would
@@ -68,18 +70,14 @@ class Tokenizer:
     @classmethod
     def load(cls, path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
         """Load from a local directory; CheckpointError says what is missing or broken."""
-        from transformers import AutoTokenizer
-
         folder = Path(path)
         check_tokenizer_files(folder)
-        try:
-            hf = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=trust_remote_code
-            )
-        # The loaders below raise whatever their parsers raise (even bare Exception).
-        except Exception as exc:
-            reason = _needs_sentencepiece(folder) or reason_of(exc)
-            raise CheckpointError(f"the tokenizer in {folder} can't be loaded: {reason}") from exc
+        cache = None if trust_remote_code else TokenizerCache(cache_dir())
+        hf = None if cache is None else cache.load(folder)
+        if hf is None:
+            hf = _load_anew(folder, trust_remote_code)
+            if cache is not None:
+                cache.save(folder, hf)
         if getattr(hf, "chat_template", None) is None:
             hf.chat_template = _template_of_processor(folder)
         return cls(hf)
@@ -201,6 +199,19 @@ class Tokenizer:
         return template if isinstance(template, str) else None
 
 
+def _load_anew(folder: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    # The loaders below raise whatever their parsers raise (even bare Exception).
+    except Exception as exc:
+        reason = _needs_sentencepiece(folder) or reason_of(exc)
+        raise CheckpointError(f"the tokenizer in {folder} can't be loaded: {reason}") from exc
+
+
 def _needs_sentencepiece(folder: Path) -> str:
     """Why a folder can't be read without that package, "" where it could be."""
     models = [name for name in ("tokenizer.model", "spiece.model") if (folder / name).is_file()]
@@ -232,8 +243,8 @@ def _template_of_processor(folder: Path) -> str | None:
 
 
 def preload() -> None:
-    """Import now what `Tokenizer.load` takes seconds to import."""
-    from transformers import AutoTokenizer  # noqa: F401
+    """Import now what `Tokenizer.load` needs at a warm start."""
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
 
 
 def check_text(text: str, param: str) -> None:
