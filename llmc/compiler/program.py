@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from llmc.passes.base import OUTLINE, Pass, PassReport, check_names, run_passes
+from llmc.passes.base import OUTLINE, Pass, PassReport, check_names, op_name, run_passes
 from llmc.passes.find_attention import spells_attention
 from llmc.passes.group_caches import CacheGroup, cache_groups
 from llmc.passes.inputs import (
@@ -131,6 +131,11 @@ class Program:
         roles = ((input_of(node), node) for node in self.graph.graph.nodes)
         shapes = {r.number: n.meta["val"].shape[1:] for r, n in roles if isinstance(r, TapInput)}
         return [tuple(int(n) for n in shapes[number]) for number in sorted(shapes)]
+
+    @property
+    def keeps_low_bits(self) -> bool:
+        """Whether ops read weights of few bits, which their references dequantize at every call."""
+        return any(".quantized_" in op_name(node) for node in self.graph.graph.nodes)
 
     @property
     def vector_size(self) -> int:

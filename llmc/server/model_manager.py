@@ -17,7 +17,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 from starlette.applications import Starlette
@@ -34,8 +33,9 @@ from llmc.server.app import create_app
 from llmc.server.errors import ApiError
 from llmc.server.responses_store import ResponseStore
 from llmc.server.settings import ServerSettings
-from llmc.startup.model_files import find_local
+from llmc.startup.model_files import locate
 from llmc.text.tokenizer import Tokenizer, preload
+from llmc.weights.gguf.files import all_parts
 
 log = logging.getLogger(__name__)
 # Of absolute paths all but the last name: clients need not know where this machine has its models.
@@ -361,14 +361,11 @@ def _failed(model: ServedModel) -> ApiError:
 def weight_file_bytes(config: EngineConfig) -> int:
     """Of the files with weights; 0 for a model that is yet to be downloaded."""
     try:
-        files = find_local(config)
+        location = locate(config)
     except (LlmcError, OSError):
         return 0
-    if files is None:
+    if location is None:
         return 0
-    path = Path(files.path)
-    if path.is_file():
-        return path.stat().st_size
-    return sum(
-        file.stat().st_size for kind in ("*.safetensors", "*.gguf") for file in path.glob(kind)
-    )
+    if location.is_gguf:
+        return sum(part.stat().st_size for part in all_parts(location.path))
+    return sum(file.stat().st_size for file in location.path.glob("*.safetensors"))

@@ -6,6 +6,7 @@ takes seconds to minutes. Each step that gets ready replaces the one that runs, 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
@@ -20,7 +21,7 @@ import torch
 from llmc.background_thread import BackgroundThread
 from llmc.compiler.lower import StepFunction, lower
 from llmc.compiler.program import lowered
-from llmc.kernels.cpu.build import Build, load, start_build
+from llmc.kernels.cpu.build import Build, BuildError, load, start_build
 from llmc.startup.bind import BoundModel
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,12 @@ def kernels_are_built(build: Build | None) -> bool:
         return False
     load()  # False where they can't be built: then the references are all there is
     return True
+
+
+def wait_for_kernels(build: Build) -> None:
+    """Wait for the C++ ops: for weights whose references are too slow to be of use meanwhile."""
+    with contextlib.suppress(BuildError):  # `load` reports it
+        build.wait()
 
 
 @dataclass(frozen=True, slots=True)

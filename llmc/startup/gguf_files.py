@@ -30,7 +30,7 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
     Raises CheckpointError for a file that can't be read or served.
     """
     path = path.resolve()
-    made = cache_dir() / "gguf" / _key(path, sampling or {})
+    made = _made_at(path, sampling)
     if (made / INDEX).is_file():
         return made
     from llmc.text.gguf_tokenizer import write_tokenizer
@@ -69,6 +69,15 @@ def model_directory(path: Path, sampling: Mapping[str, float] | None = None) -> 
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return made
+
+
+def is_new(path: Path, sampling: Mapping[str, float] | None = None) -> bool:
+    """Whether `model_directory` has yet to read the file. CheckpointError where it is gone."""
+    return not (_made_at(path.resolve(), sampling) / INDEX).is_file()
+
+
+def _made_at(path: Path, sampling: Mapping[str, float] | None) -> Path:
+    return cache_dir() / "gguf" / _key(path, sampling or {})
 
 
 def _key(path: Path, sampling: Mapping[str, Any]) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError, ConfigError, reason_of
 from llmc.startup.default_model import default_model, default_model_path
-from llmc.startup.gguf_files import model_directory
+from llmc.startup.gguf_files import is_new, model_directory
 from llmc.weights.gguf.files import first_part, is_gguf
 from llmc.weights.quantized.quantization_config import (
     GGUF,
@@ -50,22 +51,46 @@ def resolve_model(config: EngineConfig) -> ModelFiles:
     return ModelFiles(name=config.model, path=_checked(download(config)), is_default=False)
 
 
-def find_local(config: EngineConfig) -> ModelFiles | None:
-    """The model's files on this machine; None for a hub id. CheckpointError for a wrong path."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """Where a model lies on this machine: a directory, or a GGUF file, of which a directory is made
+    at its first start (`sampling`: parameters to write there)."""
+
+    name: str
+    path: Path
+    is_default: bool = False
+    sampling: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.path.is_file()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether `files` takes seconds: it reads a GGUF file then, with transformers."""
+        return self.is_gguf and is_new(self.path, self.sampling)
+
+    def files(self) -> ModelFiles:
+        """Raises CheckpointError for a GGUF file that can't be read or served."""
+        path = model_directory(self.path, self.sampling) if self.is_gguf else self.path
+        return ModelFiles(name=self.name, path=path, is_default=self.is_default)
+
+
+def locate(config: EngineConfig) -> Location | None:
+    """Reads no file. None for a hub id; CheckpointError for a wrong path."""
     if config.model in (None, default_model().name):
         chosen = default_model()
-        path = model_directory(default_model_path(), chosen.sampling)
-        return ModelFiles(name=chosen.name, path=path, is_default=True)
+        return Location(
+            name=chosen.name, path=default_model_path(), is_default=True, sampling=chosen.sampling
+        )
     assert config.model is not None
     path = Path(config.model).expanduser()
     if config.model and path.exists():  # "" would be the current directory
         name = path.resolve().name or config.model  # the root directory has no name
         gguf = _gguf_in(path)
         if gguf is not None:
-            return ModelFiles(
-                name=name.removesuffix(".gguf"), path=model_directory(gguf), is_default=False
-            )
-        return ModelFiles(name=name, path=_checked(path), is_default=False)
+            return Location(name=name.removesuffix(".gguf"), path=gguf)
+        return Location(name=name, path=_checked(path))
     if not is_hub_id(config.model):
         raise CheckpointError(
             f"no model at {config.model!r}: give a directory with config.json and safetensors, "
@@ -74,14 +99,20 @@ def find_local(config: EngineConfig) -> ModelFiles | None:
     return None
 
 
+def find_local(config: EngineConfig) -> ModelFiles | None:
+    """The model's files on this machine; None for a hub id. CheckpointError for a wrong path."""
+    location = locate(config)
+    return location.files() if location is not None else None
+
+
 def served_name(config: EngineConfig) -> str:
     """The name of a model that may not be there (yet): as ModelFiles has it, or the last part of
     what was given."""
     try:
-        files = find_local(config)
+        location = locate(config)
     except (ConfigError, OSError):
-        files = None
-    return files.name if files is not None else Path(config.model or "").name
+        location = None
+    return location.name if location is not None else Path(config.model or "").name
 
 
 def _gguf_in(path: Path) -> Path | None:
@@ -163,10 +194,10 @@ def load_config(files: ModelFiles, config: EngineConfig) -> Any:
     for part in (loaded, text):  # the model is captured from its plain code: see stored_weights
         for key in QUANTIZATION_KEYS:
             vars(part).pop(key, None)
-    for field in ("vocab_size", "num_hidden_layers", "hidden_size"):
-        value = getattr(text, field, None)
+    for name in ("vocab_size", "num_hidden_layers", "hidden_size"):
+        value = getattr(text, name, None)
         if value is not None and (not isinstance(value, int) or not 1 <= value <= 10**8):
-            raise CheckpointError(f"config.json of {wanted!r}: {field} is {value!r}")
+            raise CheckpointError(f"config.json of {wanted!r}: {name} is {value!r}")
     return loaded
 
 

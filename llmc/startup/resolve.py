@@ -19,10 +19,10 @@ from llmc.pooling import LM, DraftHead, Head
 from llmc.startup.config_facts import ConfigFacts, FactsCache, describe, token_ids
 from llmc.startup.model_files import (
     ModelFiles,
-    find_local,
     generation_defaults,
     load_config,
     load_quantization,
+    locate,
     resolve_model,
     tokenizer_end,
 )
@@ -131,9 +131,9 @@ def check_paths(config: EngineConfig) -> None:
     check_user_code(config.logits_processors, "class")
     drafting = config.speculative_config
     for name in (config.model, (drafting and drafting.model) or config.model):
-        files = find_local(replace(config, model=name, speculative_config=None))
-        if files is not None:
-            load_quantization(files)  # reads config.json
+        location = locate(replace(config, model=name, speculative_config=None))
+        if location is not None and not location.is_gguf:
+            load_quantization(location.files())  # reads config.json
     if config.tokenizer is not None:
         check_tokenizer_files(Path(config.tokenizer))
 

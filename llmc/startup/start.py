@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from llmc.engine.spec_decode.ngram import NgramSpeculation
 from llmc.engine.spec_decode.speculation import Speculation
 from llmc.model_info import ModelInfo, OnPhase, Phase
 from llmc.speculative_config import SpeculativeConfig
-from llmc.startup.model_files import find_local, resolve_model
+from llmc.startup.model_files import Location, locate, resolve_model
 from llmc.startup.resolve import (
     check_paths,
     pick_async,
@@ -120,10 +120,11 @@ def give_back_freed() -> None:
 
 def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | None) -> Started:
     check_paths(config)
-    files = find_local(config)
-    if files is None:
+    location = locate(config)
+    if location is None:
         with clock.phase("download"):
-            files = resolve_model(config)
+            downloaded = resolve_model(config)
+            location = Location(name=downloaded.name, path=downloaded.path)
     with clock.phase("import torch"):
         from llmc.cache_dir import cache_dir
         from llmc.compiler.cache import ProgramCache
@@ -134,7 +135,12 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
             architecture_key,
             without_culprits,
         )
-        from llmc.startup.background import compile_in_background, kernels_are_built, start_kernels
+        from llmc.startup.background import (
+            compile_in_background,
+            kernels_are_built,
+            start_kernels,
+            wait_for_kernels,
+        )
         from llmc.startup.bind import StepMode, bind_model
         from llmc.startup.compile import compile_model, keep, load_model
         from llmc.startup.config_facts import FactsCache
@@ -144,6 +150,9 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
         from llmc.startup.tensor_parallel import check_source, share_threads
 
     device = pick_device(config.device)
+    build = start_kernels(device)
+    with clock.phase("read GGUF") if location.is_new else nullcontext():
+        files = location.files()
     level = pick_level(config.opt_level, device)
     programs, facts = ProgramCache(cache_dir()), FactsCache(cache_dir())
     is_known = facts.load(files, config) is not None
@@ -164,7 +173,6 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
             share_threads(config.tensor_parallel_size * config.data_parallel_size)
     if processes is not None:
         check_source(source)
-    build = start_kernels(device)
     with clock.phase("compile") as detail:
         compiled = compile_model(source, programs)
         program = compiled.program
@@ -205,6 +213,13 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
             in_flight.append(draft_model.draft_in_flight(drafting, device))
             detail += [draft_source.files.name, f"{models[-1].weight_bytes / 2**20:.0f} MiB"]
 
+    if (
+        build is not None
+        and not build.done
+        and any(c.program.keeps_low_bits for c in compiled_models)
+    ):
+        with clock.phase("build C++ ops"):
+            wait_for_kernels(build)
     with clock.phase("profile"):
         built = kernels_are_built(build)
         modes = [

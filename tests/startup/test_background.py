@@ -1,7 +1,9 @@
-"""Start-up uses the C++ ops at once where they are built, and does not wait where they are not."""
+"""Start-up uses the C++ ops at once where they are built, and waits for them only with weights of
+few bits."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -40,7 +42,38 @@ def test_built_kernels_serve_from_the_first_step(checkpoint: Path) -> None:
     assert "llmc_cpu" in started.runner.step.source
 
 
-def test_nobody_waits_for_a_build(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_few_bits_wait_for_a_build(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not cpu_build.load():
+        pytest.skip("no C++ compiler here: the references serve")
+
+    class Slow:
+        done = False
+
+        def wait(self) -> None:
+            self.done = True
+
+    monkeypatch.setattr(background, "start_build", Slow)
+    started = start_engine(dataclasses.replace(config(checkpoint), quantization="int8"))
+    assert "build C++ ops" in [phase.name for phase in started.phases]
+    assert started.upgrade is None and "llmc_cpu" in started.runner.step.source
+
+
+def test_a_build_that_fails_is_survived(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        done = False
+
+        def wait(self) -> None:
+            self.done = True
+            raise cpu_build.BuildError("x.cpp:1: fatal error: no header")
+
+    monkeypatch.setattr(background, "start_build", Broken)
+    started = start_engine(dataclasses.replace(config(checkpoint), quantization="int8"))
+    assert "build C++ ops" in [phase.name for phase in started.phases]
+
+
+def test_nobody_else_waits_for_a_build(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not cpu_build.load():
         pytest.skip("no C++ compiler here: the references serve")
     finished = threading.Event()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import tokenizers
@@ -22,6 +23,7 @@ from llmc import LLM, SamplingParams
 from llmc.config import EngineConfig
 from llmc.errors import CheckpointError
 from llmc.kernels.quantized_linear import dequantize as op_numbers
+from llmc.server.model_manager import weight_file_bytes
 from llmc.startup.gguf_files import model_directory
 from llmc.startup.model_files import load_config, resolve_model
 from llmc.text.tokenizer import Tokenizer
@@ -56,6 +58,29 @@ def test_parameters_are_those_of_transformers(architecture: str, tmp_path: Path)
     for name, tensor in got.items():
         assert tensor.shape == tuple(state[name].shape)
         assert torch.equal(tensor.read(), want[name]), name
+
+
+def test_gguf_makes_its_map_of_names_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks for it at every module, and it takes long to make."""
+    path = write_gguf(tmp_path / "m.gguf", "llama")
+    made: list[Any] = []
+    make = gguf.get_tensor_name_map
+
+    def counted(*about: Any) -> Any:
+        made.append(about)
+        return make(*about)
+
+    monkeypatch.setattr(gguf, "get_tensor_name_map", counted)
+    model_directory(path)
+    assert len(made) == 1
+
+
+def test_the_size_of_weights_is_that_of_all_parts(tmp_path: Path) -> None:
+    for part, count in ((1, 100), (2, 50), (3, 25)):
+        (tmp_path / f"m-0000{part}-of-00003.gguf").write_bytes(bytes(count))
+    (tmp_path / "m-00001-of-00002.gguf").write_bytes(bytes(1000))
+    first = tmp_path / "m-00001-of-00003.gguf"
+    assert weight_file_bytes(EngineConfig(model=str(first))) == 175
 
 
 def test_fields_of_the_config_are_the_models(tmp_path: Path) -> None:

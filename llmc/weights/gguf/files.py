@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from pathlib import Path
@@ -25,6 +26,14 @@ def first_part(folder: Path) -> Path | None:
     if not models and any(folder.glob("*.gguf")):
         raise CheckpointError(f"{folder.name!r} lacks the first part of its split GGUF model")
     return models[0] if models else None
+
+
+def all_parts(first: Path) -> list[Path]:
+    """The files of a model whose first one, or only one, is `first`; some may be missing."""
+    part = PART.fullmatch(first.name)
+    if part is None:
+        return [first]
+    return sorted(first.parent.glob(f"{glob.escape(part['stem'])}-?????-of-{part['count']}.gguf"))
 
 
 def is_gguf(folder: Path) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import gguf
 import torch
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -46,12 +49,13 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(hf_config)
-        names = get_gguf_hf_weights_map(
-            module,
-            processor_of(header.architecture, config).inner,
-            model_type=_spelled(header.architecture),
-            num_layers=hf_config.num_hidden_layers,
-        )
+        with _one_name_map():
+            names = get_gguf_hf_weights_map(
+                module,
+                processor_of(header.architecture, config).inner,
+                model_type=_spelled(header.architecture),
+                num_layers=hf_config.num_hidden_layers,
+            )
     except Exception as e:  # constructors and maps raise nearly every type
         raise CheckpointError(
             f"transformers can't build a model of what {file} says: {reason_of(e)}"
@@ -100,6 +104,17 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
         numbers=numbers,
         shapes=shapes,
     )
+
+
+@contextlib.contextmanager
+def _one_name_map() -> Iterator[None]:
+    """transformers asks for gguf's map anew for every module of a model: seconds for hundreds."""
+    make = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(make)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = make
 
 
 def _numbers(
