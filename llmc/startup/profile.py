@@ -34,8 +34,8 @@ def profile_model(
 ) -> ModelProfile:
     """Runs a prefill step and a decode step on a cache that is freed afterwards.
 
-    On CPU what they take is kept beside the program of this `key`, and they are not run again.
-    Raises CompileError where a program that was captured now mixes requests.
+    Raises CompileError where a program that was captured now mixes requests. One that does not is
+    saved under `key`; on CPU what the steps take is kept beside it, and they are not run again.
     """
     config, program = model.source.config, model.program
     graph = lowered(program)
@@ -50,7 +50,9 @@ def profile_model(
         if activations is not None:
             return _profile(model, graph, activations)
     profile = _measured(model, graph, mode, tokens)
-    if is_kept and cache is not None:
+    if cache is not None and key and not program.from_cache:
+        cache.save(key, program)
+    if cache is not None and is_kept:
         cache.save_figure(key, name, profile.bytes_beside - _kept_bytes(model))
     return profile
 

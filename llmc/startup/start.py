@@ -230,8 +230,6 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
             profile_model(one, mode, key=each.key, cache=programs)
             for each, one, mode in zip(compiled_models, models, modes, strict=True)
         ]
-        for each in compiled_models:  # verified by now
-            keep(each, programs)
         if isinstance(images, ImageModel):
             keep(images.compiled, programs)
     with clock.phase("size cache") as detail:

@@ -16,7 +16,7 @@ from llmc.compiler.cache import ProgramCache
 from llmc.config import EngineConfig
 from llmc.startup import profile
 from llmc.startup.bind import StepMode
-from llmc.startup.compile import LoadedModel, compile_model, keep, load_model
+from llmc.startup.compile import LoadedModel, compile_model, load_model
 from llmc.startup.resolve import resolve
 
 MODE = StepMode(level=0, kernels_built=True, max_in_flight=1)
@@ -25,7 +25,6 @@ MODE = StepMode(level=0, kernels_built=True, max_in_flight=1)
 def start(path: Path, cache: ProgramCache, **options: int) -> tuple[LoadedModel, str]:
     config = EngineConfig(model=str(path), device="cpu", max_model_len=64, **options)
     compiled = compile_model(resolve(config, torch.device("cpu")), cache)
-    keep(compiled, cache)
     return load_model(compiled), compiled.key
 
 
