@@ -136,7 +136,7 @@ def _url(process: subprocess.Popen[bytes], log: Path, *, workers: bool) -> str:
     while time.monotonic() < deadline:
         text = log.read_text()
         found = re.search(r"URL +(http://\S+)", text)
-        if found and (not workers or "api-1 answers" in text):
+        if found and (not workers or "api-1 is ready" in text):
             return found[1]
         if process.poll() is not None:
             break
