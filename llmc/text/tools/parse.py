@@ -1,7 +1,7 @@
-"""An answer's text -> its content and its tool calls, incrementally, by a ToolFormat.
+"""An answer's text -> its content and its tool calls, incrementally, according to a ToolFormat.
 
-The text is gone over once; only the head of what turns out to be no call is read again, and that
-is at most MAX_HEAD letters.
+The text is read once. Only the start of what turns out not to be a call is read again, and that is
+at most MAX_HEAD characters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Delta:
-    """What more text brought."""
+    """The parts found in new text."""
 
     content: str = ""
     reasoning: str = ""
@@ -41,11 +41,11 @@ class Delta:
 
 
 class ToolParser:
-    """Reads one answer. With `streams`, arguments are passed on as they come; else whole calls are,
-    and what turns out to be broken stays content.
+    """Reads one answer. With `streams`, arguments are emitted as they arrive; otherwise only whole
+    calls are, and a malformed call stays content.
 
-    `tools`: the parameters' schema of each function that may be called, by name. Without
-    `parallel` there is one call at most, and what follows it is left out.
+    `tools`: the parameter schema of each function that can be called, by name. Without `parallel`
+    there is at most one call, and anything after it is dropped.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class ToolParser:
         self._parallel = parallel
         self._in = Reader()
         self._out = Delta()
-        self._space = ""  # of content, emitted when more content follows
+        self._space = ""  # white space of the content, emitted when more content follows
         self._was_cut = False
-        self._is_told = False  # the call at hand, at least its name
+        self._is_told = False  # whether the current call was emitted, at least its name
         self._name = ""
         self._arguments = ""
         self._steps = self._answer()
@@ -75,7 +75,7 @@ class ToolParser:
         return self._go_on()
 
     def finish(self, *, was_cut: bool = False) -> Delta:
-        """The text has ended: nothing is held back any more, but half a call where it was cut."""
+        """Flush at the end of the text; if it `was_cut`, a partial call is dropped."""
         self._in.closed, self._was_cut = True, was_cut
         return self._go_on()
 
@@ -88,7 +88,7 @@ class ToolParser:
 
     def _answer(self) -> Generator[None, None, None]:
         trigger = "" if self._form.is_anchored else self._form.trigger
-        if not trigger:  # then at the beginning, or not at all
+        if not trigger:  # then calls can only be at the beginning
             yield from self._in.skip_space()
             self._say(self._in.at)
             yield from self._section()
@@ -109,7 +109,7 @@ class ToolParser:
             yield
 
     def _say(self, end: int) -> None:
-        """What is before `end` is content; white space waits for what it is before."""
+        """Emit the text before `end` as content; trailing white space is held back."""
         text = self._space + self._in.text[:end]
         self._in.at = end
         self._in.drop()
@@ -125,7 +125,7 @@ class ToolParser:
     # ---- calls ----
 
     def _section(self) -> Generator[None, None, None]:
-        """Calls, from the first one's beginning on."""
+        """Read calls, starting at the first one."""
         form = self._form
         begin = form.section_begin + form.call_begin
         while (yield from self._call(begin)):
@@ -142,7 +142,7 @@ class ToolParser:
         self._in.drop()
 
     def _call(self, begin: str) -> Steps:
-        """One call; whether it was one. If not, its text is content."""
+        """Read one call; returns whether it was one. If not, its text is content."""
         self._is_told, self._name, self._arguments = False, "", ""
         read = {"object": self._object, "named": self._named, "keyed": self._keyed}
         has_begun = yield from self._in.match(begin)
@@ -154,7 +154,7 @@ class ToolParser:
             self._space = ""
             self._in.drop()
             return True
-        if self._is_told:  # it can't be taken back
+        if self._is_told:  # what was emitted can't be retracted
             self.num_calls += 1
             self._in.drop()
             return False
@@ -238,7 +238,7 @@ class ToolParser:
         written = yield from text.until(form.value_end)
         if written is None:
             return None
-        # The white space that the template itself writes around a value is no part of it.
+        # White space that the template itself writes around a value is not part of the value.
         before = form.key_end[len(form.key_end.rstrip()) :]
         after = form.value_end[: len(form.value_end) - len(form.value_end.lstrip())]
         return from_text(written.removeprefix(before).removesuffix(after), schemas.get(key))
@@ -272,7 +272,7 @@ class ToolParser:
 
 
 def _half_of(trigger: str, text: str) -> int:
-    """Length of the longest end of `text` that may become the trigger."""
+    """Length of the longest suffix of `text` that could become the trigger."""
     for length in range(min(len(trigger) - 1, len(text)), 0, -1):
         if text.endswith(trigger[:length]):
             return length
