@@ -131,7 +131,7 @@ def test_batches_that_do_not_fit_are_refused(running: Running) -> None:
     with pytest.raises(InvalidRequestError, match="exceeds the limit of 64 tokens"):
         explain(batch_size=1, context_len=62, input_len=4)
     few = running.started.info.pool_tokens
-    with pytest.raises(InvalidRequestError, match=rf"holds {few}; lower --batch-size"):
+    with pytest.raises(InvalidRequestError, match=rf"it has {few}; lower --batch-size"):
         explain(batch_size=few, context_len=40, input_len=4)
     with pytest.raises(LlmcError, match="no step with 9 decoding requests"):
         ObservedStep(running.started, replays=False).rows(decode_of=9)
