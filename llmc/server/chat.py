@@ -60,8 +60,8 @@ class ChatCall:
         token ids and logprobs, the last the finish reason."""
         events = [event for one in reader.read(delta) for event in self._events(one)]
         # Unless the answer is split, every delta is an event: clients can time each token.
-        is_told = not self._turn.splits or self._top is not None or self._token_ids
-        if not events and (delta.finish_reason or is_told):
+        is_shown = not self._turn.splits or self._top is not None or self._token_ids
+        if not events and (delta.finish_reason or is_shown):
             events.append({})
         called = delta.finish_reason == "stop" and reader.has_called
         for place, fields in enumerate(events):

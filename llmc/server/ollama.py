@@ -247,7 +247,7 @@ class OllamaCall:
                 yield from self._lines(found)
 
     def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
-        yield from self._told_calls()
+        yield from self._complete_calls()
         yield {**self._said(), **self._end(stream)}
 
     def body(self, stream: Stream) -> dict[str, Any]:
@@ -264,11 +264,11 @@ class OllamaCall:
             yield self._said(found.content)
         for call in found.calls:  # sent only when complete
             if call.name is not None:
-                yield from self._told_calls()
+                yield from self._complete_calls()
                 self._calls.append({"name": call.name, "arguments": ""})
             self._calls[-1]["arguments"] += call.arguments
 
-    def _told_calls(self) -> Iterable[dict[str, Any]]:
+    def _complete_calls(self) -> Iterable[dict[str, Any]]:
         while self._calls:
             call = self._calls.pop(0)
             yield self._said(tool_calls=[_call(call["name"], call["arguments"])])

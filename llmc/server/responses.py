@@ -90,9 +90,9 @@ class ResponseCall:
 
     def chunks(self, stream: Stream, deltas: Deltas) -> Iterable[dict[str, Any]]:
         if not self._num_events:
-            begun = self._response("in_progress", [])
-            yield self._event("response.created", response=begun)
-            yield self._event("response.in_progress", response=begun)
+            started = self._response("in_progress", [])
+            yield self._event("response.created", response=started)
+            yield self._event("response.in_progress", response=started)
         for _, delta in deltas:
             for found in self._reader.read(delta):
                 yield from self._events(found)

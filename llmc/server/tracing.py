@@ -113,9 +113,9 @@ class CallSpan:
         if error is None and stream is not None and stream.error is not None:
             error = InvalidRequestError(stream.error)
         if isinstance(error, Exception):
-            told = as_api_error(error)
-            span.set_attribute("error.type", code_of(told))
-            span.set_status(Status(StatusCode.ERROR, told.shown))
+            api_error = as_api_error(error)
+            span.set_attribute("error.type", code_of(api_error))
+            span.set_status(Status(StatusCode.ERROR, api_error.shown))
         span.end()
 
 
@@ -141,7 +141,7 @@ def _answer_attributes(stream: Stream) -> dict[str, Any]:
         "gen_ai.usage.output_tokens": sum(r.num_output_tokens for r in requests),
         "gen_ai.usage.cache_read.input_tokens": sum(r.num_cached_tokens for r in requests),
     }
-    begun = [phases(r) for r in requests if r.first_token is not None]
-    for phase, name in _LATENCIES.items() if begun else ():
-        found[f"gen_ai.latency.{name}"] = max(times[phase] for times in begun)
+    started = [phases(r) for r in requests if r.first_token is not None]
+    for phase, name in _LATENCIES.items() if started else ():
+        found[f"gen_ai.latency.{name}"] = max(times[phase] for times in started)
     return found

@@ -140,14 +140,14 @@ class ReasoningParser:
     def push(self, text: str) -> tuple[str, str]:
         """(reasoning, rest) that `text` completed."""
         self._text += text
-        return self._go_on()
+        return self._advance()
 
     def finish(self) -> tuple[str, str]:
         """Flush at the end of the text."""
         self._is_over = True
-        return self._go_on()
+        return self._advance()
 
-    def _go_on(self) -> tuple[str, str]:
+    def _advance(self) -> tuple[str, str]:
         next(self._steps, None)
         found, self._found = self._found, []
         return "".join(one for one, _ in found), "".join(one for _, one in found)
@@ -170,7 +170,7 @@ class ReasoningParser:
         """Read up to the end mark. White space before it is dropped, so it is held back."""
         end = self._form.end
         while (at := self._text.find(end)) < 0:
-            keep = 0 if self._is_over else _half_of(end, self._text)
+            keep = 0 if self._is_over else _partial_length(end, self._text)
             ready = self._text[: len(self._text) - keep].rstrip()
             self._found.append((ready, ""))
             self._text = self._text[len(ready) :]
@@ -200,7 +200,7 @@ class ReasoningParser:
         self._text = rest
 
 
-def _half_of(mark: str, text: str) -> int:
+def _partial_length(mark: str, text: str) -> int:
     """Length of the longest suffix of `text` that could become `mark`."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((length for length in lengths if text.endswith(mark[:length])), 0)

@@ -335,14 +335,14 @@ def _is_turned(
         for module, pair in found
         if module.place.op == "experts" and module.expert is None and "A" in pair
     ]
-    told = [shape[-1:] == (size.channels,) for size, shape in stacks if size.channels != size.depth]
-    if stacks and not told and not _SINCE_0_20.match(str(config.get("peft_version"))):
+    seen = [shape[-1:] == (size.channels,) for size, shape in stacks if size.channels != size.depth]
+    if stacks and not seen and not _SINCE_0_20.match(str(config.get("peft_version"))):
         raise _refused(
             adapter,
             "it adapts only square weights of routed experts and was saved before PEFT 0.20, so "
             "inputs and outputs can't be distinguished; train it with a newer PEFT",
         )
-    return any(told)
+    return any(seen)
 
 
 def _part(

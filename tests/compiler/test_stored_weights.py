@@ -114,7 +114,7 @@ def test_modules_of_gptq_may_have_bits_of_their_own(tmp_path: Path) -> None:
 
 def test_what_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    stored_weights._tell.cache_clear()
+    stored_weights._log_once.cache_clear()
     tensors, _ = fp8(None).pack(drawn())
     named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
     named["model.layers.0.self_attn.k_scale"] = torch.tensor(1.0)

@@ -55,14 +55,14 @@ def dequantized(
     finder = _Finder(tensors, quantization, dtype)
     found = finder.find()
     if quantization.quantizes_activations:
-        _tell(
+        _log_once(
             f"{quantization.method} quantizes activations too; llmc quantizes only the weights, "
             "activations keep their dtype"
         )
     unused = {n for n in finder.left if n.rpartition(".")[2] in _OF_ACTIVATIONS}
     of_cache = {n for n in finder.left if n.rpartition(".")[2] in _OF_CACHE}
     if of_cache:
-        _tell(f"{len(of_cache)} KV cache scales in the checkpoint are not used")
+        _log_once(f"{len(of_cache)} KV cache scales in the checkpoint are not used")
     plain = {n: t for n, t in finder.left.items() if n not in unused | of_cache}
     if not found:
         log.warning("config.json says %s, but no weight is quantized", quantization.method)
@@ -70,7 +70,7 @@ def dequantized(
 
 
 @cache
-def _tell(message: str) -> None:
+def _log_once(message: str) -> None:
     """Log a message once, however often a checkpoint is opened."""
     log.info("%s", message)
 
