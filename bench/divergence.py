@@ -51,9 +51,9 @@ def by_llmc(path: Path, ids: Sequence[int], bits: ActivationBits) -> Places:
     ) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=NEAR)
         [output] = llm.generate([list(ids)], params, progress=False)
-    told = output.prompt_logprobs
-    assert told is not None
-    return [{i: p.logprob for i, p in (place or {}).items()} for place in told[1:]]
+    known = output.prompt_logprobs
+    assert known is not None
+    return [{i: p.logprob for i, p in (place or {}).items()} for place in known[1:]]
 
 
 def by_llama_cpp(path: Path, ids: Sequence[int], threads: int, vocab_size: int) -> Places:
@@ -128,8 +128,8 @@ def measure(path: Path, count: int, threads: int) -> dict[str, Any]:
 
 
 def _perplexity(places: Places, ids: Sequence[int]) -> float:
-    told = [place[token] for place, token in zip(places, ids[1:], strict=True)]
-    return math.exp(-sum(told) / len(told))
+    known = [place[token] for place, token in zip(places, ids[1:], strict=True)]
+    return math.exp(-sum(known) / len(known))
 
 
 def print_table(result: Mapping[str, Any]) -> None:

@@ -49,14 +49,14 @@ def _decode(bench: Bench, subject: Subject, adapters: Sequence[LoRARequest | Non
     engine = subject.engine(adapters=subject.started.engine._features.adapters)
     for i, adapter in enumerate(adapters):
         add(engine, range(10 * i + 3, 10 * i + 19), bench.size(32, 8), adapter=adapter)
-    begun: set[str] = set()
+    started: set[str] = set()
     tokens, start = 0, time.perf_counter()
     while engine.has_work:
         updates = engine.step()
-        if len(begun) == len(adapters):
+        if len(started) == len(adapters):
             tokens += sum(len(update.new_token_ids) for update in updates)
             continue
-        begun |= {update.request_id for update in updates}
+        started |= {update.request_id for update in updates}
         start = time.perf_counter()
     return tokens / (time.perf_counter() - start)
 

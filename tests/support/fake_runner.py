@@ -257,9 +257,9 @@ class FakeRunner:
         assert not busy & set(plan.released_rows), "released a row that a step in flight uses"
         assert not busy & {new.row for new in plan.new_rows}, "reused a row too early"
         drafted = {work.row for work in plan.work if work.draft_token_ids}
-        assert not busy & drafted, "drafted behind a token that is not known"
+        assert not busy & drafted, "drafted after an unknown token"
         behind = [w.row for step in self.in_flight for w in step.plan.work if w.draft_token_ids]
-        assert not set(behind) & set(rows), "planned behind draft tokens"
+        assert not set(behind) & set(rows), "planned after draft tokens"
 
     def _execute(self, plan: StepPlan) -> StepResult:
         if self.is_broken:

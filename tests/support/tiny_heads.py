@@ -152,7 +152,7 @@ class Reference:
     norm_before_residual: bool = False
 
     def run(self, tokens: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [T] and g [T, N] beside them -> logits [T, D] and u [T, N]."""
+        """tokens [T] and their features g [T, N] -> logits [T, D] and u [T, N]."""
         w = {n.removeprefix("midlayer."): t for n, t in self.weights.items()}
         e = self.embedding[torch.tensor(tokens)]
         normed = _norm(features, w["hidden_norm.weight"])
