@@ -120,7 +120,7 @@ def test_adapters_on_routed_experts(
 
 
 def test_what_can_not_be_checked(config: EngineConfig, adapters: list[LoRARequest]) -> None:
-    with pytest.raises(InvalidRequestError, match=r"its rank is 8 and the limit 4"):
+    with pytest.raises(InvalidRequestError, match=r"its rank is 8, but the limit is 4"):
         check_model(
             EngineConfig(
                 model=config.model, device="cpu", opt_level=0, enable_lora=True, max_lora_rank=4
