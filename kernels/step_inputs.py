@@ -55,7 +55,7 @@ SIZES = {
     "biases": "entries of a request's logit bias",
     "mask words": "32-bit words, one bit per token of the vocabulary",
     "image rows": "rows of the step's images",
-    "levels * hidden": "hidden size times the levels: the embedding, and each layer that images add to",
+    "levels * hidden": "hidden size x levels: the embedding, and each layer that images add to",
     "axes": "position components of a token",
     "2": "start and end",
     "bad word tokens": f"{BAD_WORD_TOKENS} entries for each bad word",
@@ -71,7 +71,7 @@ STEP_INPUTS: Mapping[str, StepTensor] = {
     "slot_mapping": StepTensor(
         dims=("T",),
         dtype=_LONG,
-        about="cache slot of each token's key and value: block * block_size + offset; -1: not stored",
+        about="cache slot of each token: block * block_size + offset; -1: not stored",
         grouped=True,
     ),
     "query_start": StepTensor(
@@ -144,13 +144,18 @@ ROW_TABLES: Mapping[str, StepTensor] = {
     "presence_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
     "frequency_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
     "bias_token": StepTensor(
-        dims=("rows", "biases"), dtype=_INT, about="token ids with a logit bias; -1: unused", neutral=-1
+        dims=("rows", "biases"),
+        dtype=_INT,
+        about="token ids with a logit bias; -1: unused",
+        neutral=-1,
     ),
     "bias_value": StepTensor(
         dims=("rows", "biases"), dtype=_FLOAT, about="bias added to their logits"
     ),
     "bias_until": StepTensor(
-        dims=("rows", "biases"), dtype=_INT, about="the bias applies while the output has fewer tokens than this"
+        dims=("rows", "biases"),
+        dtype=_INT,
+        about="the bias applies while the output has fewer tokens than this",
     ),
     "has_mask": StepTensor(dims=("rows",), dtype=_INT, about="nonzero: apply `mask`"),
     "mask": StepTensor(
@@ -167,9 +172,7 @@ ROW_TABLES: Mapping[str, StepTensor] = {
     "top_p": StepTensor(dims=("rows",), dtype=_FLOAT, about="1: off", neutral=1),
     "min_p": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
     "seed": StepTensor(dims=("rows",), dtype=_LONG, about="seed of the request's random numbers"),
-    "adapter": StepTensor(
-        dims=("rows",), dtype=_INT, about="LoRA adapter slot, from 1; 0: none"
-    ),
+    "adapter": StepTensor(dims=("rows",), dtype=_INT, about="LoRA adapter slot, from 1; 0: none"),
 }
 
 GROUPED = tuple(name for name, spec in STEP_INPUTS.items() if spec.grouped)
