@@ -68,7 +68,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # [-2, 2]
     repetition_penalty: float = 1.0  # (0, 10]
     logit_bias: Mapping[int, float] | None = None  # token id -> [-100, 100]
-    allowed_token_ids: Sequence[int] | None = None  # only these may be sampled
+    allowed_token_ids: Sequence[int] | None = None  # only these can be sampled
     bad_words: Sequence[str] | None = None  # texts that the output must not contain
     bad_words_token_ids: Sequence[Sequence[int]] | None = None  # the same as token ids
     seed: int | None = None  # None: drawn from the engine's seed
@@ -144,7 +144,7 @@ class SamplingParams:
         if not isinstance(args, Mapping) or len(args) > MAX_EXTRA_ARGS:
             raise _fail("extra_args", args, f"a mapping of at most {MAX_EXTRA_ARGS} names")
         rule = (
-            "names with a finite number, a bool, a text of at most "
+            "names with a finite number, a bool, a string of at most "
             f"{MAX_EXTRA_TEXT} characters, or a list of at most {MAX_EXTRA_LIST} of these"
         )
         for name, value in args.items():
