@@ -117,7 +117,8 @@ class PoolingInfo:
     @property
     def scores_pairs(self) -> bool:
         """Whether text pairs can be scored: by their embeddings, or with a single label."""
-        return self.task == "embed" or (self.task == "classify" and self.size == 1)
+        is_single_label = self.task == "classify" and self.size == 1
+        return is_single_label or self.task in ("embed", "token_embed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
