@@ -176,5 +176,5 @@ def test_an_order_without_bounds_is_none() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(torch.tensor([0, 1 << 40, 0]).numpy().tobytes())
-        with pytest.raises(ValueError, match="is none"):
+        with pytest.raises(ValueError, match="is corrupt"):
             receive(theirs)
