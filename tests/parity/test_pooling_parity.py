@@ -343,7 +343,7 @@ def test_what_can_not_be_served_is_refused_by_name(tmp_path: Path) -> None:
     (path / "modules.json").write_text('[{"type": "own.Transformer", "path": ""}]')
     refused(CheckpointError, "has a module own.Transformer")
     (path / "modules.json").write_text('[{"type": "x.Transformer", "path": "../x"}]')
-    refused(CheckpointError, "outside of the model's folder")
+    refused(CheckpointError, "outside the model's folder")
     (path / "modules.json").unlink()
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "is_causal": False}))
