@@ -299,7 +299,7 @@ class RankProcesses:
         """The lowest rank that has exited, and how; "" while all run."""
         for rank, process in enumerate(self._processes, start=1):
             if (how := process.ended()) is not None:
-                return f"rank {rank} (process {process.pid}) exited with {how}"
+                return f"rank {rank} (process {process.pid}) exited ({how})"
         return ""
 
 

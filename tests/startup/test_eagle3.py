@@ -106,9 +106,9 @@ BAD: dict[str, tuple[Callable[[Weights], Weights], dict[str, Any], str]] = {
     "a map of fractions": (
         lambda w: w | {"d2t": w["d2t"].float()},
         {},
-        "type torch.float32, where 64 integers are expected",
+        "type torch.float32, but 64 integers are expected",
     ),
-    "a wider vocabulary": (same, {"draft_vocab_size": 97}, "draft_vocab_size is 97, and there"),
+    "a wider vocabulary": (same, {"draft_vocab_size": 97}, "draft_vocab_size is 97, but there"),
     "no number": (same, {"hidden_size": "32"}, "hidden_size"),
     "no rows": (same, {"num_attention_heads": 0}, "num_attention_heads|can't be used"),
     "other taps": (
@@ -145,7 +145,7 @@ def test_two_tokens_of_one(target: Path, tmp_path: Path) -> None:
 
 def test_another_vocabulary_is_refused(target: Path, tmp_path: Path) -> None:
     head = tiny_heads.save(tmp_path / "head", tiny_heads.random_weights(), vocab_size=95)
-    with pytest.raises(ConfigError, match="for a vocabulary of 95 tokens, and 'target' has 96"):
+    with pytest.raises(ConfigError, match="for a vocabulary of 95 tokens, but 'target' has 96"):
         sources(target, head)
 
 
