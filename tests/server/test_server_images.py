@@ -158,7 +158,11 @@ WRONG: list[tuple[list[dict[str, Any]], str, str]] = [
     ([{"type": "image_url", "image_url": {"url": 3}}], "data URL", "content[0]"),
     ([part(url(random_image(1)))] * 3, "can have 2 images, got 3", "content[2]"),
     ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "no audio", ""),
-    ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}], "no video", ""),
+    (
+        [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}],
+        "no audio, video",
+        "",
+    ),
 ]
 
 
