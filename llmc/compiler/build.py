@@ -129,8 +129,8 @@ def _check_causal(config: Any) -> None:
 
 
 def _keep_float32(module: nn.Module, dtype: torch.dtype) -> None:
-    """Widen what transformers' loader keeps in float32 in a 16-bit model: biases for choosing
-    experts, some routers and norms."""
+    """Widen what transformers' loader keeps in float32 in a 16-bit model: parameters for expert
+    selection, some routers and norms."""
     plan: Any = getattr(module, "_get_dtype_plan", None)
     kept = plan(dtype) if plan is not None else {}
     if not kept:

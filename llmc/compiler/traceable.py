@@ -1,7 +1,7 @@
 """Makes code traceable that Dynamo can't handle on the meta device.
 
-The problem are numbers that become tensors, which have no data on meta. `torch.tensor(2.0)` is
-replaced with a fill; `x[..., [-2], :]` is allowed and rewritten as a slice in Dynamo's graph.
+Numbers that become tensors have no data on meta. `torch.tensor(2.0)` is replaced with a fill;
+`x[..., [-2], :]` is allowed and rewritten as a slice in Dynamo's graph.
 """
 
 from __future__ import annotations

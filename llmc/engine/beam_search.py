@@ -126,7 +126,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many continuations are ranked: enough that at least one per beam has not ended."""
+        """How many continuations are ranked: enough that a full set of beams has not ended."""
         return max(2, 1 + len(self._eos)) * len(self.members)
 
     def on_candidates(self) -> None:

@@ -1,4 +1,4 @@
-"""Tells errors of a step that end the engine from those that only end the step's requests."""
+"""Distinguishes errors that end the engine from errors that only end a step's requests."""
 
 from __future__ import annotations
 

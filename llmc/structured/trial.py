@@ -173,7 +173,7 @@ def _spec(kind: str, text: str) -> StructuredOutputs:
     if kind == "choice":
         return StructuredOutputs(choice=json.loads(text))
     if kind == "json":
-        return StructuredOutputs(json=text, additional_properties=True)  # as it is
+        return StructuredOutputs(json=text, additional_properties=True)  # unchanged
     return StructuredOutputs(regex=text) if kind == "regex" else StructuredOutputs(grammar=text)
 
 

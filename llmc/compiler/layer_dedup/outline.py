@@ -63,7 +63,7 @@ def _outline(
         calls = _in_order(whole, count)
         first = _enough(calls)
         if first > count // 2:
-            raise NotAlike(f"the first {first} would be needed to cover every kind")
+            raise NotAlike(f"the first {first} are needed to cover every kind")
         with _only(layers, first):
             _compare(whole, tracer.run())
     with _only(layers, first):
