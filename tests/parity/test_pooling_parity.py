@@ -337,9 +337,9 @@ def test_what_can_not_be_served_is_refused_by_name(tmp_path: Path) -> None:
     as_sentence_transformer(path, "pooling_mode_max_tokens", dense=False)
     both = {"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": True}
     (path / "1_Pooling" / "config.json").write_text(json.dumps(both))
-    refused(CheckpointError, "asks for mean and max pooling")
+    refused(CheckpointError, "sets mean and max pooling")
     (path / "1_Pooling" / "config.json").write_text('{"pooling_mode": ["cls", "lasttoken"]}')
-    refused(CheckpointError, "asks for cls and lasttoken pooling")
+    refused(CheckpointError, "sets cls and lasttoken pooling")
     (path / "modules.json").write_text('[{"type": "own.Transformer", "path": ""}]')
     refused(CheckpointError, "has a module own.Transformer")
     (path / "modules.json").write_text('[{"type": "x.Transformer", "path": "../x"}]')
