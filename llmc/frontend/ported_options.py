@@ -14,7 +14,7 @@ from llmc.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _ONE_STAGE = "pipeline parallelism is not supported: use --tensor-parallel-size"
-_TEMPLATE = "the format is detected from the model's chat template"
+_TEMPLATE = "the format is inferred from the model's chat template"
 
 # The same value under another name.
 RENAMED: Mapping[str, str] = {
@@ -45,8 +45,8 @@ NOT_NEEDED: Mapping[str, str] = {
     "--disable-log-stats": "--log-level sets what is logged",
     "--enable-prompt-tokens-details": "usage always has them",
     "--enable-request-id-headers": "responses always have them",
-    "--disable-custom-all-reduce": "all-reduce only uses NCCL or gloo",
-    "--disable-fastapi-docs": "--no-ui leaves out all pages",
+    "--disable-custom-all-reduce": "ranks only use NCCL or gloo for all-reduce",
+    "--disable-fastapi-docs": "--no-ui disables all pages",
     "--no-enable-log-outputs": "outputs are never logged",
     "--enable-log-requests": "the access log is on",
 }
@@ -59,16 +59,16 @@ NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
     "--structured-outputs-config": "there is only one implementation",
     "--max-seq-len-to-capture": "graphs are captured by batch size (--cuda-graph-buckets)",
     "--max-parallel-loading-workers": "weights are read once, in order",
-    "--tokenizer-pool-size": "--api-workers sets the processes for HTTP and tokenization",
+    "--tokenizer-pool-size": "--api-workers run HTTP, including tokenizers",
     "--max-log-len": "prompts are never logged",
-    "--response-role": "it is always assistant",
+    "--response-role": "the role is always assistant",
     "--num-lookahead-slots": "blocks are allocated as needed",
 }
 # Ignored for these values only, with advice for other values.
 VALUES: Mapping[str, tuple[frozenset[str], str]] = {
     "--pipeline-parallel-size": (frozenset({"1"}), _ONE_STAGE),
     "-pp": (frozenset({"1"}), _ONE_STAGE),
-    "--num-scheduler-steps": (frozenset({"1"}), "a step draws one token per request"),
+    "--num-scheduler-steps": (frozenset({"1"}), "a step samples one token per request"),
     "--tokenizer-mode": (frozenset({"auto", "hf"}), "only Hugging Face tokenizers are supported"),
     "--cpu-offload-gb": (frozenset({"0"}), "weights stay on one device; use fewer bits with -q"),
     "--model-impl": (frozenset({"auto", "transformers"}), "models run from transformers' code"),
@@ -78,20 +78,20 @@ VALUES: Mapping[str, tuple[frozenset[str], str]] = {
 REFUSED: Mapping[str, str] = {
     "--compilation-config": "choose a level with -O0 to -O3, and passes with --disable-pass",
     "--no-enable-chunked-prefill": "chunked prefill is always on; raise --max-num-batched-tokens",
-    "--enable-expert-parallel": "experts are sharded by width, with --tensor-parallel-size",
+    "--enable-expert-parallel": "experts are split by width, with --tensor-parallel-size",
     "--tool-parser-plugin": _TEMPLATE + "; --tool-format overrides it",
     "--hf-overrides": "change config.json in a copy of the model's directory",
     "--rope-scaling": "change config.json in a copy of the model's directory",
     "--rope-theta": "change config.json in a copy of the model's directory",
     "--hf-token": "set HF_TOKEN",
     "--download-dir": "set HF_HOME",
-    "--middleware": "put a proxy before the server",
-    "--mm-processor-kwargs": "images are processed as configured in the model's files",
+    "--middleware": "put a proxy in front of the server",
+    "--mm-processor-kwargs": "images are processed as the model's files specify",
     "--override-generation-config": "send the parameters with each request",
     "--pooler-config": "choose with --task, --pooling and --normalize",
     "--override-pooler-config": "choose with --task, --pooling and --normalize",
     "--kv-transfer-config": "blocks stay on one device",
-    "--num-gpu-blocks-override": "set the cache in bytes with --kv-cache-memory",
+    "--num-gpu-blocks-override": "set the cache size in bytes with --kv-cache-memory",
     "--speculative-model": 'give --speculative-config \'{"method":"draft_model","model":...}\'',
 }
 # Values of `--runner` and `--convert` as values of --task; None: as the model's files say.
