@@ -56,9 +56,9 @@ def pooled(
 
 
 class Scoring:
-    """Scores of pairs of texts: a classifier of one label reads both at a time, as transformers'
-    tokenizer joins them; embeddings are compared by their cosine, and embeddings of tokens by late
-    interaction (`max_sim`), with the first text of a pair as the query.
+    """Scores of pairs of texts. A classifier with one label reads both texts, joined by
+    transformers' tokenizer. Embeddings are compared by cosine similarity, and embeddings of tokens
+    by late interaction (`max_sim`), with the first text of a pair as the query.
 
     `sources` are the inputs for the engine; `scores` computes the scores from their vectors.
     """
