@@ -204,9 +204,9 @@ def test_a_failing_draft_model_starts_over_and_is_then_switched_off(
     assert pair.run(*messages) == alone(*messages)
     assert pair.draft.faults == 3
     assert [r.message.partition("; ")[2] for r in caplog.records] == [
-        "it starts over",
-        "it starts over",
-        "it is switched off",
+        "restarting it",
+        "restarting it",
+        "switching it off",
     ]
     assert pair.core.stats().num_accepted_tokens > 0
     assert pair.core.stats().num_failed_steps == 0
