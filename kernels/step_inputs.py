@@ -1,9 +1,9 @@
-"""The inputs of a step, each defined once: name, dimensions, dtype, what it holds.
+"""The inputs of a step, each defined once: name, dimensions, dtype and contents.
 
 A step function reads the packed inputs of T tokens, R requests and S samples, which `prepare_step`
 fills (STEP_INPUTS, in the order of its arguments), and tables with a row for each running request,
 which live as long as the runner (ROW_TABLES). The runner's buffers, the fake values of a captured
-graph, the example shapes of the compiler and the table in docs/architecture.md follow from here.
+graph, the compiler's example shapes and the table in docs/architecture.md are derived from these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-BAD_WORD_TOKENS = 16  # places of a word in the table `bad_words`
+BAD_WORD_TOKENS = 16  # entries per word in the table `bad_words`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,8 @@ class StepTensor:
     """One input. `dims` names its sizes (SIZES).
 
     `grouped`: there is one for each group of layers that share a block table
-    (passes/group_caches.py). `on_host`: in host memory, whatever the step's device. `neutral`: what
-    a row of a table holds where its request asks for nothing.
+    (passes/group_caches.py). `on_host`: it is in host memory, whatever the step's device.
+    `neutral`: the value in a table's row if its request does not use the feature.
     """
 
     dims: tuple[str, ...]
@@ -44,17 +44,17 @@ SIZES = {
     "R + 1": "bounds of the requests",
     "S": "samples: tokens whose logits are computed",
     "blocks": "blocks of the longest context",
-    "2 + 2 * prompts": "two more than two for each fresh prompt of the step",
-    "2 + 2 * long prompts": "the same with prompts that have begun",
+    "2 + 2 * prompts": "two, and two for each new prompt of the step",
+    "2 + 2 * long prompts": "the same, including prompts started in an earlier step",
     "rows": "rows of the tables",
-    "context": "tokens of the longest context, and one more",
+    "context": "tokens of the longest context, plus one",
     "biases": "entries of a request's logit bias",
-    "mask words": "words of one bit a token of the vocabulary",
+    "mask words": "32-bit words with one bit per token of the vocabulary",
     "image rows": "rows of the step's images",
     "levels * hidden": "values of the hidden states that are replaced or added to",
-    "axes": "positions of a token",
+    "axes": "positions per token",
     "2": "first and end",
-    "bad word tokens": f"{BAD_WORD_TOKENS} places for each bad word",
+    "bad word tokens": f"{BAD_WORD_TOKENS} entries for each bad word",
 }
 
 _INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
@@ -62,12 +62,12 @@ _INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
 STEP_INPUTS: Mapping[str, StepTensor] = {
     "token_ids": StepTensor(dims=("T",), dtype=_LONG, about="the tokens, request after request"),
     "positions": StepTensor(
-        dims=("T",), dtype=_LONG, about="their places in their requests (and `position_offset`)"
+        dims=("T",), dtype=_LONG, about="their positions in their requests (plus `position_offset`)"
     ),
     "slot_mapping": StepTensor(
         dims=("T",),
         dtype=_LONG,
-        about="where keys and values go: block * block_size + offset; -1: nowhere",
+        about="where keys and values are written: block * block_size + offset; -1: not written",
         grouped=True,
     ),
     "query_start": StepTensor(
@@ -81,48 +81,48 @@ STEP_INPUTS: Mapping[str, StepTensor] = {
     ),
     "request_row": StepTensor(dims=("R",), dtype=_LONG, about="the row of each request"),
     "logits_index": StepTensor(
-        dims=("S",), dtype=_LONG, about="the packed token whose logits each sample is"
+        dims=("S",), dtype=_LONG, about="the packed token whose logits each sample uses"
     ),
     "row": StepTensor(dims=("S",), dtype=_LONG, about="the row of each sample's request"),
     "length": StepTensor(
         dims=("S",),
         dtype=_INT,
-        about="tokens of its request up to there; 0: nothing is drawn",
+        about="tokens of its request up to that token; 0: nothing is sampled",
     ),
     "prompts": StepTensor(
         dims=("2 + 2 * prompts",),
         dtype=_INT,
-        about="on GPUs, which requests are fresh prompts (`kernels/prompts.py`)",
+        about="on GPUs, which requests are new prompts (`kernels/prompts.py`)",
         on_host=True,
     ),
     "long_prompts": StepTensor(
         dims=("2 + 2 * long prompts",),
         dtype=_INT,
-        about="the same with prompts that have begun, where attention is to latents",
+        about="the same, including prompts started in an earlier step, for latent attention",
         on_host=True,
     ),
 }
 
-# What a step that reads images takes in addition (llmc/runner/images.py). Rows have the dtype of
+# Additional inputs of a step that reads images (llmc/runner/images.py). Rows have the dtype of
 # hidden states.
 IMAGE_INPUTS: Mapping[str, StepTensor] = {
     "image_rows": StepTensor(
         dims=("image rows", "levels * hidden"),
         dtype=_FLOAT,
-        about="what its images became, a row a token: its embedding, then what first layers add",
+        about="its images, one row per token: the embedding, then what the first layers add",
     ),
     "image_row": StepTensor(
-        dims=("T",), dtype=_LONG, about="the row that is a token's embedding; -1: its own"
+        dims=("T",), dtype=_LONG, about="the row used as a token's embedding; -1: its own"
     ),
     "seen_span": StepTensor(
         dims=("2", "T"),
         dtype=_LONG,
-        about="the first and the end of the places that a token sees besides those before it",
+        about="first and end of the positions that a token sees besides those before it",
     ),
     "axis_positions": StepTensor(
         dims=("axes", "T"),
         dtype=_LONG,
-        about="in place of `positions` where a token has several, such as height and width",
+        about="used instead of `positions` if a token has several, such as height and width",
     ),
 }
 
@@ -130,11 +130,11 @@ ROW_TABLES: Mapping[str, StepTensor] = {
     "history": StepTensor(
         dims=("rows", "context"), dtype=_INT, about="the tokens of each request, prompt first"
     ),
-    "prompt_len": StepTensor(dims=("rows",), dtype=_INT, about="how many of them are the prompt"),
+    "prompt_len": StepTensor(dims=("rows",), dtype=_INT, about="how many of them are the prompt's"),
     "position_offset": StepTensor(
         dims=("rows",),
         dtype=_INT,
-        about="added to `positions`, where other rotary frequencies hold for long texts",
+        about="added to `positions`, if long sequences use other rotary frequencies",
     ),
     "repetition_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="1: off", neutral=1),
     "presence_penalty": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
@@ -143,26 +143,26 @@ ROW_TABLES: Mapping[str, StepTensor] = {
         dims=("rows", "biases"), dtype=_INT, about="biased tokens; -1: unused", neutral=-1
     ),
     "bias_value": StepTensor(
-        dims=("rows", "biases"), dtype=_FLOAT, about="what is added to their logits"
+        dims=("rows", "biases"), dtype=_FLOAT, about="the value added to their logits"
     ),
     "bias_until": StepTensor(
         dims=("rows", "biases"), dtype=_INT, about="while the output has fewer tokens than this"
     ),
-    "has_mask": StepTensor(dims=("rows",), dtype=_INT, about="whether `mask` counts"),
+    "has_mask": StepTensor(dims=("rows",), dtype=_INT, about="whether `mask` applies"),
     "mask": StepTensor(
-        dims=("rows", "mask words"), dtype=_INT, about="tokens that may be drawn, a bit each"
+        dims=("rows", "mask words"), dtype=_INT, about="tokens that can be sampled, one bit each"
     ),
     "bad_words": StepTensor(
         dims=("rows", "bad word tokens"),
         dtype=_INT,
-        about="banned token sequences, each at the end of its places; -1: unused",
+        about="banned token sequences, each at the end of its entries; -1: unused",
         neutral=-1,
     ),
     "temperature": StepTensor(dims=("rows",), dtype=_FLOAT, about="below 1e-5: greedy"),
     "top_k": StepTensor(dims=("rows",), dtype=_INT, about="0: off"),
     "top_p": StepTensor(dims=("rows",), dtype=_FLOAT, about="1: off", neutral=1),
     "min_p": StepTensor(dims=("rows",), dtype=_FLOAT, about="0: off"),
-    "seed": StepTensor(dims=("rows",), dtype=_LONG, about="of the request's draws"),
+    "seed": StepTensor(dims=("rows",), dtype=_LONG, about="the seed of the request's sampling"),
     "adapter": StepTensor(
         dims=("rows",), dtype=_INT, about="the slot of the request's LoRA adapter, from 1; 0: none"
     ),
@@ -173,15 +173,15 @@ PREPARED = tuple(name for name, spec in STEP_INPUTS.items() if not spec.on_host)
 
 
 def of_group(name: str, group: int) -> str:
-    """The name of a grouped step input: the first group's has no number."""
+    """The name of a grouped step input; that of the first group has no number."""
     return f"{name}_{group}" if group else name
 
 
 def base_name(name: str) -> str:
-    """The step input that a name of `of_group` stands for."""
+    """The step input for a name returned by `of_group`."""
     return next((base for base in GROUPED if name.startswith(f"{base}_")), name)
 
 
 def input_named(name: str) -> StepTensor:
-    """The definition of a step input or a table, of any group; KeyError for another name."""
+    """The definition of a step input (of any group) or table; KeyError for an unknown name."""
     return {**STEP_INPUTS, **IMAGE_INPUTS, **ROW_TABLES}[base_name(name)]
