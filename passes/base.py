@@ -13,10 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import fx
 
 from llmc.errors import ConfigError
 from llmc.passes.edit import remembered_values
+
+try:
+    from torch.fx._lazy_graph_module import _LazyGraphModule as _GraphModule
+except ImportError:  # private, so another torch may not have it
+    _GraphModule = fx.GraphModule
 
 # Switched on and off like a pass, although it runs before them: it captures repeated layers once
 # (llmc/compiler/layer_dedup/outline.py).
@@ -151,7 +157,7 @@ def run_passes(
     switches = switches or {}
     check_names(switches, passes)
     reports = []
-    current = fx.GraphModule(gm, copy_graph(gm.graph))
+    current = graph_module(gm, copy_graph(gm.graph))
     before, edges = histogram(current), _edges(current)
     for p in passes:
         if not switches.get(p.name, True):
@@ -178,6 +184,11 @@ def run_passes(
         before, edges = after, edges_after
     current.recompile()
     return current, reports
+
+
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module that generates its Python code when first called: most are only rewritten."""
+    return _GraphModule(root, graph)
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

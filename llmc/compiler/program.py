@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +43,7 @@ from llmc.weights.parameters import Parameters
 
 log = logging.getLogger(__name__)
 
+_MOST_THREADS = 8  # that read weights at a time; each takes memory for what it unpacks
 NONE_GIVEN: Mapping[WeightInput, Tensor] = MappingProxyType({})  # weights that are there already
 
 
@@ -307,17 +309,35 @@ def graph_weights(
     given: Mapping[WeightInput, Tensor] = NONE_GIVEN,
 ) -> dict[str, Tensor]:
     """The same for any graph of a model, whose dtype is `dtype`."""
-    made = dict(given)
-    weights = {}
+    placeholders: dict[str, WeightInput] = {}
+    readings: dict[WeightInput, tuple[WeightInput, torch.dtype]] = {}
     for node in graph.graph.nodes:
         role = input_of(node)
         if not isinstance(role, WeightInput):
             continue
-        if role not in made:
+        placeholders[node.name] = role
+        if role not in given:
             own = dtype if role.quantized else node.meta["val"].dtype
-            made |= make_weights(role, parameters.shapes, own, source, device, rank)
-        weights[node.name] = made[role]
-    return weights
+            readings.setdefault(_reading(role), (role, own))
+
+    def make(reading: tuple[WeightInput, torch.dtype]) -> dict[WeightInput, Tensor]:
+        role, own = reading
+        return make_weights(role, parameters.shapes, own, source, device, rank)
+
+    made = dict(given)
+    is_concurrent = source.is_thread_safe and device.type == "cpu"
+    threads = min(_MOST_THREADS, torch.get_num_threads()) if is_concurrent else 1
+    with ThreadPoolExecutor(threads, thread_name_prefix="llmc-weights") as pool:
+        for parts in pool.map(make, readings.values()):
+            made |= parts
+    return {name: made[role] for name, role in placeholders.items()}
+
+
+def _reading(role: WeightInput) -> WeightInput:
+    """The same for all parts of a quantized weight, which are made together."""
+    if role.quantized is None:
+        return role
+    return replace(role, quantized=replace(role.quantized, part="weight"))
 
 
 def bind(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from llmc.kernels.quantized_linear import Quantization
+from llmc.passes.base import graph_module
 from llmc.passes.inputs import (
     AdapterInput,
     CacheInput,
@@ -135,7 +136,7 @@ def load_graph(
         env[name] = node
         if node.op != "output":
             node.name = name
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph_module(torch.nn.Module(), graph)
 
 
 def _dump_val(val: Any) -> Json:

@@ -134,6 +134,6 @@ def load_tokenizer(config: EngineConfig, info: ModelInfo) -> Tokenizer | None:
         return None
     tokenizer = Tokenizer.load(info.tokenizer_path, trust_remote_code=config.trust_remote_code)
     if config.chat_template is not None:
-        tokenizer.hf.chat_template = read_template(config.chat_template)
+        tokenizer.chat_template = read_template(config.chat_template)
     tokenizer.given_tool_format = read_tool_format(config.tool_format)
     return tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from llmc.errors import InvalidRequestError
 from llmc.frontend.inputs import Input, InputProcessor
@@ -19,6 +20,10 @@ from llmc.pooling import (
     values_of,
 )
 from llmc.text.tokenizer import check_text
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def check_params(params: PoolingParams, info: PoolingInfo) -> None:
@@ -52,7 +57,8 @@ def pooled(
 
 class Scoring:
     """Scores of pairs of texts: a classifier of one label reads both at a time, as transformers'
-    tokenizer joins them; embeddings are compared by their cosine.
+    tokenizer joins them; embeddings are compared by their cosine, and embeddings of tokens by late
+    interaction (`max_sim`), with the first text of a pair as the query.
 
     `sources` are what the engine computes; `scores` makes the answer of their vectors.
     """
@@ -68,7 +74,7 @@ class Scoring:
 
         Raises InvalidRequestError.
         """
-        self._info = info = inputs.need_pooling("embed", "classify")
+        self._info = info = inputs.need_pooling("embed", "classify", "token_embed")
         self._params = params
         if not info.scores_pairs:
             raise InvalidRequestError(
@@ -103,5 +109,26 @@ class Scoring:
         info, params = self._info, self._params
         if info.task == "classify":
             return [probabilities(values_of(v), info, params)[0] for v in vectors]
+        if info.of_tokens:
+            rows = [_token_rows(v, info, params) for v in vectors]
+            return [max_sim(rows[i], rows[self._num_left + j]) for i, j in self._pairs]
         found = [embedding(values_of(v), info, params) for v in vectors]
         return [cosine(found[i], found[self._num_left + j]) for i, j in self._pairs]
+
+
+def max_sim(query: NDArray[np.float32], document: NDArray[np.float32]) -> float:
+    """Late interaction (ColBERT, https://arxiv.org/abs/2004.12832): each token of the query [Q, D]
+    counts with the most similar token of the document [N, D]; the products are summed.
+    """
+    return float((query @ document.T).max(axis=1).sum())
+
+
+def _token_rows(vector: bytes, info: PoolingInfo, params: PoolingParams) -> NDArray[np.float32]:
+    """[tokens, size]"""
+    import numpy as np
+
+    rows = np.frombuffer(vector, np.float32).reshape(-1, info.size)[:, : params.dimensions]
+    if info.normalize if params.use_activation is None else params.use_activation:
+        lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+        rows = rows / np.where(lengths == 0, 1, lengths)
+    return rows

@@ -13,8 +13,8 @@ from llmc.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_ONE_STAGE = "layers are cut across, not dealt out: use --tensor-parallel-size"
-_TEMPLATE = "the format is read off the model's chat template"
+_ONE_STAGE = "pipeline parallelism is not supported: use --tensor-parallel-size"
+_TEMPLATE = "the format is inferred from the model's chat template"
 
 # The same value under another name.
 RENAMED: Mapping[str, str] = {
@@ -44,14 +44,14 @@ NOT_NEEDED: Mapping[str, str] = {
     "--enable-chunked-prefill": "chunked prefill is always on",
     "--disable-log-stats": "--log-level sets what is logged",
     "--enable-prompt-tokens-details": "usage always has them",
-    "--enable-request-id-headers": "answers always have them",
-    "--disable-custom-all-reduce": "ranks sum over NCCL or gloo alone",
-    "--disable-fastapi-docs": "--no-ui leaves out all pages",
+    "--enable-request-id-headers": "responses always have them",
+    "--disable-custom-all-reduce": "ranks only use NCCL or gloo for all-reduce",
+    "--disable-fastapi-docs": "--no-ui disables all pages",
     "--no-enable-log-outputs": "outputs are never logged",
     "--enable-log-requests": "the access log is on",
 }
 NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
-    "--tool-call-parser": _TEMPLATE + "; --tool-format gives another",
+    "--tool-call-parser": _TEMPLATE + "; --tool-format overrides it",
     "--reasoning-parser": _TEMPLATE,
     "--chat-template-content-format": _TEMPLATE,
     "--generation-config": "the model's own is used; requests override it",
@@ -59,39 +59,39 @@ NOT_NEEDED_WITH_VALUE: Mapping[str, str] = {
     "--structured-outputs-config": "grammars have one implementation",
     "--max-seq-len-to-capture": "graphs are captured by batch size (--cuda-graph-buckets)",
     "--max-parallel-loading-workers": "weights are read once, in order",
-    "--tokenizer-pool-size": "--api-workers answer HTTP, tokenizers included",
+    "--tokenizer-pool-size": "--api-workers run HTTP, including tokenizers",
     "--max-log-len": "prompts are never logged",
-    "--response-role": "it is assistant",
-    "--num-lookahead-slots": "blocks are taken as they are needed",
+    "--response-role": "the role is always assistant",
+    "--num-lookahead-slots": "blocks are allocated as needed",
 }
 # Left out for these values alone; what to do for others.
 VALUES: Mapping[str, tuple[frozenset[str], str]] = {
     "--pipeline-parallel-size": (frozenset({"1"}), _ONE_STAGE),
     "-pp": (frozenset({"1"}), _ONE_STAGE),
-    "--num-scheduler-steps": (frozenset({"1"}), "a step draws one token a request"),
-    "--tokenizer-mode": (frozenset({"auto", "hf"}), "only tokenizers of Hugging Face are read"),
-    "--cpu-offload-gb": (frozenset({"0"}), "weights stay on one device; take fewer bits with -q"),
+    "--num-scheduler-steps": (frozenset({"1"}), "a step samples one token per request"),
+    "--tokenizer-mode": (frozenset({"auto", "hf"}), "only Hugging Face tokenizers are supported"),
+    "--cpu-offload-gb": (frozenset({"0"}), "weights stay on one device; use fewer bits with -q"),
     "--model-impl": (frozenset({"auto", "transformers"}), "models run from transformers' code"),
-    "--ssl-cert-reqs": (frozenset({"0"}), "--ssl-ca-certs asks clients for certificates"),
+    "--ssl-cert-reqs": (frozenset({"0"}), "--ssl-ca-certs requires client certificates"),
     "--config-format": (frozenset({"auto", "hf"}), "only config.json is read"),
 }
 REFUSED: Mapping[str, str] = {
     "--compilation-config": "choose a level with -O0 to -O3, and passes with --disable-pass",
     "--no-enable-chunked-prefill": "chunked prefill is always on; raise --max-num-batched-tokens",
-    "--enable-expert-parallel": "experts are cut by width, with --tensor-parallel-size",
-    "--tool-parser-plugin": _TEMPLATE + "; --tool-format gives another",
+    "--enable-expert-parallel": "experts are split by width, with --tensor-parallel-size",
+    "--tool-parser-plugin": _TEMPLATE + "; --tool-format overrides it",
     "--hf-overrides": "change config.json in a copy of the model's directory",
     "--rope-scaling": "change config.json in a copy of the model's directory",
     "--rope-theta": "change config.json in a copy of the model's directory",
     "--hf-token": "set HF_TOKEN",
     "--download-dir": "set HF_HOME",
-    "--middleware": "put a proxy before the server",
-    "--mm-processor-kwargs": "images are read as the files of the model say",
+    "--middleware": "put a proxy in front of the server",
+    "--mm-processor-kwargs": "images are processed as the model's files specify",
     "--override-generation-config": "send the parameters with each request",
     "--pooler-config": "choose with --task, --pooling and --normalize",
     "--override-pooler-config": "choose with --task, --pooling and --normalize",
     "--kv-transfer-config": "blocks stay on one device",
-    "--num-gpu-blocks-override": "set the cache in bytes with --kv-cache-memory",
+    "--num-gpu-blocks-override": "set the cache size in bytes with --kv-cache-memory",
     "--speculative-model": 'give --speculative-config \'{"method":"draft_model","model":...}\'',
 }
 # What `--runner` and `--convert` ask for, as values of --task; None: what the files say anyway.
@@ -151,7 +151,7 @@ def port_keywords(options: Mapping[str, Any], known: frozenset[str]) -> dict[str
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         if name == "quantization" and value in STORED:
-            left_out[name] = "a quantized checkpoint is served as it is stored"
+            left_out[name] = "a quantized checkpoint is served in its stored format"
         elif name == "kv_cache_dtype" and value == "fp8":
             out[name] = "fp8_e4m3"
         elif name == "swap_space" and isinstance(value, int | float) and 0 < value < MOST_GIB:

@@ -140,7 +140,7 @@ def _tokens(source: ModelSource) -> dict[int, str] | None:
         tokenizer = Tokenizer.load(path, trust_remote_code=source.config.trust_remote_code)
     except CheckpointError:
         return None
-    return {token_id: token for token, token_id in tokenizer.hf.get_vocab().items()}
+    return {token_id: token for token, token_id in tokenizer.vocabulary().items()}
 
 
 def draft_in_flight(drafting: SpeculativeConfig, device: torch.device) -> int:

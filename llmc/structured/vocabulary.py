@@ -29,13 +29,13 @@ class Vocabulary:
                 param="structured_outputs",
                 code="no_tokenizer",
             )
-        backend = getattr(tokenizer.hf, "backend_tokenizer", None)
+        backend = tokenizer.backend
         if backend is None:
             raise InvalidRequestError(
                 "structured outputs need a tokenizer with a tokenizer.json, which this model "
                 "has not",
                 param="structured_outputs",
             )
-        own = tokenizer.hf.eos_token_id
+        own = tokenizer.eos_token_id
         ends = tuple(eos_token_ids) or (() if own is None else (own,))
         return cls(tokenizer=backend.to_str(), vocab_size=vocab_size, eos_token_ids=ends)

@@ -21,6 +21,7 @@ from llmc.engine.core import EngineCore
 from llmc.engine.messages import AddRequest
 from llmc.errors import CheckpointError, ConfigError, InvalidRequestError
 from llmc.frontend.inputs import InputProcessor
+from llmc.frontend.pooling import max_sim
 from llmc.pooling import values_of
 from llmc.startup.start import start_engine
 
@@ -284,6 +285,11 @@ def test_a_directory_of_late_interaction(tmp_path: Path) -> None:
         assert output.outputs is not None
         want = torch.nn.functional.normalize(hidden(model, prompt))
         torch.testing.assert_close(torch.tensor(output.outputs.data), want, rtol=1e-4, atol=1e-5)
+        rows = torch.nn.functional.normalize(hidden(model, prompt))
+        other = torch.nn.functional.normalize(hidden(model, PROMPTS[1]))
+        score = max_sim(rows.numpy(), other.numpy())
+        assert score == pytest.approx(float((rows @ other.T).amax(1).sum()), rel=1e-5)
+        assert score != pytest.approx(max_sim(other.numpy(), rows.numpy()))
     modules = json.loads((path / "modules.json").read_text())
     modules = [one for one in modules if one["path"] in ("", "2_Dense")]
     modules[1]["type"] = "pylate.models.Dense.Dense"

@@ -108,5 +108,5 @@ def test_what_needs_no_proof() -> None:
     assert "allows none" in str(_unwanted(none))
     ranks = resolve(EngineConfig(model=path, tensor_parallel_size=2), CPU)
     assert "tensor_parallel_size" in str(_unwanted(ranks))
-    with pytest.raises(ConfigError, match="audio and video are not served"):
+    with pytest.raises(ConfigError, match="audio and video are not supported"):
         EngineConfig(limit_mm_per_prompt={"audio": 1})
