@@ -69,7 +69,7 @@ def test_inspect_prints_json(config_only: str, capsys: pytest.CaptureFixture[str
         (["inspect", "--graph", "/no/such/folder/x.html"], "does not exist"),
         (["inspect", "no/such/model/here"], "no model at"),
         (["check", "--longest-prompt", "0"], "--longest-prompt must be a positive integer"),
-        (["check", "--extra-pass", "nothing"], "names no pass"),
+        (["check", "--extra-pass", "nothing"], "is not a pass"),
         (["check", "--disable-pass", "nothing"], "unknown pass"),
     ],
 )
