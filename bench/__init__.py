@@ -1,7 +1,7 @@
 """Benchmarks: `python -m bench.NAME` from the repository's root. Results are kept in results/.
 
-The root must not stay on the path: its folders `kernels/`, `passes/` and `cli/` would hide packages
-of the same names.
+The root must not stay on the path, because its folders `kernels/`, `passes/` and `cli/` would hide
+packages of the same names.
 """
 
 import sys

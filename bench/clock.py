@@ -1,7 +1,7 @@
-"""How long a call takes on its device: the median of many, whatever launches cost.
+"""Times a call on its device: the median of many calls, without launch overhead.
 
-On a GPU the call is captured in a CUDA graph, as a step is, so that what a launch costs the host
-does not count; where it can't be captured, its launches are timed, and the answer says so.
+On a GPU the call is captured in a CUDA graph, as a step is, so that the host's launch overhead does
+not count. If it can't be captured, its launches are timed, and the result says so.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 Call = Callable[[], Any]
-_LEAST_S = 2e-3  # between two events, whose own resolution is half a microsecond
+_LEAST_S = 2e-3  # between two events, which have a resolution of half a microsecond
 _MOST_IN_A_GRAPH = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Median seconds of one call. `how`: "calls" (CPU), "graph", or "launches" where none fits."""
+    """Median seconds of one call. `how`: "calls" (CPU), "graph", or "launches" (no graph)."""
 
     seconds: float
     how: str
@@ -29,7 +29,7 @@ class Timing:
 
 
 def time_call(run: Call, device: torch.device, *, budget_s: float = 0.4) -> Timing:
-    """Over as many rounds as fit in the budget (3 to 200)."""
+    """Time a call over as many rounds as fit in the budget (3 to 200)."""
     run()
     return _on_gpu(run, budget_s) if device.type == "cuda" else _on_cpu(run, budget_s)
 
@@ -76,7 +76,7 @@ def between_events(run: Call, times: int) -> float:
 
 
 def _captured(run: Call, copies: int) -> Call | None:
-    """A replay of `copies` calls; None where `run` does what a graph can't hold."""
+    """A replay of `copies` calls; None if `run` can't be captured in a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -89,8 +89,8 @@ def _captured(run: Call, copies: int) -> Call | None:
             for _ in range(copies):
                 run()
     except RuntimeError as error:
-        print(f"  (timed by launches, no graph holds it: {str(error).splitlines()[0][:120]})")
-        torch.cuda.set_stream(current)  # a capture that fails at its end leaves its own behind
+        print(f"  (timed by launches, capture failed: {str(error).splitlines()[0][:120]})")
+        torch.cuda.set_stream(current)  # a capture that fails at its end leaves its stream current
         torch.cuda.synchronize()
         return None
     return graph.replay

@@ -1,14 +1,14 @@
-"""Which classes of transformers llmc serves, and whether it answers as transformers does.
+"""Checks which transformers classes llmc serves, and whether it gives the same answers.
 
     python -m bench.coverage [--only TYPE ...] [--jobs 2] [--time-limit 240]
     python -m bench.coverage --table docs/coverage.md
 
-Every decoder-only class gets a tiny random checkpoint and a process of its own, with a limit of
-time and memory. Mixed batches run whole, in chunks, and with preemption, in float32 at -O0; greedy
-tokens and their log-probabilities must be those of transformers' eager `generate`.
+Every decoder-only class gets a tiny random checkpoint and a separate process, with limits on time
+and memory. Mixed batches run whole, in chunks, and with preemption, in float32 at -O0; greedy
+tokens and their log-probabilities must equal those of transformers' eager `generate`.
 
-A row says of which sources it is (`sources_digest`): without --only, the classes whose row is
-missing or of other sources are run. One row a class is kept in bench/results/coverage.jsonl.
+A row records its sources (`sources_digest`). Without --only, classes whose row is missing or from
+other sources are run. One row per class is kept in bench/results/coverage.jsonl.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_results(path: Path = RESULTS) -> dict[str, dict[str, Any]]:
 
 @cache
 def sources_digest() -> str:
-    """Of what decides a class's answers: our sources, the configurations, and versions."""
+    """A digest of what determines a class's answers: our sources, configurations, and versions."""
     hasher = hashlib.sha256()
     paths = [path for name in _SOURCES for path in (_ROOT / name, *(_ROOT / name).rglob("*"))]
     for path in sorted(path for path in paths if path.suffix in (".py", ".cpp", ".h", ".json")):
@@ -63,7 +63,7 @@ def sources_digest() -> str:
 
 
 def check(model_type: str, time_limit_s: int = TIME_LIMIT_S) -> dict[str, Any]:
-    """The row of one class; a process that dies or hangs makes a row too."""
+    """The row of one class; a process that dies or hangs also gives a row."""
     start = time.perf_counter()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.coverage_case"])
@@ -97,7 +97,7 @@ def _failed(model_type: str, reason: str) -> dict[str, Any]:
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
-    """The matrix as Markdown, one line a class."""
+    """The matrix as Markdown, one line per class."""
     lines = [
         "| class | model type | transformers runs it | served | same answers | sources | remark |",
         "|---|---|---|---|---|---|---|",
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="model types; default: all that are stale")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument(
-        "--time-limit", type=int, default=TIME_LIMIT_S, metavar="SECONDS", help="of one class"
+        "--time-limit", type=int, default=TIME_LIMIT_S, metavar="SECONDS", help="per class"
     )
     parser.add_argument("--table", type=Path, help="write the matrix into this file")
     args = parser.parse_args()
@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def stale_types() -> list[str]:
-    """The classes without a row of these sources."""
+    """The classes without a row from these sources."""
     from bench.coverage_case import tiny_configs
 
     rows = read_results()

@@ -1,6 +1,6 @@
-"""One class of the matrix: a tiny checkpoint, served and compared, in a process of its own.
+"""One class of the matrix: a tiny checkpoint, served and compared in a separate process.
 
-`bench.coverage` forks that process from one that has this module, so that a class costs no import.
+`bench.coverage` forks that process from one that has imported this module, to save import time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tiny_models import continue_greedily, load_reference, prompts
 MEMORY_BYTES = 2 * 2**30
 LENGTHS = (1, 5, 19, 33, 12)
 NUM_TOKENS = 10
-# Limits of the engine that decide how the same requests are cut into steps.
+# Engine limits that determine how the same requests are divided into steps.
 SCENARIOS: dict[str, dict[str, Any]] = {
     "whole": {},
     "chunked": {"max_num_batched_tokens": 7},
@@ -38,7 +38,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 def run(model_type: str) -> dict[str, Any]:
-    """The row of the matrix. Stages that were reached say so; `reason` tells why it ended."""
+    """The row of the matrix. `stage` is the last one reached, `reason` why it ended."""
     row: dict[str, Any] = {"type": model_type, "stage": "config", "parity": False, "reason": ""}
     try:
         config = tiny_configs.tiny_config(model_type)
@@ -51,7 +51,7 @@ def run(model_type: str) -> dict[str, Any]:
             row["stage"] = "transformers"  # runs it
             del model
             _serve(path, expected, row)
-    except Exception as error:  # whatever a model's code raises is this row's finding
+    except Exception as error:  # whatever a model's code raises is this row's result
         text = re.sub(r"/\S*?/(site-packages/|(?=llmc/))", "", " ".join(str(error).split()))
         row["reason"] = f"{type(error).__name__}: {text[:400]}"
     return row
@@ -85,7 +85,7 @@ def _serve(path: Path, expected: list[Any], row: dict[str, Any]) -> None:
 
 
 def _differences(expected: list[Any], answers: dict[str, Any]) -> tuple[int, list[str]]:
-    """Positions skipped after ties, and what differs, by scenario."""
+    """The number of positions skipped after ties, and the differences by scenario."""
     skipped, wrong = 0, []
     for name, got in answers.items():
         ties, found = tiny_engine.differences(expected, got)
@@ -95,7 +95,7 @@ def _differences(expected: list[Any], answers: dict[str, Any]) -> tuple[int, lis
 
 
 def send_row(model_type: str, answer: Connection) -> None:
-    """The whole of the process."""
+    """The process's main function."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # what models and libraries print
     os.dup2(nowhere, 2)

@@ -1,14 +1,14 @@
-"""How far llmc and llama.cpp are from the float32 weights of one GGUF file, on a fixed text.
+"""Measures how far llmc and llama.cpp deviate from one GGUF file's float32 weights on a fixed text.
 
     pip install --no-deps xllamacpp     # a prebuilt llama.cpp
     python -m bench.divergence [--tokens 384] [--threads 2] [--output-json FILE] [MODEL.gguf]
 
-MODEL is the default model where none is named. The text is a chapter on the language that Python
-ships (`pydoc_data`). The yardstick is transformers' own model with every weight of the file widened
-to float32. Told are each engine's perplexity and its mean divergence (KL, in nats a token) from the
-yardstick. A distribution is taken as the probabilities of the 20 tokens that the engine finds
-likeliest at a place, and of all others together: what the HTTP APIs of both tell. llmc runs three
-times: as it is, with `activation_bits=8` and with 32.
+MODEL defaults to the default model. The text is a chapter about the language from Python's
+documentation (`pydoc_data`). The baseline is transformers' model with every weight of the file
+dequantized to float32. The output is each engine's perplexity and its mean divergence (KL, in nats
+per token) from the baseline. A distribution is the probabilities of the engine's 20 likeliest
+tokens at a position, and of all others combined, which is what both HTTP APIs return. llmc runs
+three times: with default settings, with `activation_bits=8` and with 32.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ NEAR = 20
 
 LLMC: dict[str, ActivationBits] = {"llmc": 16, "llmc, 8 bits": 8, "llmc, exact": 32}
 
-Places = list[dict[int, float]]  # log-probabilities at each place, of tokens by their ids
+Places = list[dict[int, float]]  # log-probabilities at each position, by token id
 
 
 def by_llmc(path: Path, ids: Sequence[int], bits: ActivationBits) -> Places:
-    """Of the tokens that it finds likeliest, and of the one that comes."""
+    """llmc's log-probabilities of the likeliest tokens and the actual next token."""
     length = 2 * len(ids)
     with LLM(
         str(path), device="cpu", max_num_seqs=1, max_model_len=length, activation_bits=bits
     ) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=NEAR)
         [output] = llm.generate([list(ids)], params, progress=False)
-    told = output.prompt_logprobs
-    assert told is not None
-    return [{i: p.logprob for i, p in (place or {}).items()} for place in told[1:]]
+    known = output.prompt_logprobs
+    assert known is not None
+    return [{i: p.logprob for i, p in (place or {}).items()} for place in known[1:]]
 
 
 def by_llama_cpp(path: Path, ids: Sequence[int], threads: int, vocab_size: int) -> Places:
-    """Of all tokens. Asked place by place, for it tells nothing of prompts."""
+    """llama.cpp's, of all tokens; one request per position, since it has no prompt logprobs."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -90,7 +90,7 @@ def by_float32(path: Path, ids: Sequence[int], threads: int) -> Tensor:
 
 
 def divergence(want: Tensor, have: Places) -> float:
-    """Mean KL [nats] of places, over the likeliest tokens that were told and all others as one."""
+    """Mean KL [nats] over positions, over the known tokens and all others combined."""
     total = 0.0
     for row, place in zip(want, have, strict=True):
         tokens = sorted(place, key=place.__getitem__)[-NEAR:]
@@ -128,8 +128,8 @@ def measure(path: Path, count: int, threads: int) -> dict[str, Any]:
 
 
 def _perplexity(places: Places, ids: Sequence[int]) -> float:
-    told = [place[token] for place, token in zip(places, ids[1:], strict=True)]
-    return math.exp(-sum(told) / len(told))
+    known = [place[token] for place, token in zip(places, ids[1:], strict=True)]
+    return math.exp(-sum(known) / len(known))
 
 
 def print_table(result: Mapping[str, Any]) -> None:
@@ -138,7 +138,7 @@ def print_table(result: Mapping[str, Any]) -> None:
         kl, perplexity = result[name].get("mean_kl"), result[name]["perplexity"]
         print(f"{name:18} perplexity {perplexity:.4f}", end="\n" if kl is None else ", ")
         if kl is not None:
-            print(f"KL {kl:.2e} nats a token")
+            print(f"KL {kl:.2e} nats per token")
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Embeddings of an encoder beside transformers': `python -m bench.embeddings`.
+"""Compares the speed of an encoder's embeddings with transformers: `python -m bench.embeddings`.
 
-A random model of BERT-base's sizes (or --type's), texts of 8 to 256 tokens. transformers reads them
-sorted by length in padded batches of 32 with SDPA, its fastest; both compute in float32 with as
-many threads. Rounds in turn, medians.
+A random model of BERT-base's sizes (or --type's), texts of 8 to 256 tokens. transformers gets them
+sorted by length in padded batches of 32 with SDPA, its fastest mode; both compute in float32 with
+the same number of threads. Rounds alternate; medians are reported.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
                 "transformers": lambda: theirs(model, texts, config.pad_token_id or 0),
             }
             seconds: dict[str, list[float]] = {name: [] for name in sides}
-            vectors = {name: run() for name, run in sides.items()}  # warm
+            vectors = {name: run() for name, run in sides.items()}  # warm up
             for _ in range(args.rounds):
                 for name, run in sides.items():
                     start = time.perf_counter()

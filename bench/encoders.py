@@ -1,9 +1,9 @@
-"""Which of transformers' encoders are served: `python -m bench.encoders [TYPE ...]`.
+"""Checks which of transformers' encoders are served: `python -m bench.encoders [TYPE ...]`.
 
-For every model type that transformers can make fill in words, a shrunken copy of its default config
-is made at random and its vectors and scores are compared with transformers' own
-(`llmc.check.encoder`), and so are the scores of tokens. Prints the table of docs/encoders.md; takes
-about 15 min on two slow cores.
+For every model type that has a masked language model in transformers, a shrunken copy of its
+default config gets random weights, and its vectors, scores and token scores are compared with
+transformers' own (`llmc.check.encoder`). Prints the table of docs/encoders.md; takes about 15 min
+on two slow cores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLUMNS: tuple[tuple[Kind, Container[str]], ...] = (
 
 
 def measure(model_type: str, kind: Kind) -> str:
-    """One cell: "yes", by how much it differs, or why it is refused."""
+    """One cell: "yes", the size of the difference, or why it is rejected."""
     config: Any = AutoConfig.for_model(model_type)
     if not is_masked_lm(config) or getattr(config, "is_encoder_decoder", False):
         return "no encoder"
@@ -61,7 +61,7 @@ def measure(model_type: str, kind: Kind) -> str:
 
 
 def _in_words(error: Exception) -> str:
-    """Its sentence, short, with the names of files inside of packages alone."""
+    """The error's first sentence, shortened, with file names only inside packages."""
     return re.sub(r"/\S*/(?=(transformers|llmc)/)", "", " ".join(str(error).split()))[:120]
 
 
@@ -77,7 +77,7 @@ def main() -> None:
                     measure(model_type, kind) if model_type in types else ""
                     for kind, types in COLUMNS
                 ]
-            except Exception as e:  # transformers' own default config can't be made
+            except Exception as e:  # transformers' own default config can't be created
                 cells = [f"no: {_in_words(e)}", "", ""]
         if cells[0].startswith("no: "):
             cells[1:] = ["no" if cell.startswith("no: ") else cell for cell in cells[1:]]

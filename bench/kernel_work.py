@@ -1,6 +1,6 @@
-"""What bench.kernels times: each op at serving sizes, and the same result by torch alone.
+"""The work timed by bench.kernels: each op at serving sizes, and the same result in plain torch.
 
-Knows which version of an op serves a device; the GPU's figures (bench/gpu) are taken from here too.
+It knows which version of an op serves a device, and is also used for the GPU figures (bench/gpu).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _BACKENDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One op at one size, and torch's own ways to the same result by name."""
+    """One op at one size, and torch's alternatives with the same result, by name."""
 
     op: str
     case: str
     run: Callable[[], Any]
     peers: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    num_bytes: float = 0.0  # that must be read or written
+    num_bytes: float = 0.0  # the minimum to read and write
     num_flops: float = 0.0
     limit: str = "read"  # "read", or the dtype of the matrix product
     device: torch.device = CPU
@@ -49,7 +49,7 @@ def fast(name: str, case: Case) -> Callable[[], Any]:
     """A call of the op's fast version for these arguments; the reference is never timed."""
     impl = OPS[name].best(case)
     if impl is None:
-        raise RuntimeError(f"no fast version of {name} is there for these arguments")
+        raise RuntimeError(f"there is no fast version of {name} for these arguments")
     return partial(impl.op(), *case)
 
 
@@ -62,7 +62,7 @@ def attention_case(
     device: torch.device,
     block_size: int = 32,
 ) -> Case:
-    """Random caches made on the device, blocks in random order: gigabytes in no time."""
+    """Random caches created on the device, which is fast for gigabytes; blocks in random order."""
     need = [-(-context // block_size) for _, context in lengths]
     order = torch.randperm(sum(need), device=device).int()
     table = torch.zeros(len(need), max(2, *need), dtype=torch.int32, device=device)
@@ -93,9 +93,9 @@ def decode_work(
     label: str = "",
     cache: torch.dtype | None = None,
 ) -> Work:
-    """`contexts` of the requests; where all are equal torch's SDPA stands beside it.
+    """A decode step over requests with these `contexts`, with torch's SDPA if all are equal.
 
-    `cache` is of 8 bits; None: of the query's dtype.
+    `cache`: an 8-bit dtype; None: the query's dtype.
     """
     dtype = DTYPES[name]
     case = attention_case([(1, c) for c in contexts], heads, kv, dim, dtype, device)
@@ -131,14 +131,14 @@ def prefill_work(
     *,
     flex: bool = False,
 ) -> Work:
-    """`flex`: FlexAttention stands beside it too, which takes seconds to compile."""
+    """A prefill. `flex`: also time FlexAttention, which takes seconds to compile."""
     dtype = DTYPES[name]
     case = attention_case([(tokens, tokens)], heads, kv, dim, dtype, device)
     query = torch.randn(1, heads, tokens, dim, dtype=dtype, device=device)
     key = torch.randn(1, kv, tokens, dim, dtype=dtype, device=device)
     peers: dict[str, Callable[[], Tensor]]
     if device.type == "cuda":
-        wide = key.repeat_interleave(heads // kv, dim=1)  # not every back-end takes groups
+        wide = key.repeat_interleave(heads // kv, dim=1)  # not every backend supports GQA
         peers = {n: partial(_sdpa_by, backend, query, wide) for n, backend in _BACKENDS.items()}
         if flex:
             peers["flex"] = _flex(query, key)
@@ -160,7 +160,7 @@ def prefill_work(
 
 
 def latent_work(name: str, new: int, context: int, device: torch.device = CPU) -> Work:
-    """Latent attention of DeepSeek-V2-Lite's sizes; torch's SDPA has the keys and values of all
+    """Latent attention with DeepSeek-V2-Lite's sizes; torch's SDPA uses the keys and values of all
     heads, expanded in the same call."""
     dtype, heads, dim, shared, rank = DTYPES[name], 16, 128, 64, 512
     query, cache, _, *rest = attention_case(
@@ -201,7 +201,7 @@ def _sdpa_by(backend: SDPBackend, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _flex(query: Tensor, key: Tensor) -> Callable[[], Tensor]:
-    """FlexAttention with a causal mask of blocks, compiled (https://arxiv.org/abs/2412.05496)."""
+    """FlexAttention with a causal block mask, compiled (https://arxiv.org/abs/2412.05496)."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     tokens = query.shape[2]
@@ -213,7 +213,7 @@ def _flex(query: Tensor, key: Tensor) -> Callable[[], Tensor]:
 
 
 def row_work(name: str, rows: int, width: int, device: torch.device = CPU) -> Iterator[Work]:
-    """Norms, activation and cache writes of a step of `rows` tokens."""
+    """Norms, activation and cache writes of a step with `rows` tokens."""
     dtype, size = DTYPES[name], DTYPES[name].itemsize
 
     def rand(*shape: int) -> Tensor:
@@ -269,7 +269,7 @@ def sample_work(rows: int, vocab: int, kind: str, device: torch.device = CPU) ->
     case = (logits, ones * temperature, ones.int() * top_k, ones * top_p, ones * 0, ids, ids)
 
     def draw(probs: Tensor) -> Tensor:
-        # torch.multinomial reads its input on the host, which no graph can hold
+        # torch.multinomial reads its input on the host, which can't be captured in a graph
         return (probs / torch.empty_like(probs).exponential_()).argmax(-1, keepdim=True)
 
     def peer() -> Tensor:
@@ -314,8 +314,8 @@ def process_work(rows: int, vocab: int, device: torch.device = CPU) -> Work:
 
 
 def prepare_work(rows: int, context: int, device: torch.device, block_size: int = 16) -> Work:
-    """A decode step of `rows` requests, prepared as the runner does it; bytes are those of the
-    block tables."""
+    """A decode step of `rows` requests, prepared as in the runner; bytes are those of the block
+    tables."""
     tables = RowTables(
         num_rows=rows,
         max_model_len=context + 2,

@@ -1,7 +1,7 @@
 """Times every op at serving sizes: `python -m bench.kernels [--only NAME] [--device cuda]`.
 
-Each row names its physical limit, measured in the same run: the read bandwidth for ops that stream
-memory, the best matrix product for prefill. Beside it stands the best that torch itself offers.
+Each row is compared with its physical limit, measured in the same run: the read bandwidth for ops
+that stream memory, the best matrix product for prefill. The last column is torch's best time.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Result:
     rate: float
     unit: str
     share_of_limit: float
-    torch_ms: float | None  # of the fastest of torch's ways
+    torch_ms: float | None  # of torch's fastest alternative
     torch_way: str | None
     timed: str
     failed_peers: tuple[str, ...] = ()
 
 
 def measure_limits(device: torch.device = CPU) -> dict[str, float]:
-    """Bytes per second of a long read, and FLOP per second of a large product of each dtype."""
+    """Bytes per second of a long read, and FLOP per second of a large product per dtype."""
     num, size = (2**28, 2048) if device.type == "cpu" else (2**30, 8192)
     big = torch.ones(num, device=device)  # 1 GiB or 4: no cache holds it
     limits = {"read": big.nbytes / time_call(big.sum, device).seconds}
@@ -68,7 +68,7 @@ def measure_limits(device: torch.device = CPU) -> dict[str, float]:
     return limits
 
 
-Maker = Callable[[], Work | Iterator[Work]]  # made one at a time: some hold gigabytes
+Maker = Callable[[], Work | Iterator[Work]]  # called one at a time: some need gigabytes
 
 
 def cpu_work() -> Iterator[Maker]:
@@ -101,7 +101,7 @@ def cpu_work() -> Iterator[Maker]:
 
 
 def gpu_work(device: torch.device, *, flex: bool = False) -> Iterator[Maker]:
-    """Those that figures are aimed at come first. `flex`: as in `prefill_work`."""
+    """The work on a GPU; ops with a target come first. `flex`: as in `prefill_work`."""
     yield partial(decode_work, "bf16", UNIFORM, 32, 8, 128, device)
     yield partial(decode_work, "bf16", SKEWED, 32, 8, 128, device, SKEWED_LABEL)
     for tokens in (2048, 8192):
@@ -147,7 +147,7 @@ def measure(work: Work, limits: dict[str, float]) -> Result:
     for name, call in work.peers.items():
         try:
             peers[name] = time_call(call, work.device).seconds
-        except RuntimeError as error:  # a back-end that does not take these shapes says so
+        except RuntimeError as error:  # raised by a backend that does not support these shapes
             failed.append(f"{name}: {str(error).splitlines()[0][:200]}")
     best = min(peers, key=lambda n: peers[n], default=None)
     return Result(

@@ -1,8 +1,8 @@
-"""What bench.kernels times of the linears: few rows, low bits, routed experts.
+"""The linears timed by bench.kernels: few rows, quantized weights, routed experts.
 
-Beside each stands torch's own over the bfloat16 weight (cuBLAS on a GPU, oneDNN on a CPU), with the
-norm, the activation or the sum that our op takes in. Calls take turns over more weights than any
-cache holds.
+Each is compared with torch's linear over the bfloat16 weight (cuBLAS on a GPU, oneDNN on a CPU),
+plus the norm, activation or sum that our op fuses. Calls rotate through more weights than any cache
+can hold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BF16 = torch.bfloat16
 
 
 def fused_work(rows: int, depth: int, channels: int, device: torch.device = CPU) -> Iterator[Work]:
-    """The linears of a gated layer: norm, weight, gate; and weight, residual sum."""
+    """The fused linears of a gated layer: norm, weight and gate; weight and residual sum."""
     x, norm = _rand(rows, depth, device=device), _rand(depth, device=device)
     wide = _copies(partial(_weight, 2 * channels, depth, device))
     yield Work(
@@ -52,7 +52,7 @@ def fused_work(rows: int, depth: int, channels: int, device: torch.device = CPU)
 def low_bit_work(
     format: Format, rows: int, depth: int, channels: int, device: torch.device = CPU
 ) -> Work:
-    """Bytes are those of the quantized weight; the rate of many rows is the matrix product's."""
+    """A quantized linear. Bytes are those of the weight; with many rows the limit is compute."""
     x = _rand(rows, depth, device=device)
     to = quantization_of(format, channels, depth)
     if to is None:
@@ -77,10 +77,10 @@ def low_bit_work(
 def embedding_work(
     format: Format, tokens: int, depth: int, vocab: int, device: torch.device = CPU
 ) -> Work:
-    """Bytes are those of the rows looked up and of what they are widened to."""
+    """A quantized embedding. Bytes are those of the selected rows and of the dequantized result."""
     to = quantization_of(format, vocab, depth)
     if to is None:
-        raise ValueError(f"a weight of {vocab} x {depth} can't be held in {format}")
+        raise ValueError(f"a weight of {vocab} x {depth} can't be stored in {format}")
     plain = _weight(vocab, depth, device)
     weight, scale = quantize(plain, to)
     draws = [torch.randint(0, vocab, (tokens,), device=device) for _ in range(_MOST_COPIES)]
@@ -103,7 +103,7 @@ def expert_work(
     channels: int,
     device: torch.device = CPU,
 ) -> Work:
-    """A routed layer's first linear; only the picked experts' weights count as bytes."""
+    """A routed layer's first linear; only the chosen experts' weights count as bytes."""
     weight = _rand(experts, channels, depth, device=device) * depth**-0.5
     gen = torch.Generator().manual_seed(0)
     picks = torch.stack([torch.randperm(experts, generator=gen)[:top_k] for _ in range(rows)])
@@ -140,14 +140,14 @@ def _weight(channels: int, depth: int, device: torch.device) -> Tensor:
 
 
 def _copies(make: Callable[[], Tensor]) -> list[Tensor]:
-    """As many as no cache holds together."""
+    """Enough copies that no cache can hold all of them."""
     first = make()
     count = min(_MOST_COPIES, max(2, _COLD_BYTES // first.nbytes))
     return [first, *(make() for _ in range(count - 1))]
 
 
 def _in_turn(calls: list[Callable[[], Tensor]]) -> Callable[[], Tensor]:
-    """One of the calls at a time, round and round."""
+    """A call that cycles through the calls, one at a time."""
     turn = cycle(calls)
     return lambda: next(turn)()
 

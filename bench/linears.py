@@ -1,16 +1,16 @@
-"""Linears of every weight format and number of rows, beside torch's and the machine's limits.
+"""Compares linears of every weight format and row count with torch and the machine's limits.
 
     python -m bench.linears [--threads 2] [--seconds 1.0] [--rows 1,2,...] [--shapes KxN,...]
                             [--formats float32,...] [--output-json FILE]
 
-A call can't take less than its weight takes to be read at the read bandwidth, nor than its
-operations take at the rate of the library's largest product in the same dtype (in float32, where
-the CPU has no products of the dtype and that is slower); both are measured in the same run. Weights
-of one shape rotate through more memory than the caches hold, and the contestants alternate; the
-least time of a call counts. `--threads 1` counts the thread's own CPU time, which other processes
-disturb less. x is bfloat16 for the low-bit formats; of `int4/8` it is rounded to 8 bits, and may
-pass that limit, which is one of floats. Experts: 8 of 128 picked by each row, as in a routed layer
-of 2048 inputs and 768 channels; only the picked ones are counted, and read.
+The limit of a call is the time to read its weight at the read bandwidth, or the time of its
+operations at the rate of the library's largest product in the same dtype (in float32, if the CPU
+has no instructions for the dtype and that is slower); both are measured in the same run. Weights of
+one shape rotate through more memory than the caches can hold, and the contestants alternate; the
+minimum time of a call counts. `--threads 1` counts the thread's own CPU time, which other processes
+disturb less. x is bfloat16 for the low-bit formats. For `int4/8` it is rounded to 8 bits, so it can
+exceed the limit, which is that of floats. Experts: 8 of 128 chosen per row, as in a routed layer
+with 2048 inputs and 768 channels; only the chosen ones are read and counted.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from llmc.load_test.report import context, write_json
 
 SHAPES = "1024x6144,4096x4096"
 ROWS = "1,2,4,8,16,32,64,256,1024"
-ROUNDED = ("int8/16", "int4/16", "int4/8")  # weight and bits of x, where CPUs multiply integers
+ROUNDED = ("int8/16", "int4/16", "int4/8")  # weight and bits of x, if the CPU multiplies integers
 STORED = (*FORMATS, "mxfp4")
 PLAIN = ("float32", "bfloat16", "float16")
-LIMIT_SIZE = 2048  # of the square product that gives the rate of operations
+LIMIT_SIZE = 2048  # of the square product that determines the rate of operations
 COLD_BYTES = 300e6
 EXPERTS, TOP_K, DEPTH, CHANNELS = 128, 8, 2048, 768
 
@@ -58,8 +58,8 @@ EXPERTS, TOP_K, DEPTH, CHANNELS = 128, 8, 2048, 768
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
     name: str
-    weight_bytes: int  # that a call reads
-    row_operations: int  # of one row
+    weight_bytes: int  # read by a call
+    row_operations: int  # per row
     dtype: torch.dtype  # of x
     copies: int
     run: Callable[[Tensor, int], Tensor]  # with the i-th copy of the weight
@@ -77,13 +77,13 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bytes, and operations by dtype, a second."""
+    """Bytes per second, and operations per second by dtype."""
 
     read: float
     products: dict[torch.dtype, float]
 
     def seconds(self, contestant: Contestant, rows: int) -> float:
-        """What a call takes at least."""
+        """The minimum time of a call."""
         operations = contestant.row_operations * rows
         return max(
             contestant.weight_bytes / self.read, operations / self.products[contestant.dtype]
@@ -94,14 +94,14 @@ def measure_limits() -> Limits:
     rates: dict[torch.dtype, float] = {}
     for dtype in (getattr(torch, name) for name in PLAIN):
         least = rates.get(torch.float32, 0.0)
-        # a product that the CPU has not may take minutes; a small one shows it
+        # a product without CPU instructions may take minutes; a small one detects that
         is_slow = _rate(dtype, LIMIT_SIZE // 8) < least / 4
         rates[dtype] = least if is_slow else max(least, _rate(dtype, LIMIT_SIZE))
     return Limits(read=measure_read_bandwidth("cpu"), products=rates)
 
 
 def _rate(dtype: torch.dtype, size: int) -> float:
-    """Operations a second of a square product."""
+    """Operations per second of a square product."""
     a, clock = torch.randn(size, size).to(dtype), _clock()
     return 2 * size**3 / min(_took(lambda: a @ a, clock) for _ in range(3))
 
@@ -180,7 +180,7 @@ def experts(rows: int, *, transposed: bool) -> Contestant:
 
 
 def _in_huge_pages(tensor: Tensor) -> Tensor:
-    """A copy that lies as loaded weights do."""
+    """A copy in huge pages, like loaded weights."""
     return empty_in_huge_pages(tensor.shape, tensor.dtype).copy_(tensor)
 
 
@@ -191,7 +191,7 @@ def _copies(size: int) -> int:
 def measure(
     contestants: list[Contestant], rows: int, depth: int, label: str, seconds: float, limits: Limits
 ) -> list[Result]:
-    """Each in turn for a few calls, until the time is over."""
+    """Run the contestants alternately, a few calls each, until the time is up."""
     best = [float("inf")] * len(contestants)
     inputs = {c.dtype: torch.randn(rows, depth).to(c.dtype) for c in contestants}
     start, turn, clock = time.perf_counter(), 0, _clock()

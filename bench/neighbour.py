@@ -1,10 +1,10 @@
-"""Decode, a batch and a prefill, alone and beside another process that keeps one core busy.
+"""Measures decode, a batch and a prefill, alone and next to a process that keeps one core busy.
 
     python -m bench.neighbour [--config bench/configs/qwen3-0.6b.json] [--dtype bfloat16]
                               [--rounds 5] [--output-json FILE]
 
-Rounds alternate between the two, so that both see the same machine; given are medians, in tokens a
-second, and what is kept of the speed beside the other process. Weights are random.
+Rounds alternate between the two, so that both see the same machine. The output is medians in tokens
+per second, and the share of the speed kept next to the other process. Weights are random.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llmc import LLM, SamplingParams
 from llmc.load_test.machine import describe_machine, package_versions
 from llmc.load_test.report import context, write_json
 
-PROMPT = 16  # tokens, where what is decoded counts
+PROMPT = 16  # tokens, for loads that measure decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Load:
     name: str
     requests: int
     prompt: int
-    output: int  # tokens; 1: the prompt is what counts
+    output: int  # tokens; 1: the load measures prefill
 
     @property
     def tokens(self) -> int:
@@ -56,13 +56,13 @@ def busy_neighbour() -> Iterator[None]:
         time.sleep(0.5)  # until it has started
         try:
             yield
-            assert process.poll() is None, "nothing was beside what was measured"
+            assert process.poll() is None, "the other process was not running"
         finally:
             process.kill()
 
 
 def rate(llm: LLM, load: Load, gen: random.Random) -> float:
-    """Tokens a second."""
+    """Tokens per second."""
     prompts = [[gen.randrange(1000) for _ in range(load.prompt)] for _ in range(load.requests)]
     params = SamplingParams(temperature=0.0, max_tokens=load.output, ignore_eos=True)
     start = time.perf_counter()
@@ -105,7 +105,7 @@ def main() -> None:
             directory, load_format="dummy", dtype=args.dtype, device="cpu", max_model_len=1024
         )
     results = measure(llm, args.rounds)
-    print(f"{torch.get_num_threads()} threads, tokens a second")
+    print(f"{torch.get_num_threads()} threads, tokens per second")
     for result in results:
         kept = float(result["beside"]) / float(result["alone"])
         print("{name:16} alone {alone:8.1f}  beside {beside:8.1f}".format(**result), f"{kept:6.0%}")

@@ -1,6 +1,6 @@
-"""Engines that serve one GGUF file, each in a process of its own, behind one call.
+"""Engines that serve one GGUF file, each in a separate process, behind one interface.
 
-An engine answers `Job`s: greedy tokens of so many, no end token, nothing cached between jobs.
+An engine runs `Job`s: a fixed number of greedy tokens, no end token, nothing cached between jobs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Llmc(Engine):
         from llmc.kernels.cpu.build import load
 
         torch.set_num_threads(threads)
-        load()  # a build is not what is measured
+        load()  # the build does not count
         self._llm = LLM(
             str(path),
             device="cpu",
@@ -81,7 +81,7 @@ class LlmcOf8Bits(Llmc):
 
 
 class LlamaCpp(Engine):
-    """llama.cpp's server in the process, by the package xllamacpp."""
+    """llama.cpp's server, in-process, from the package xllamacpp."""
 
     def __init__(self, path: Path, threads: int) -> None:
         import xllamacpp
@@ -122,7 +122,7 @@ class LlamaCpp(Engine):
 
 
 class Transformers(Engine):
-    """The file's weights widened to float32, the dtype that it is fastest in without AVX-512."""
+    """transformers with weights dequantized to float32, its fastest dtype without AVX-512."""
 
     def __init__(self, path: Path, threads: int) -> None:
         import torch
@@ -162,7 +162,7 @@ class Transformers(Engine):
             )
 
     def _generate_batch(self, job: Job) -> None:
-        """One length a call is what generate_batch takes, so its manager gets requests singly."""
+        """generate_batch supports one length per call, so its manager gets single requests."""
         from transformers import GenerationConfig
 
         config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -191,7 +191,7 @@ ENGINES: dict[str, type[Engine]] = {
 
 
 class EngineProcess:
-    """An engine that was started in another process and waits there between jobs."""
+    """An engine in another process, which waits there between jobs."""
 
     def __init__(self, name: str, path: Path, threads: int) -> None:
         self.name = name
@@ -205,7 +205,7 @@ class EngineProcess:
         self.settings = str(self._receive())
 
     def seconds(self, job: Job) -> float:
-        """Of a job, on the engine's own clock."""
+        """Run a job; returns its seconds by the engine's own clock."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(job)) + "\n")
         self._process.stdin.flush()
@@ -224,9 +224,9 @@ class EngineProcess:
 
 
 def _serve(name: str, path: Path, threads: int) -> None:
-    """Jobs are lines of JSON on stdin, seconds the lines on stdout."""
+    """The process: reads jobs as lines of JSON from stdin, writes seconds as lines to stdout."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what an engine prints goes elsewhere
+    os.dup2(2, 1)  # redirect what an engine prints
     engine = ENGINES[name](path, threads)
     print(json.dumps(engine.settings()), file=answers)
     for line in sys.stdin:

@@ -1,15 +1,15 @@
-"""llmc beside other engines on one GGUF file, in turn: decode, prefill and a mixed load on CPU.
+"""Compares llmc with other engines on one GGUF file: decode, prefill and a mixed load on CPU.
 
     pip install --no-deps xllamacpp     # a prebuilt llama.cpp
     python -m bench.peers [--peer llama.cpp,transformers] [--type BF16] [--rounds 5] [--threads 2]
                           [--only decode,prefill-128] [--output-json FILE] [MODEL.gguf]
 
-MODEL is the default model where none is named. `--peer llmc-8-bits` adds llmc with
-`activation_bits=8`. `--type` has its matrices written anew in another
-type first. Every engine has a process of its own, gets the same token ids, and answers greedily to
-the same lengths. Rounds go through the engines in turn, in another order each; medians are told,
-with every sample in the JSON. The machine's read bandwidth is measured in the same run, and decode
-is given as a share of it: bytes of the file's tensors a token.
+MODEL defaults to the default model. `--peer llmc-8-bits` adds llmc with `activation_bits=8`.
+`--type` first rewrites the file's matrices in another type. Every engine has a separate process,
+gets the same token ids, and generates greedily to the same lengths. Rounds alternate between the
+engines, each in a different order; medians are printed, and every sample is in the JSON. The
+machine's read bandwidth is measured in the same run. Decode is reported as a share of it, counting
+the bytes of the file's tensors per token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS = ("decode", *(f"prefill-{length}" for length in PREFILLS), "mixed")
 
 
 def jobs(vocab_size: int) -> dict[str, Job]:
-    """By name. Ids are random: no engine looks at what they say."""
+    """Jobs by name. Ids are random: the engines do not depend on their meaning."""
     gen = random.Random(0)
 
     def prompt(length: int) -> list[int]:
@@ -64,7 +64,7 @@ def jobs(vocab_size: int) -> dict[str, Job]:
 def measure(
     path: Path, names: list[str], kinds: list[str], rounds: int, threads: int
 ) -> dict[str, Any]:
-    """Seconds by engine and measurement, one number a round; `decode` is of one token."""
+    """Seconds by engine and measurement, one number per round; `decode` is per token."""
     header = read_header(path)
     todo = jobs(header.tensors["token_embd.weight"].shape[0])
     result: dict[str, Any] = {
@@ -127,9 +127,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, nargs="?")
-    parser.add_argument("--peer", default="llama.cpp,transformers", help="engines, by commas")
+    parser.add_argument("--peer", default="llama.cpp,transformers", help="engines, comma-separated")
     parser.add_argument("--type", choices=[kind.name for kind in GGMLQuantizationType])
-    parser.add_argument("--only", default=",".join(KINDS), help="measurements, by commas")
+    parser.add_argument("--only", default=",".join(KINDS), help="measurements, comma-separated")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output-json", type=Path)

@@ -1,7 +1,7 @@
-"""Our attention and torch's FlashAttention over fresh prompts, on a GPU: `python -m bench.prompts`.
+"""Compares our attention with torch's FlashAttention on new prompts: `python -m bench.prompts`.
 
-The copy out of the pages is part of the second time. What it shows decides the rule of
-kernels/prompts.py: which prompts go to FlashAttention.
+Needs a GPU. The second time includes the copy out of the pages. The results determine the rule in
+kernels/prompts.py for which prompts use FlashAttention.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure(
 
 def main() -> None:
     if not torch.cuda.is_available():
-        raise SystemExit("torch sees no GPU, and both kernels run on one")
+        raise SystemExit("torch detects no GPU, which both kernels need")
     device = torch.device("cuda", torch.cuda.current_device())
     for head_dim, tokens in shapes():
         ms = measure(head_dim, tokens, device)

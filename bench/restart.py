@@ -1,9 +1,9 @@
-"""Seconds from the death of a rank to the next answer, of `llmc serve --tensor-parallel-size 2`.
+"""Measures the time from a rank's death to the next answer (`llmc serve --tensor-parallel-size 2`).
 
     python -m bench.restart [MODEL] [flags of `llmc serve`]
 
-The first start fills the cache; then rank 1 is killed twice, as the supervisor starts an engine
-again after 0.5 s and after 2 s.
+The first start fills the cache; then rank 1 is killed twice, because the supervisor restarts an
+engine after 0.5 s and after 2 s.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ def _until_it_answers(server: subprocess.Popen[bytes], client: httpx.Client) -> 
     start = time.perf_counter()
     while not _answers(client):
         if server.poll() is not None or time.perf_counter() - start > LONGEST_S:
-            raise SystemExit(
-                "the server does not answer; see what `llmc serve` says of these flags"
-            )
+            raise SystemExit("the server does not respond; check `llmc serve` with these flags")
         time.sleep(0.05)
     return time.perf_counter() - start
 

@@ -1,4 +1,4 @@
-"""A GGUF file of the same model with its matrices in another type."""
+"""Rewrites a GGUF file with its matrices in another type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
 
 def rewrite(source: Path, target: Path, kind: GGMLQuantizationType) -> Path:
-    """Widens every matrix and quantizes it again by the gguf package; vectors stay as they are."""
+    """Dequantize and requantize every matrix with the gguf package; vectors are unchanged."""
     reader = GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = GGUFWriter(target, architecture)

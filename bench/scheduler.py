@@ -1,7 +1,7 @@
-"""What the host spends on a step of nothing but decodes: planning it and taking in its result.
+"""Measures the host time of a decode-only step: planning it and processing its result.
 
-`python -m bench.scheduler [--rows N]` prints one line of JSON: microseconds a step, the median of
-each round and of them the least, with one and with two steps in flight. No model, no torch.
+`python -m bench.scheduler [--rows N]` prints one line of JSON: microseconds per step (the median of
+each round, and the minimum of these), with one and with two steps in flight. No model, no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS = 800
 
 
 def filled(num_rows: int) -> Scheduler:
-    """A scheduler whose rows all run, in prompts of different lengths."""
+    """A scheduler with requests in all rows, with prompts of different lengths."""
     scheduler = Scheduler(
         EngineLimits(
             num_blocks=num_rows * 128,

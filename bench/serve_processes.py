@@ -1,12 +1,12 @@
-"""One process against two: `llmc serve --no-engine-process` and `llmc serve`, in turn, in one run.
+"""Compares one process with two: `llmc serve --no-engine-process` and `llmc serve`, alternating.
 
     python -m bench.serve_processes [--rounds 3] [--modes one,two,two+1,two/8] [--clients 1,32]
                                     [--model DIR] [--load-format dummy] [--output-json FILE]
 
-Modes: one process; two; two and one more API process; two with 8 tokens an event. Each round
-starts a fresh server of each and sends it the load of `llmc bench serve`: random prompts, streamed
-answers, from one client and then from 32. The client runs on the same machine and takes its share
-of it. Medians over the rounds are printed, all samples are in the JSON.
+Modes: one process; two; two plus one more API process; two with 8 tokens per event. Each round
+starts a fresh server per mode and sends it the load of `llmc bench serve`: random prompts, streamed
+answers, from one client and then from 32. The client runs on the same machine and uses part of it.
+Medians over the rounds are printed; all samples are in the JSON.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", help="the default one when absent")
+    parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--clients", type=_numbers, default=(1, 32))
     parser.add_argument("--modes", type=_modes, default=("one", "two"))
@@ -77,7 +77,7 @@ def _modes(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
         if name not in MODES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(MODES)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(MODES)}")
     return names
 
 
@@ -118,7 +118,7 @@ async def _load(url: str, clients: int, args: argparse.Namespace) -> dict[str, A
 
 @contextlib.contextmanager
 def serving(words: Sequence[str]) -> Iterator[str]:
-    """`llmc serve` with these flags, on a free port; its URL once it answers."""
+    """Run `llmc serve` with these flags on a free port; yields its URL once it responds."""
     command = [sys.executable, "-P", "-m", "llmc.cli", "serve", "--port", "0", *words]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -136,7 +136,7 @@ def _url(process: subprocess.Popen[bytes], log: Path, *, workers: bool) -> str:
     while time.monotonic() < deadline:
         text = log.read_text()
         found = re.search(r"URL +(http://\S+)", text)
-        if found and (not workers or "api-1 answers" in text):
+        if found and (not workers or "api-1 is ready" in text):
             return found[1]
         if process.poll() is not None:
             break

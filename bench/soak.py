@@ -1,15 +1,15 @@
-"""A soak: minutes of random requests, many of which leave early, some of which are nonsense.
+"""A soak test: minutes of random requests, many of which disconnect early, and some invalid ones.
 
     python -m bench.soak [--minutes 20] [--seed N] [--end process,http] [--output-json FILE]
 
     round:  cases drawn from the seed -> each answered alone -> storm of clients -> all settled
 
-Half of the time goes to AsyncLLM in this process, half to `llmc serve` in its own. The pool is
-small, so that requests preempt each other and are swapped; n > 1, priorities, salts, shared
-prefixes, structured outputs and speculation are mixed in, as far as this build has them. It fails
-with the first thing that must not be: an answer that differs from the same request's alone, one
-without a reason to end, a block, row, task, thread or file descriptor that is kept, memory that
-grows, a compilation during a step, a 5xx. The seed that it prints repeats the cases.
+Half of the time is spent on AsyncLLM in this process, half on `llmc serve` in its own. The pool is
+small, so that requests preempt each other and are swapped. n > 1, priorities, salts, shared
+prefixes, structured outputs and speculation are mixed in, as far as this build supports them. It
+fails at the first error: an answer that differs from that of the same request alone, one without a
+finish reason, a leaked block, row, task, thread or file descriptor, growing memory, a compilation
+during a step, a 5xx. The printed seed reproduces the cases.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from bench.soak_ends import Answer, End, Holdings, SoakError, in_process, over_h
 from llmc.load_test.report import write_json
 
 ENDS = {"process": in_process, "http": over_http}
-CASES = 20  # of a round
+CASES = 20  # per round
 STORM_S = 12.0
 CLIENTS = 16
 BAD_SHARE, LEAVE_SHARE = 0.05, 0.15
-MEMORY_SLACK = 32 * 2**20  # allocators keep what a storm needed at its height
-LAZY_THREADS = 4  # pools start their threads when they first have work for them
-KEPT_OPEN = 8  # connections that the client may keep alive; a leak is one a request
+MEMORY_SLACK = 32 * 2**20  # allocators keep the peak memory of a storm
+LAZY_THREADS = 4  # pools start their threads when they first have work
+KEPT_OPEN = 8  # connections that the client may keep alive; a leak would be one per request
 
 
 @dataclass(kw_only=True)
 class Report:
-    """What happened at one end."""
+    """The results for one end."""
 
     end: str
     seed: int
@@ -77,12 +77,12 @@ def _ends(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
         if name not in ENDS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(ENDS)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(ENDS)}")
     return names
 
 
 async def run(report: Report, seconds: float) -> None:
-    """Rounds until the time is over, two at the least."""
+    """Run rounds until the time is up, at least two."""
     async with ENDS[report.end]({}) as end:
         deadline = time.monotonic() + seconds
         while len(report.rounds) < 2 or time.monotonic() < deadline:
@@ -101,7 +101,7 @@ async def run(report: Report, seconds: float) -> None:
 
 @dataclass
 class Client:
-    """Sends one request after the other, at random times."""
+    """Sends one request after another, at random times."""
 
     end: End
     cases: Sequence[Case]
@@ -123,7 +123,7 @@ class Client:
                 await self.compare(self.rng.randrange(len(self.cases)))
 
     async def leave(self, case: Case) -> None:
-        """Goes away after a moment; where the answer was there first, that is all right too."""
+        """Disconnect after a moment; it is fine if the answer arrived before that."""
         task = asyncio.create_task(self.end.ask(case))
         await asyncio.wait([task], timeout=self.rng.expovariate(1 / 0.05))
         task.cancel()
@@ -146,12 +146,12 @@ class Client:
 
 
 def check_growth(rounds: Sequence[Holdings]) -> None:
-    """Nothing grows once the first round has warmed everything up."""
+    """Check that nothing grows after the first round, which warms everything up."""
     first, last = rounds[0], rounds[-1]
     for name, slack in (("fds", KEPT_OPEN), ("tasks", 0), ("threads", LAZY_THREADS)):
         before, after = getattr(first, name), getattr(last, name)
         if after > before + slack:
-            raise SoakError(f"{after} {name} are held after {len(rounds)} rounds, {before} before")
+            raise SoakError(f"{after} {name} in use after {len(rounds)} rounds, {before} before")
     third = len(rounds) // 3
     if third < 1:
         return

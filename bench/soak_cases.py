@@ -1,6 +1,6 @@
-"""What a soak asks for: requests of every kind, drawn from a seed, and inputs that must be refused.
+"""The requests of a soak test: valid ones of every kind, drawn from a seed, and invalid inputs.
 
-A kind of sampling is a line of `TRAITS`; one whose field this build does not know is left out.
+Each kind of sampling is a line of `TRAITS`; those with fields unknown to this build are left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from llmc.sampling_params import SamplingParams
 from llmc.server.protocol import CompletionBody
 
-CONTEXT = 256  # tokens, prompt and answer
+CONTEXT = 256  # tokens of prompt and answer
 SALTS = (None, None, "red", "blue")
 WORDS = ("The scheduler", "e", " a", "\n", "block")
 KNOWN = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -25,7 +25,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A request. `fields` are named as SamplingParams and the HTTP body name them."""
+    """A request. `fields` have the names of SamplingParams and the HTTP body."""
 
     prompt: tuple[int, ...]
     fields: Mapping[str, Any]
@@ -101,7 +101,7 @@ def _structured(rng: random.Random) -> Fields:
     return {"structured_outputs": rng.choice(GRAMMARS), "ignore_eos": False}
 
 
-# What a request may have besides its way of drawing, and how often.
+# What a request can have besides its sampling method, and how often.
 TRAITS: tuple[tuple[float, Callable[[random.Random], Fields]], ...] = (
     (0.2, _penalized),
     (0.2, _biased),
@@ -115,7 +115,7 @@ TRAITS: tuple[tuple[float, Callable[[random.Random], Fields]], ...] = (
 
 
 def draw_case(rng: random.Random) -> Case:
-    """A third is long. Half of all prompts begin like others, so that they can share blocks."""
+    """Draw a request. A third are long; half share a prefix with others, to share blocks."""
     is_long = rng.random() < 1 / 3
     fields: Fields = {
         "max_tokens": rng.randint(30, 80) if is_long else rng.randint(1, 12),
@@ -128,7 +128,7 @@ def draw_case(rng: random.Random) -> Case:
             wanted = trait(rng)
             if wanted.keys() <= KNOWN:
                 fields |= wanted
-    if "structured_outputs" in fields:  # what a grammar needs must not be banned
+    if "structured_outputs" in fields:  # tokens that a grammar needs must not be banned
         for name in ("stop_token_ids", "min_tokens", "bad_words", "logit_bias"):
             fields.pop(name, None)
     fields["min_tokens"] = min(fields.get("min_tokens", 0), fields["max_tokens"])
@@ -148,7 +148,7 @@ def _prompt(rng: random.Random, is_long: bool) -> tuple[int, ...]:
     return tuple(own[: CONTEXT - 90])
 
 
-# Field by field what must be refused, with 400 over HTTP and InvalidRequestError in Python.
+# Invalid values by field, to be rejected with 400 over HTTP and InvalidRequestError in Python.
 BAD_FIELDS: tuple[Fields, ...] = (
     {"temperature": -1},
     {"top_p": 0},

@@ -1,7 +1,7 @@
-"""The two ends that a soak uses the engine by: AsyncLLM in this process, and HTTP to a server.
+"""The two interfaces that a soak test uses: AsyncLLM in this process, and HTTP to a server.
 
 Both start a tiny model (soak_model.py) with a pool so small that requests preempt each other.
-`settle` waits until all is over and says what is in use then: that must not grow.
+`settle` waits until all requests are done and reports what is then in use, which must not grow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ENGINE: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 96,  # long prompts come in chunks
     "max_num_queued": 1000,
-    "kv_cache_memory": 26 * 16 * BYTES_PER_TOKEN,  # 26 blocks; 8 long requests want 90
+    "kv_cache_memory": 26 * 16 * BYTES_PER_TOKEN,  # 26 blocks; 8 long requests need 90
     "swap_space": 16 * 16 * BYTES_PER_TOKEN,
     "scheduling_policy": "priority",
     "speculative_config": {"method": "ngram"},
@@ -61,7 +61,7 @@ Answer = tuple[Choice, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """What the processes of an idle engine hold. Memory in bytes."""
+    """The resources used by the processes of an idle engine. Memory in bytes."""
 
     fds: int
     threads: int
@@ -71,7 +71,7 @@ class Holdings:
 
 
 class SoakError(AssertionError):
-    """Something that must never be."""
+    """Something happened that must never happen."""
 
 
 class End(Protocol):
@@ -81,7 +81,7 @@ class End(Protocol):
 
 
 def ended(choices: Sequence[Choice], case: Case) -> Answer:
-    """The answer, when all of it is there and has ended for a good reason."""
+    """The answer, checked to be complete and to have a valid finish reason."""
     reasons = [choice.finish_reason for choice in choices]
     if len(choices) != case.fields["n"] or not set(reasons) <= set(ENDED):
         raise SoakError(f"{case} ended with {reasons}")
@@ -134,18 +134,18 @@ class InProcess:
             source = await self._llm.prepare.prompt({"prompt_token_ids": ids, **salt}, params)
         except InvalidRequestError:
             return
-        raise SoakError(f"{fields} was taken: {source}")
+        raise SoakError(f"{fields} was accepted: {source}")
 
     async def settle(self) -> Holdings:
         engine, deadline = self._started.engine, time.monotonic() + SETTLE_S
         while engine.has_work or self._llm.num_active:
             if time.monotonic() > deadline:
-                raise SoakError(f"requests are left: {engine.stats()}")
+                raise SoakError(f"requests remain: {engine.stats()}")
             await asyncio.sleep(0.01)
         engine.check()
         stats = engine.stats()
         if stats.num_free_blocks != stats.num_blocks or stats.num_running or stats.num_waiting:
-            raise SoakError(f"something is left in an idle engine: {stats}")
+            raise SoakError(f"an idle engine still uses resources: {stats}")
         compiles = self._started.runner.num_runtime_compiles
         if compiles:
             raise SoakError(f"{compiles} compilations happened while requests waited")
@@ -191,7 +191,7 @@ class OverHttp:
 
     async def ask(self, case: Case) -> Answer:
         body = case.body()
-        may_stream = "prompt_logprobs" not in body  # they come with a whole answer
+        may_stream = "prompt_logprobs" not in body  # they can't be streamed
         if may_stream and self._rng.random() < 0.5:
             return ended(await self._stream(body), case)
         response = await self._client.post("/v1/completions", json=body)
@@ -237,10 +237,10 @@ class OverHttp:
         deadline = time.monotonic() + SETTLE_S
         while (busy := await self._metrics()) and any(busy[name] for name in _GAUGES):
             if time.monotonic() > deadline:
-                raise SoakError(f"requests are left: {busy}")
+                raise SoakError(f"requests remain: {busy}")
             await asyncio.sleep(0.05)
         if busy["process_restarts_total"] or not busy["engine_up"]:
-            raise SoakError(f"the engine did not live through it: {busy}")
+            raise SoakError(f"the engine did not survive: {busy}")
         failed = {name: busy[name] for name in _FAULTS if busy[name]}
         if failed:
             raise SoakError(f"steps failed, or waited for a compiler: {failed}")
@@ -250,7 +250,7 @@ class OverHttp:
         return holdings(pids, 0, counts)
 
     async def _metrics(self) -> dict[str, float]:
-        """Sums over processes of what /metrics says, on a connection that is closed again."""
+        """The values of /metrics summed over processes, on a connection that is then closed."""
         async with httpx.AsyncClient(base_url=self._url) as client:
             text = (await client.get("/metrics", headers={"connection": "close"})).text
         found: dict[str, float] = {}
@@ -275,7 +275,7 @@ async def over_http(options: dict[str, Any]) -> AsyncIterator[OverHttp]:
     for name, value in {**ENGINE, **options}.items():
         flag = "max-queue" if name == "max_num_queued" else name.replace("_", "-")
         words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    # no connection is kept: what a server holds when idle is then its own
+    # keep no connections, so that an idle server's resources are its own
     limits = httpx.Limits(max_keepalive_connections=0)
     with serving(words) as url:
         async with httpx.AsyncClient(base_url=url, limits=limits, timeout=120) as client:

@@ -1,6 +1,6 @@
-"""The model of a soak: a tiny one with made-up weights and the default model's tokenizer.
+"""The model of a soak test: a tiny one with random weights and the default model's tokenizer.
 
-Steps take a millisecond, so that minutes are thousands of requests; what they say is nonsense.
+Steps take a millisecond, so minutes are enough for thousands of requests; the output is nonsense.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BYTES_PER_TOKEN = 2 * 2 * 4 * 64 * 4  # keys and values of each layer, float32
 
 @cache
 def model_folder() -> Path:
-    """Made once for a process, and removed when that ends. Serve it with load_format "dummy"."""
+    """Created once per process, and removed when it ends. Serve it with load_format "dummy"."""
     folder = Path(tempfile.mkdtemp(prefix="llmc-soak-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "config.json").write_text(json.dumps(_CONFIG))

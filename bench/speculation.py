@@ -1,17 +1,18 @@
-"""Speculative decoding against plain decoding: one engine's runner, in turn, medians of the ratios.
+"""Compares speculative and plain decoding: on the same runner, alternating, medians of the ratios.
 
     python -m bench.speculation [--model default|dummy|both] [--method ngram|draft_model|both]
                                 [--rounds 5] [--rows 1,4] [--threads N] [--draft-layers 4]
                                 [--config bench/configs/qwen3-0.6b.json] [--output-json FILE]
 
-`copy`: the prompt goes round and the answer goes on with it. No model is trusted to copy: of eight
-tokens, banned pairs leave one way through, which the prompt has taken several times. `random`: a
-random prompt, answered at temperature 1, which can't be predicted. Both ways get the same requests
-with the same seeds, and their tokens are compared; with bfloat16 a step of several tokens may
-round differently from one of a single token, so random answers may differ, and that is counted.
+`copy`: the prompt is a cycle of tokens, and the answer continues it. This does not depend on the
+model: banned pairs leave only one path through eight tokens, which the prompt repeats several
+times. `random`: a random prompt, answered at temperature 1, which can't be predicted. Both get the
+same requests with the same seeds, and their tokens are compared. With bfloat16 a step of several
+tokens may round differently from one of a single token, so random answers can differ; these are
+counted.
 
-A draft model has the config's shape with fewer layers and other random weights, or is the
-default model again in int8. The banned pairs hold for it too, so `copy` is drafted correctly.
+A draft model has the config's shape with fewer layers and other random weights, or is the default
+model in int8. The banned pairs apply to it too, so `copy` is drafted correctly.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _limits() -> dict[str, Any]:
 
 
 def _save_config(config: Path, folder: Path, **changes: int) -> None:
-    """A directory with the config alone; their kinds need not be listed."""
+    """Write a directory with only the config; layer kinds need not be listed."""
     fields = json.loads(config.read_text())
     if changes:
         fields.pop("layer_types", None)
@@ -124,7 +125,7 @@ def measure_all(
 
 
 def measure(name: str, config: EngineConfig, rows: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Every load at every number of rows; prints a line for each."""
+    """Measure every load at every number of rows; prints a line for each."""
     started = start_engine(config)
     if started.upgrade is not None:
         started.upgrade.wait(None)
@@ -144,8 +145,8 @@ def measure(name: str, config: EngineConfig, rows: Sequence[int], rounds: int) -
 
 
 def _plain_engine(started: Started) -> EngineCore:
-    """On the runner of the other, never at the same time; neither keeps prefixes, which the other
-    would overwrite."""
+    """An engine on the other one's runner, never used at the same time. Neither caches prefixes,
+    which the other would overwrite."""
     info = started.info
     return EngineCore(
         started.runner,
@@ -212,7 +213,7 @@ def _requests(load: str, count: int, number: int, vocab: int) -> list[AddRequest
 
 
 def _other_ways() -> list[list[int]]:
-    """Pairs of tokens that are not one step round the circle."""
+    """The pairs of tokens that are not consecutive in the cycle."""
     size = len(CYCLE)
     return [[CYCLE[i], CYCLE[j]] for i in range(size) for j in range(size) if (j - i) % size != 1]
 

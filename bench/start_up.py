@@ -1,12 +1,12 @@
-"""From process start to first token: cold and warm caches, models of 4, 28 and 80 layers.
+"""Measures process start to first token: cold and warm caches, models of 4, 28 and 80 layers.
 
     python -m bench.start_up [--layers 4 28 80] [--rounds 1] [--config FILE]
                              [--disable-pass outline_layers] [--output-json FILE]
 
-Each start is a separate process with random weights. Cold: its cache folder is empty, so the
-model is captured and the C++ ops are built. Warm: what a cold start left is there, once its C++
-ops are ready; `warm ops` has these alone, so that the model is captured (a new architecture on a
-machine that has served before). Times begin when the process is made.
+Each start is a separate process with random weights. Cold: its cache folder is empty, so the model
+is captured and the C++ ops are built. Warm: the cache of a cold start exists, including C++ ops.
+`warm ops`: only the C++ ops exist, so the model is captured (a new architecture on a machine that
+has served before). Times start when the process is created.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _spawn(model: Path, cache: Path, disabled: Sequence[str], *, await_ops: bool
 
 
 def _start(model: Path, since: float, disabled: Sequence[str], await_ops: bool) -> Start:
-    """In the child: seconds of each phase up to the first token, and since the process was made."""
+    """In the child: seconds of each phase to the first token, and since the process was created."""
     parts = {"interpreter": time.time() - since}
     before = time.time()
     from llmc.config import EngineConfig
@@ -132,7 +132,7 @@ def _start(model: Path, since: float, disabled: Sequence[str], await_ops: bool) 
 
 
 def print_table(results: Sequence[dict[str, Any]]) -> None:
-    """A row a start, medians of the rounds; seconds."""
+    """One row per kind of start: medians of the rounds, in seconds."""
     for result in results:
         for kind in KINDS:
             starts = result[kind]

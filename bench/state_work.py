@@ -1,7 +1,7 @@
-"""What bench.kernels times of the ops with a state, at the shapes of served models.
+"""The stateful ops timed by bench.kernels, at the shapes of served models.
 
-A decode step is bound by reading and writing the state. Calls take turns over more slots than any
-cache holds, as the layers of a model do.
+A decode step is bound by reading and writing the state. Calls rotate through more slots than any
+cache can hold, as the layers of a model do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COLD_BYTES = 256e6
 
 
 def state_work(name: str, rows: int, tokens: int, device: torch.device = CPU) -> Iterator[Work]:
-    """A step of `rows` requests with `tokens` each, of every op."""
+    """A step of `rows` requests with `tokens` each, for every op."""
     dtype, total = DTYPES[name], rows * tokens
     rand = partial(torch.randn, dtype=dtype, device=device)
 

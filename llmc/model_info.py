@@ -62,7 +62,7 @@ class ModelInfo:
     disabled_passes: tuple[str, ...] = ()  # because that certificate names them
     pooling: PoolingInfo | None = None  # None: it generates text
     images: ImageInfo | None = None
-    image_refusal: str = "it reads text alone"  # the reason, if it accepts no images
+    image_refusal: str = "it reads text only"  # the reason, if it accepts no images
     extra_args: tuple[str, ...] = ()  # names that its logits processors accept in requests
 
     @property

@@ -1,10 +1,11 @@
-"""Every technique with and without, in turn, in one run.
+"""Measures every technique with and without, alternating, in one run.
 
     python -m bench.ablations [--row NAME,NAME] [--rounds 3] [--threads N] [--opt-level N]
                               [--output-json FILE] [--output-md FILE] [--tiny]
 
-A ratio says how many times better it is with the technique, at the medians over the rounds; below
-1 it costs. All samples are in the JSON. `--tiny` shows in seconds that everything works.
+A ratio is how many times better the figure is with the technique, using medians over the rounds; a
+ratio below 1 is a cost. All samples are in the JSON. `--tiny` checks in seconds that everything
+works.
 """
 
 from __future__ import annotations

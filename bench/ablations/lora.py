@@ -1,4 +1,4 @@
-"""Rows of LoRA: what the slots cost requests without an adapter, and eight adapters in a batch."""
+"""Rows of LoRA: the cost of slots for requests without adapters, and eight adapters in a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUESTS, RANK = 8, 16
 
 
 def _save_adapters(bench: Bench, subject: Subject) -> list[LoRARequest]:
-    """One for each request, on every linear of the layers."""
+    """Save one adapter per request, on every linear of the layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -44,19 +44,19 @@ def _save_adapters(bench: Bench, subject: Subject) -> list[LoRARequest]:
 
 
 def _decode(bench: Bench, subject: Subject, adapters: Sequence[LoRARequest | None]) -> float:
-    """Tokens a second of so many requests, from where all have begun: without their prompts, and
-    without the reading of the adapters."""
+    """Decoded tokens per second, one request per adapter, once all have started: excludes prompts
+    and loading the adapters."""
     engine = subject.engine(adapters=subject.started.engine._features.adapters)
     for i, adapter in enumerate(adapters):
         add(engine, range(10 * i + 3, 10 * i + 19), bench.size(32, 8), adapter=adapter)
-    begun: set[str] = set()
+    started: set[str] = set()
     tokens, start = 0, time.perf_counter()
     while engine.has_work:
         updates = engine.step()
-        if len(begun) == len(adapters):
+        if len(started) == len(adapters):
             tokens += sum(len(update.new_token_ids) for update in updates)
             continue
-        begun |= {update.request_id for update in updates}
+        started |= {update.request_id for update in updates}
         start = time.perf_counter()
     return tokens / (time.perf_counter() - start)
 

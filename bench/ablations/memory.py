@@ -17,12 +17,12 @@ from llmc.engine.plan import PendingStep, StepPlan, StepResult
 from llmc.sampling_params import SamplingParams
 
 BLOCK = 16
-CONTEXT = 2048  # tokens that a contiguous reservation sets aside
-POOL = 16 * CONTEXT  # tokens of the cache
+CONTEXT = 2048  # tokens in a contiguous reservation
+POOL = 16 * CONTEXT  # tokens in the cache
 
 
 class NoModel:
-    """Draws token 7 for everybody."""
+    """A runner that samples token 7 for every request."""
 
     max_in_flight = 1
     num_runtime_compiles = 0
@@ -49,7 +49,7 @@ def engine(num_blocks: int, **options: bool) -> EngineCore:
 
 
 def lengths(count: int) -> list[tuple[int, int]]:
-    """(prompt, output) tokens as in chats: log-normal, medians 150 and 120, cut at the context."""
+    """Lengths (prompt, output) as in chats: log-normal, medians 150 and 120, cut at the context."""
     rng = random.Random(0)
 
     def draw(median: float, spread: float, most: int) -> int:
@@ -60,7 +60,7 @@ def lengths(count: int) -> list[tuple[int, int]]:
 
 @dataclass(kw_only=True)
 class Use:
-    """Of the cache while requests queue: how many run at once, and what share holds no token."""
+    """Cache use while requests queue: how many run at once, and the share without a token."""
 
     running: float
     wasted: float
@@ -86,13 +86,13 @@ def paged(count: int) -> Use:
         taken = (stats.num_blocks - stats.num_free_blocks) * BLOCK
         if taken and stats.num_waiting:
             running.append(stats.num_running)
-            # the newest token of a request is in no block before the next step
+            # the newest token of a request is not in a block before the next step
             wasted.append(max(0.0, 1 - sum(num_tokens[name] for name in live) / taken))
     return Use(running=sum(running) / len(running), wasted=sum(wasted) / len(wasted))
 
 
 def contiguous(count: int) -> Use:
-    """Every request has room for the whole context from its first step to its last."""
+    """Every request reserves the whole context from its first step to its last."""
     queue = list(reversed(lengths(count)))
     slots = POOL // CONTEXT
     active: list[tuple[int, int]] = []  # (tokens in the cache, tokens to come)
@@ -145,14 +145,14 @@ def _copy_on_write(bench: Bench) -> Figures:
 
 
 def _windows(bench: Bench) -> Figures:
-    """One layer in four sees all of the text, the others the last 512 tokens."""
+    """One layer in four attends to the whole sequence, the others to the last 512 tokens."""
     prompt, output, count = 8000, 200, bench.size(64, 12)
 
     def running(windows: Sequence[AttentionWindow]) -> float:
         core = EngineCore(
             NoModel(),
             EngineLimits(
-                num_blocks=4 * 8 * 8192 // BLOCK,  # eight such requests, if all layers keep all
+                num_blocks=4 * 8 * 8192 // BLOCK,  # eight such requests, if every layer keeps all
                 block_size=BLOCK,
                 max_num_seqs=256,
                 max_num_batched_tokens=2048,

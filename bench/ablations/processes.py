@@ -1,4 +1,4 @@
-"""Row of processes: `llmc serve` as one and as two, with clients on the same machine."""
+"""Row of processes: `llmc serve` as one process and as two, with clients on the same machine."""
 
 from __future__ import annotations
 

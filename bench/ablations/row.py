@@ -1,4 +1,4 @@
-"""Row and Figures: one technique of the table, and what was measured of it with and without."""
+"""Row and Figures: one technique of the table, and its measurements with and without."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Sample = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One sample a round, in turn. `note` says what the figures don't."""
+    """One sample per round, alternating. `note`: the details of the measurement."""
 
     on: Sequence[float]
     off: Sequence[float]
@@ -28,7 +28,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A technique. `on` and `off` say what is compared, `model` what it runs on."""
+    """A technique. `on` and `off` describe what is compared, `model` what it runs on."""
 
     name: str
     what: str
@@ -40,7 +40,7 @@ class Row:
     measure: Callable[[Bench], Figures]
 
     def ratio(self, figures: Figures) -> float:
-        """How many times better it is with the technique."""
+        """How many times better the figure is with the technique."""
         on, off = figures.medians
         better, worse = (off, on) if self.better == "lower" else (on, off)
         return better / worse if worse else float("inf")
@@ -63,7 +63,7 @@ class Row:
 
 
 def in_turn(on: Sample, off: Sample, rounds: int, *, note: str = "", warm: bool = True) -> Figures:
-    """on, off, on, off ...: what the machine does meanwhile happens to both."""
+    """Measure on, off, on, off ..., so that changes of the machine's speed affect both."""
     if warm:
         on()
         off()
@@ -75,5 +75,5 @@ def in_turn(on: Sample, off: Sample, rounds: int, *, note: str = "", warm: bool 
 
 
 def computed(on: float, off: float, note: str) -> Figures:
-    """Counted rather than timed: the same in every round."""
+    """Figures that are counted rather than timed: the same in every round."""
     return Figures(on=[on], off=[off], note=note)

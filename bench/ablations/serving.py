@@ -1,4 +1,4 @@
-"""Rows of serving: how requests are put into steps. Whole engines on the same weights, in turn."""
+"""Rows of serving: how requests are batched. Whole engines on the same weights, alternating."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.ablations.subject import LARGE, SMALL, Bench, Served, Subject, add, s
 
 
 def _continuous(bench: Bench) -> Figures:
-    """Answers of very different lengths, as chats have them: every fourth is long."""
+    """Answers of very different lengths, as in chats: every fourth is long."""
     subject, rows = bench.large, 4
     rng = random.Random(0)
     jobs = [
@@ -47,7 +47,7 @@ def _continuous(bench: Bench) -> Figures:
 
 
 def _chunked(bench: Bench) -> Figures:
-    """Gaps between the tokens of four answers, while a long prompt comes in."""
+    """Gaps between the tokens of four answers while a long prompt is processed."""
     subject = bench.large
     length, chunk = bench.size(1536, 300), bench.size(128, 32)
     prompts = [subject.prompt(16) for _ in range(4)]
@@ -91,7 +91,7 @@ def _prefix(shared_share: float) -> Callable[[Bench], Figures]:
         prompts = [common + subject.prompt(length - shared) for _ in range(count)]
 
         def run(cached: bool) -> float:
-            """One after the other, as turns of many users come in."""
+            """One after another, as turns of many users arrive."""
             engine = subject.engine(enable_prefix_caching=cached)
             start = time.perf_counter()
             for prompt in prompts:
@@ -106,7 +106,7 @@ def _prefix(shared_share: float) -> Callable[[Bench], Figures]:
 
 
 def _states(bench: Bench) -> Figures:
-    """The second turn of a chat: what was said, the answer, and a question."""
+    """The second turn of a chat: the first turn, its answer, and a new question."""
     subject, num_tokens = bench.hybrid, 32
     prompt, question = subject.prompt(bench.size(1024, 160)), subject.prompt(20)
     found: set[int] = set()
@@ -136,7 +136,7 @@ def _states(bench: Bench) -> Figures:
 
 
 def _swap(bench: Bench) -> Figures:
-    """How long a request pauses that gives its blocks to an urgent one."""
+    """How long a request pauses when it is preempted by an urgent one."""
     subject = bench.large
     block, length = subject.started.info.block_size, bench.size(1024, 256)
     prompt, urgent = subject.prompt(length), subject.prompt(4 * block)
@@ -191,7 +191,7 @@ def _priority(bench: Bench) -> Figures:
 
 
 def _repeating(subject: Subject, length: int) -> list[int]:
-    """A prompt that the answer will copy from: the same passage again and again."""
+    """A prompt from which the answer will copy: the same passage repeated."""
     passage = subject.prompt(12)
     return (passage * (length // len(passage) + 1))[:length]
 
@@ -202,8 +202,8 @@ def _speculation(bench: Bench) -> Figures:
 
     subject = bench.large
     prompt, length = _repeating(subject, 96), bench.size(64, 32)
-    # A random model copies nothing; a bias for the passage's tokens makes its answer a loop of
-    # few tokens, which is what a model that copies gives.
+    # A random model does not copy. A bias for the passage's tokens makes its answer a loop of few
+    # tokens, like that of a model that copies.
     options = {"sampling": {"logit_bias": dict.fromkeys(prompt[:3], 100.0)}}
     seen = {}
 

@@ -1,7 +1,7 @@
-"""Bench: the models of a run, each loaded once, and engines of any settings around them.
+"""Bench: the models of a run, each loaded once, and engines with any settings on top of them.
 
-An engine is a few Python objects around the one runner, so two of them with other settings can
-take turns within milliseconds.
+An engine is a few Python objects around a shared runner, so engines with different settings can
+alternate within milliseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llmc.startup.start import Started, start_engine
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONTEXT = 2048
 TINY_CONTEXT = 512
-LARGE, SMALL = "0.6B shape, random weights", "default model"  # as a row's `model` tells them
+LARGE, SMALL = "0.6B shape, random weights", "default model"  # names in a row's `model`
 CACHE_BYTES = {
     None: 256 << 20,
     "tiny.json": 8 << 20,
@@ -69,7 +69,7 @@ class AtOnce:
 
 @dataclass(kw_only=True)
 class Served:
-    """When a request's tokens came, in seconds since it was sent."""
+    """The times of a request's tokens, in seconds since it was sent."""
 
     sent_s: float
     times_s: list[float] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Served:
 
 
 class Subject:
-    """A started model. `engine` makes a fresh EngineCore on it."""
+    """A started model. `engine` creates a new EngineCore on it."""
 
     def __init__(
         self, model: str | None, started: Started, max_num_seqs: int, max_num_batched_tokens: int
@@ -117,7 +117,7 @@ class Subject:
         max_num_batched_tokens: int | None = None,
         **features: Any,
     ) -> EngineCore:
-        """Without prefix caching unless it is asked for: rounds must not help each other."""
+        """A new engine, without prefix caching by default: rounds must not affect each other."""
         info, runner = self.started.info, self.started.runner
         chosen: Runner = runner if async_scheduling else AtOnce(runner)
         return EngineCore(
@@ -136,7 +136,7 @@ class Subject:
         )
 
     def swap_room(self) -> SwapRoom:
-        """Of the size and cost that `--swap-space` would give: both are measured."""
+        """A swap space of the size and cost of `--swap-space`; both are measured."""
         space = self.started.runner.swap_space
         assert space is not None, "subjects are started with one"
         tokens = 128
@@ -149,7 +149,7 @@ class Subject:
         return SwapRoom(space.num_slots, cost)
 
     def seconds(self, prompts: Sequence[Prompt], max_tokens: int, **options: Any) -> float:
-        """To serve these at once, on a new engine."""
+        """Seconds to serve these prompts at once on a new engine."""
         engine = self.engine(**options)
         start = time.perf_counter()
         for prompt in prompts:
@@ -159,7 +159,7 @@ class Subject:
 
 
 def add(engine: EngineCore, prompt: Prompt, max_tokens: int, **options: Any) -> str:
-    """A greedy request that goes to its end."""
+    """Add a greedy request that runs to its full length."""
     sampling = options.pop("sampling", {})
     name = options.pop("name", f"r{engine.stats().num_finished}-{random.getrandbits(40)}")
     params = SamplingParams(
@@ -172,7 +172,7 @@ def add(engine: EngineCore, prompt: Prompt, max_tokens: int, **options: Any) -> 
 
 
 def serve(engine: EngineCore, served: dict[str, Served] | None = None) -> None:
-    """Step until all is done; the times of those who are in `served` are entered there."""
+    """Step until all requests are done; records the times of those in `served`."""
     while engine.has_work:
         step(engine, served)
 
@@ -188,7 +188,7 @@ def step(engine: EngineCore, served: dict[str, Served] | None = None) -> None:
 
 
 class Bench:
-    """What all rows share: sizes, rounds, and the models, loaded when first asked for."""
+    """State shared by all rows: sizes, rounds, and the models, loaded on first use."""
 
     def __init__(self, *, is_tiny: bool, rounds: int, opt_level: int | None = None) -> None:
         self.is_tiny = is_tiny
@@ -213,7 +213,7 @@ class Bench:
 
     @property
     def large(self) -> Subject:
-        """A 0.6B shape with random weights; in miniature two layers of nothing."""
+        """A 0.6B shape with random weights; in miniature, two tiny layers."""
         return self._subject("large", "tiny.json" if self.is_tiny else "qwen3-0.6b.json")
 
     @property
@@ -228,7 +228,7 @@ class Bench:
         return self._subject("large lora", config, enable_lora=True, max_loras=8)
 
     def folder(self) -> Path:
-        """A directory that is there until the end."""
+        """A directory that exists until the end of the run."""
         return Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
 
     def _subject(self, name: str, config: str | None, **options: Any) -> Subject:

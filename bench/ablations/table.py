@@ -1,4 +1,4 @@
-"""The table: every row in its order, and how it reads."""
+"""The table: every row in order, and its formatting."""
 
 from __future__ import annotations
 

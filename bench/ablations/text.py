@@ -1,4 +1,4 @@
-"""Rows of text and draws: incremental detokenization, sampling of a batch in one call."""
+"""Rows of text and sampling: incremental detokenization, sampling a batch in one call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _detokenize(bench: Bench) -> Figures:
         return seconds / count * 1e6
 
     def naive() -> float:
-        """Everything decoded anew with each token, what is new cut off behind what was shown."""
+        """Decode everything again for each token, and cut off what was already shown."""
         start = time.perf_counter()
         shown = ""
         for end in range(1, count + 1):
@@ -53,7 +53,7 @@ def _detokenize(bench: Bench) -> Figures:
 
 
 def _sampling(bench: Bench) -> Figures:
-    load()  # the C++ ops, which an engine would have brought
+    load()  # the C++ ops, which an engine would have loaded
     rows, vocab = bench.size(32, 4), bench.size(151_936, 300)
     tables = _tables(rows, vocab, 512)
     logits = torch.randn(rows, vocab) * 3
@@ -95,7 +95,7 @@ def _sampling(bench: Bench) -> Figures:
 
 
 def _tables(rows: int, vocab: int, length: int) -> dict[str, Any]:
-    """Greedy, seeded, filtered, penalized and biased rows beside each other."""
+    """Greedy, seeded, filtered, penalized and biased rows, mixed."""
     pick = torch.arange(rows)
     return {
         "process": (

@@ -1,4 +1,4 @@
-"""All that a GPU has to show, in one command: `python -m bench.gpu` (README.md beside this).
+"""All GPU measurements in one command: `python -m bench.gpu` (see README.md in this folder).
 
-__main__ -> command (arguments, order, time) -> one process a part -> report (JSON, table)
+__main__ -> command (arguments, order, time) -> one process per part -> report (JSON, table)
 """

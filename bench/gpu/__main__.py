@@ -1,4 +1,4 @@
-"""Entry point: makes the tree importable where llmc is not installed, then runs the command."""
+"""Entry point: makes the tree importable if llmc is not installed, then runs the command."""
 
 from bench.gpu.tree import make_importable
 

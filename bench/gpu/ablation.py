@@ -1,6 +1,6 @@
-"""What each thing gives: the levels, each pass off in turn, steps ahead off. `ablate`.
+"""`ablate`: the effect of the levels, of each pass (switched off in turn), and of async steps.
 
-One small model, a few batch sizes; everything else as in the other parts.
+One small model, a few batch sizes; everything else is as in the other parts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run(settings: Settings, record: Record) -> None:
         release()
 
 
-_INERT = ("quantize_linears",)  # only where it is asked for
+_INERT = ("quantize_linears",)  # only active on request
 
 
 def optional_passes(settings: Settings) -> list[str]:
@@ -43,14 +43,14 @@ def optional_passes(settings: Settings) -> list[str]:
 
 
 def _matched(name: str, reports: Any) -> bool:
-    """Whether the pass changed the graph; True where no report is there to say."""
+    """Whether the pass changed the graph; True if there is no report."""
     mine = [r for r in reports if r.startswith(f"{name}:")]
     return not mine or "no match" not in mine[0]
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
-    """Of every variant: what the step's tensors are sized by must be the same for each of them,
-    or what was compiled for one does not serve the next."""
+    """The options of every variant. Those that determine the sizes of the step's tensors must be
+    the same, or code compiled for one can't be reused for the next."""
     return {
         "max_num_seqs": max(settings.ablation_batches),
         "max_num_batched_tokens": min(settings.max_tokens, 2048),

@@ -1,10 +1,10 @@
-"""Arguments, order and time of a run: `python -m bench.gpu`.
+"""Runs `python -m bench.gpu`: arguments, order of the parts, and time limits.
 
     python -m bench.gpu [--part NAME[,NAME]] [--list] [--output-json FILE] [--seconds 530] [--tiny]
 
-Parts run in processes of their own, untimed ones first and together, then one at a time. The
-result is written aside and renamed whenever a part has found something, so that whoever ends the
-run has all that was measured. It ends by itself before `--seconds` are over.
+Parts run in separate processes: untimed ones first and concurrently, then the others one at a time.
+The result file is updated atomically whenever a part has a result, so an interrupted run keeps all
+measurements. A run ends by itself within `--seconds`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from llmc.cache_dir import cache_dir
 from llmc.load_test.machine import describe_machine, package_versions
 from llmc.load_test.report import context, write_json
 
-_LAST_S = 5.0  # for the end of the run itself
-_LEAST_S = 15.0  # no part is started with less
+_LAST_S = 5.0  # reserved for the end of the run itself
+_LEAST_S = 15.0  # no part is started with less time left
 
 
 def main() -> None:
@@ -54,10 +54,10 @@ def _arguments() -> argparse.Namespace:
     lines = (__doc__ or "").splitlines()
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=lines[0])
     parser.add_argument("--part", help="only these parts, separated by commas")
-    parser.add_argument("--list", action="store_true", help="say what parts there are")
+    parser.add_argument("--list", action="store_true", help="list the parts")
     parser.add_argument("--output-json", type=Path, default=Path("gpu.json"))
-    parser.add_argument("--seconds", type=float, default=530, help="the run ends before")
-    parser.add_argument("--tiny", action="store_true", help="all of it in miniature, on CPU")
+    parser.add_argument("--seconds", type=float, default=530, help="time limit of the run")
+    parser.add_argument("--tiny", action="store_true", help="run everything in miniature, on a CPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--child-output", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--warm-job", help=argparse.SUPPRESS)
@@ -85,7 +85,7 @@ def _child(name: str, output: Path) -> None:
 
 
 def _here(parts: Sequence[Part], result: dict[str, Any], path: Path, deadline: float) -> None:
-    """In this process, one after the other: the miniature."""
+    """Run the parts in this process, one after another (for --tiny)."""
     small = settings.tiny()
     for part in parts:
         print(f"== {part.name}: {part.about}", flush=True)
@@ -93,7 +93,7 @@ def _here(parts: Sequence[Part], result: dict[str, Any], path: Path, deadline: f
         found: dict[str, Any] = {"status": "ok", "data": record.data}
         try:
             part.load()(small, record)
-        except Exception as error:  # a part that can't even begin is a result too
+        except Exception as error:  # a part that can't start is a result too
             found |= {"status": "failed", "error": failure(error)["error"]}
         found["seconds"] = round(time.monotonic() - start, 1)
         result["parts"][part.name] = found
@@ -120,7 +120,7 @@ def _in_processes(
 
 
 def _follow(running: list[PartProcess], result: dict[str, Any], path: Path) -> None:
-    """Until all are over; what they have found is written every second."""
+    """Wait for all parts; their results are written every second."""
     try:
         while True:
             over = [process.poll() for process in running]

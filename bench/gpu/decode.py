@@ -15,11 +15,11 @@ from llmc.engine.messages import AddRequest
 from llmc.runner.buckets import default_buckets
 from llmc.sampling_params import SamplingParams
 
-_SKIP = 4  # steps at either end of a run, where requests come and go
+_SKIP = 4  # steps at either end of a run, while requests start and finish
 
 
 def steady_steps(subject: Subject, batch: int, *, async_scheduling: bool = True) -> dict[str, Any]:
-    """`batch` requests through the whole engine: time of a step, and where the host spends it."""
+    """Run `batch` requests through the whole engine: the time per step, and the host's share."""
     settings = subject.settings
     num_steps = settings.decode_steps
     runner = TimedRunner(subject.runner)
@@ -37,7 +37,7 @@ def steady_steps(subject: Subject, batch: int, *, async_scheduling: bool = True)
         updates = core.step()
         walls.append(time.perf_counter() - start)
         if not _all_gained_one(updates, batch):
-            raise RuntimeError("a decode step was not the whole batch's")
+            raise RuntimeError("a decode step did not include the whole batch")
     times, total = runner.times, sum(walls)
     host = total - times.wait_s
     while core.has_work:
@@ -90,7 +90,7 @@ def by_batch(subject: Subject, read_bytes_per_s: float) -> dict[str, Any]:
 
 
 def kv_slope(subject: Subject, read_bytes_per_s: float) -> dict[str, Any]:
-    """How much a token of context costs, from the two ends of a range of contexts."""
+    """The cost of a token of context, from the two ends of a range of contexts."""
     settings = subject.settings
     rows, steps = settings.slope_rows, max(4, settings.decode_steps // 4)
     contexts = [c for c in settings.slope_contexts if c + 64 <= subject.info.max_model_len]

@@ -1,6 +1,6 @@
-"""Steps given to the runner by hand: exact batches and contexts, no scheduler in between.
+"""Passes steps directly to the runner: exact batches and contexts, without a scheduler.
 
-The contexts are entered, not computed: the caches are full of random numbers already.
+The contexts are not computed, because the caches are already filled with random numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WARM = 4
 
 
 class DirectBatch:
-    """`rows` requests with `context` tokens each, which decode one token a step."""
+    """`rows` requests with `context` tokens each, which decode one token per step."""
 
     def __init__(self, subject: Subject, rows: int, context: int, num_steps: int) -> None:
         info = subject.info
@@ -72,8 +72,8 @@ def new_row(row: int, tokens: Sequence[int]) -> NewRow:
 
 
 def decode_seconds(subject: Subject, rows: int, context: int, num_steps: int) -> float:
-    """Seconds of the device for a decode step: many are queued, so it never waits for the host
-    (where launching takes longer than the step, this is the host's time)."""
+    """Device seconds per decode step. Many are queued, so that the device never waits for the host
+    (if launching takes longer than the step, this is the host's time)."""
     batch = DirectBatch(subject, rows, context, num_steps + _WARM + 1)
     runner = subject.runner
     for _ in range(_WARM):

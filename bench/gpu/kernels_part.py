@@ -1,5 +1,5 @@
-"""Kernel figures: bench.kernels' works on this device, and attention over a skewed batch against
-what a split that does not look at lengths would take. `kernels`.
+"""`kernels`: the work of bench.kernels on this device, and attention over a skewed batch compared
+with a split that ignores lengths.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ def tiny_work(device: torch.device) -> Iterator[Maker]:
 
 
 def static_split(device: torch.device) -> dict[str, float]:
-    """The skewed batch with the long request cut into as many ranges as a split gets that is chosen
-    from the number of requests alone, `ranges` = programs that run at once / (requests * kv heads).
+    """The skewed batch, with the long request split into as many ranges as a split would use that
+    depends only on the number of requests: `ranges` = concurrent programs / (requests * kv heads).
 
-    Our kernel divides `target` ranges by length, so a target of ranges * all / longest keys gives
-    the longest request just that many.
+    Our kernel distributes `target` ranges by length, so a target of ranges * all / longest keys
+    gives the longest request exactly that many.
     """
     from llmc.kernels.triton import paged_attention
     from llmc.kernels.triton.configs import attention_config

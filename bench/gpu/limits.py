@@ -1,4 +1,4 @@
-"""What this machine can do at best: bytes a second copied and read, bf16 products a second."""
+"""Measures this machine's limits: bytes per second copied and read, bf16 products per second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.gpu.settings import Settings
 from bench.gpu.shapes import Linear, linears, read_config
 from llmc.load_test.machine import describe_machine, package_versions
 
-_COLD_BYTES = 2**29  # weights are timed over copies that no cache holds together
+_COLD_BYTES = 2**29  # weights are timed over copies that no cache can hold together
 
 
 def run(settings: Settings, record: Record) -> None:
@@ -35,7 +35,7 @@ def machine() -> dict[str, Any]:
         facts["cuda"] = torch.version.cuda
         facts["cudnn"] = torch.backends.cudnn.version()
     schema = getattr(torch.ops.aten._flash_attention_forward, "default", None)
-    facts["flash_attention_schema"] = str(getattr(schema, "_schema", "not there"))
+    facts["flash_attention_schema"] = str(getattr(schema, "_schema", "missing"))
     return facts
 
 
@@ -70,7 +70,7 @@ def peak(settings: Settings) -> dict[str, float]:
 
 
 def products(settings: Settings, shapes: list[Linear]) -> list[dict[str, Any]]:
-    """The library's linear at the model's shapes, each over weights that no cache holds."""
+    """The library's linear at the model's shapes, each over weights that no cache can hold."""
     device, found = torch.device(settings.device), []
     cold = min(_COLD_BYTES, settings.buffer_bytes)
     for shape in shapes:

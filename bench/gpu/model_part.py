@@ -1,4 +1,4 @@
-"""Everything that is measured on one model in one process: `8b`, `0.6b`, `1b`."""
+"""`8b`, `0.6b`, `1b`: all measurements of one model, in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(name: str, settings: Settings, record: Record) -> None:
     peak = record.measure("peak", partial(limits.peak, settings))
     read = found["read_bytes_per_s"] if found else float("nan")
     flops = peak["flop_per_s"] if peak else float("nan")
-    release()  # what the limits were measured on
+    release()  # the memory used to measure the limits
     with running(settings, settings.model(name)) as subject:
         record.measure("start", lambda: subject.startup)
         decode = record.measure("decode", partial(by_batch, subject, read))
@@ -41,9 +41,9 @@ def run(name: str, settings: Settings, record: Record) -> None:
 
 
 def prefill(subject: Subject, peak_flop_per_s: float) -> dict[str, Any]:
-    """A whole prompt in one step: seconds with the host's, and operations over cuBLAS's best.
+    """A whole prompt in one step: seconds including the host's, and the share of cuBLAS's rate.
 
-    `mfu` counts linears and causal attention; `linear_mfu` the linears alone.
+    `mfu` counts linears and causal attention; `linear_mfu` counts only linears.
     """
     found = {}
     for tokens in subject.settings.prefills:
@@ -67,7 +67,7 @@ def prefill(subject: Subject, peak_flop_per_s: float) -> dict[str, Any]:
 
 
 def mixed(subject: Subject) -> dict[str, Any]:
-    """Requests of many lengths, all there at once: output tokens a second, padding, waste."""
+    """Requests of many lengths, all sent at once: output tokens per second, padding, waste."""
     settings, gen = subject.settings, random.Random(1)
     core = subject.core(subject.runner)
     compiles = subject.runner.num_runtime_compiles

@@ -1,4 +1,4 @@
-"""The parts of a run in the order of their worth: what each does, and the time it may take."""
+"""The parts of a run, the most important first: what each does, and its time limit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Run = Callable[[Settings, Record], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """`most_s`: it is stopped after this. `timed` parts have the machine to themselves; the others
-    run beside each other, before them."""
+    """`most_s`: time limit. `timed` parts have the machine to themselves; the others run
+    concurrently before them."""
 
     name: str
     about: str
@@ -98,19 +98,19 @@ PARTS = (
         expected_s=40, most_s=80, load=partial(_model, "0.6b"),
     ),
     Part(
-        name="kernels", about="the ops alone, beside torch's",
+        name="kernels", about="single ops, compared with torch",
         expected_s=40, most_s=80, load=_kernels,
     ),
     Part(
-        name="prompts", about="kernels for fresh prompts, by head size and length",
+        name="prompts", about="kernels for new prompts, by head size and length",
         expected_s=14, most_s=60, load=_prompts,
     ),
     Part(
-        name="peer-0.6b", about="Qwen3-0.6B beside transformers",
+        name="peer-0.6b", about="Qwen3-0.6B compared with transformers",
         expected_s=50, most_s=90, load=partial(_peer, "0.6b"),
     ),
     Part(
-        name="peer-8b", about="Llama-3.1-8B beside transformers",
+        name="peer-8b", about="Llama-3.1-8B compared with transformers",
         expected_s=70, most_s=120, load=partial(_peer, "8b"),
     ),
     Part(
@@ -122,11 +122,11 @@ PARTS = (
         expected_s=80, most_s=140, load=_ablate,
     ),
     Part(
-        name="peer-1b", about="Llama-3.2-1B beside transformers",
+        name="peer-1b", about="Llama-3.2-1B compared with transformers",
         expected_s=40, most_s=80, load=partial(_peer, "1b"),
     ),
     Part(
-        name="cold", about="a start of Llama-3.1-8B that finds no compiled code",
+        name="cold", about="a start of Llama-3.1-8B without compiled code",
         expected_s=70, most_s=120, load=_cold,
     ),
 )  # fmt: skip
@@ -140,5 +140,5 @@ def choose(names: str | None) -> tuple[Part, ...]:
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in wanted if name not in known]
     if unknown or not wanted:
-        raise SystemExit(f"unknown part {unknown}; there are {', '.join(known)}")
+        raise SystemExit(f"unknown part {unknown}; known are {', '.join(known)}")
     return tuple(part for part in PARTS if part.name in wanted)

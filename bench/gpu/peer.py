@@ -1,8 +1,8 @@
 """transformers on the same shape in the same process: `generate` with a static cache, compiled, and
-its continuous batching; in turn with llmc, so that both meet the machine in the same state.
+its continuous batching. It alternates with llmc, so that both see the machine in the same state.
 
-`peer-8b` and so on. What attention each used is in the result: without a flash package its
-continuous batching is on SDPA, which its authors measured five times slower.
+`peer-8b` and so on. The result includes the attention that each used: without a flash package its
+continuous batching uses SDPA, which its authors measured to be five times slower.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from llmc.engine.messages import AddRequest
 from llmc.sampling_params import SamplingParams
 
 _ROUNDS = 3
-_SHORT_OF_TIME_S = 30.0  # a single run longer than this is not repeated
+_SHORT_OF_TIME_S = 30.0  # a run that takes longer is not repeated
 
 
 def run(name: str, settings: Settings, record: Record) -> None:
     model = settings.model(name)
-    with running(settings, model) as subject:  # as its own part runs it: the same artifacts serve
+    with running(settings, model) as subject:  # as in the model's own part, to reuse its artifacts
         record.measure("start", lambda: subject.startup)
         peer = record.measure("load transformers", partial(Peer, settings, model))
         if peer is None:
@@ -39,7 +39,7 @@ def run(name: str, settings: Settings, record: Record) -> None:
 
 
 class Peer:
-    """The model of transformers, its random weights made on the device."""
+    """The transformers model, with random weights created on the device."""
 
     def __init__(self, settings: Settings, model: Model) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -76,13 +76,13 @@ class Peer:
 
     @contextmanager
     def batching(self, num_requests: int, prompt: int, tokens: int) -> Any:
-        """Its manager, graphs captured, its thread running. Yields a call that times a batch."""
+        """Start its manager and thread, and capture graphs. Yields a call that times a batch."""
         from transformers import GenerationConfig
 
         config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
         options: dict[str, Any] = {"generation_config": config}
         package = "transformers.generation"
-        if self.settings.tiny:  # it would take most of the machine's memory
+        if self.settings.tiny:  # it would use most of the machine's memory
             batching = importlib.import_module(f"{package}.configuration_utils")
             options["continuous_batching_config"] = batching.ContinuousBatchingConfig(
                 num_blocks=16, max_batch_tokens=64
@@ -103,7 +103,7 @@ def _batch_seconds(manager: Any, prompts: Sequence[list[int]], tokens: int) -> f
         answer = manager.get_result(timeout=1)
         if answer is None:
             if not manager.is_running():
-                raise RuntimeError("the thread of continuous batching has died")
+                raise RuntimeError("the continuous batching thread has died")
             continue
         if answer.is_finished():
             if answer.error is not None or len(answer.generated_tokens) != tokens:
@@ -114,7 +114,7 @@ def _batch_seconds(manager: Any, prompts: Sequence[list[int]], tokens: int) -> f
 
 
 def llmc_seconds(subject: Subject, prompts: Sequence[list[int]], tokens: int) -> float:
-    """All requests at once, to the last token."""
+    """Seconds for all requests at once, to the last token."""
     core = subject.core(subject.runner)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     start = time.perf_counter()
@@ -160,7 +160,7 @@ def compare_single(subject: Subject, peer: Peer) -> dict[str, Any]:
 
 
 def in_turn(ours: Callable[[], float], theirs: Callable[[], float]) -> dict[str, Any]:
-    """Medians of rounds in turn; a first round each warms up and is kept apart."""
+    """Medians of alternating rounds; the first round of each is a warm-up, reported separately."""
     first = {"llmc_s": ours(), "transformers_s": theirs()}
     print(f"  first: llmc {first['llmc_s']:.2f} s, transformers {first['transformers_s']:.2f} s")
     rounds = 1 if first["transformers_s"] > _SHORT_OF_TIME_S else _ROUNDS

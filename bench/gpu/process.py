@@ -1,4 +1,4 @@
-"""One part in a separate process: what it breaks stays there, and it can be stopped in time."""
+"""Runs one part in a separate process, so that it can be stopped and its failures are contained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TAIL = 3000
 
 
 class PartProcess:
-    """Started when made. `result()` is what it has found so far, at any time."""
+    """Starts on creation. `result()` returns the results so far, at any time."""
 
     def __init__(self, part: Part, folder: Path, seconds: float) -> None:
         self.part = part
@@ -36,11 +36,11 @@ class PartProcess:
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                process_group=0,  # so that what it started can be stopped with it
+                process_group=0,  # so that its children can be stopped with it
             )
 
     def poll(self) -> bool:
-        """Whether it is over. One that takes too long is ended here."""
+        """Whether it has finished. Stops it if it takes too long."""
         over = self._process.poll() is not None
         if not over and time.monotonic() > self._deadline:
             self._stopped = True
@@ -52,7 +52,7 @@ class PartProcess:
         return over
 
     def stop(self) -> None:
-        """End it, and compile workers that may have outlived it. Once: its number may be reused."""
+        """Stop it and surviving compile workers. Only once, because its pid may be reused."""
         if not self._closed:
             self._closed = True
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Times of the kernels that may attend to fresh prompts, by head size and length."""
+"""Times the kernels that can compute attention of new prompts, by head size and length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.prompts import measure, shapes
 def run(settings: Settings, record: Record) -> None:
     """`lines` by shape: milliseconds by kernel."""
     device = torch.device(settings.device)
-    if device.type != "cuda":  # both kernels need a GPU; what a line is made of does not
+    if device.type != "cuda":  # both kernels need a GPU; the format of a line does not
         record.data["lines"] = {_name(*shape): {} for shape in islice(shapes(), 2)}
         return
     importlib.import_module("llmc.kernels.triton")

@@ -1,4 +1,4 @@
-"""One part's figures: each measurement is guarded, and kept on disk as soon as it is there."""
+"""The results of one part: failures are caught per measurement, and results are saved at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmc.load_test.report import write_json
 
 
 class Record:
-    """`data` by measurement; one that fails leaves {"error": ...} and the others go on."""
+    """`data` by measurement; a failed one becomes {"error": ...}, and the others still run."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.data: dict[str, Any] = {}
@@ -21,12 +21,12 @@ class Record:
         self.num_failed = 0
 
     def measure(self, name: str, work: Callable[[], Any]) -> Any:
-        """The result, or None where it failed."""
+        """Run a measurement; returns its result, or None if it failed."""
         start = time.perf_counter()
         print(f"- {name} ...", flush=True)
         try:
             result = work()
-        except Exception as error:  # whatever it is, it is written down and the next one runs
+        except Exception as error:  # recorded, whatever it is; the next measurement still runs
             traceback.print_exc()
             self.num_failed += 1
             result = None
@@ -48,7 +48,7 @@ def failure(error: BaseException) -> dict[str, str]:
 
 
 def finite(value: Any) -> Any:
-    """The same for JSON: numbers that are none become null, other objects their text."""
+    """A JSON-compatible value: non-finite numbers become null, other objects strings."""
     if isinstance(value, Mapping):
         return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set):

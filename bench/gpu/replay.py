@@ -1,4 +1,4 @@
-"""One decode step under the profiler: its kernels, how many a layer, and the gaps between them."""
+"""Profiles one decode step: its kernels, how many per layer, and the gaps between them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Span:
 
 
 def profile_replay(subject: Subject, rows: int) -> dict[str, Any]:
-    """`rows` requests of a short context. On CPU the profiler's ops stand in for kernels."""
+    """Profile `rows` requests with short contexts. On a CPU, ops are counted instead of kernels."""
     runner = subject.runner
     is_gpu = runner.rows.device.type == "cuda"
     batch = DirectBatch(subject, rows, subject.settings.prompt_len, 8 + _STEPS)
@@ -56,7 +56,7 @@ def profile_replay(subject: Subject, rows: int) -> dict[str, Any]:
 
 
 def read_spans(profiler: Any, kinds: Sequence[str]) -> list[Span]:
-    """By start time, out of the trace file: its format is the same in every version of torch."""
+    """Spans by start time, from the trace file, whose format is the same in all torch versions."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -72,7 +72,7 @@ def read_spans(profiler: Any, kinds: Sequence[str]) -> list[Span]:
 def summary(spans: Sequence[Span], num_layers: int) -> dict[str, Any]:
     """Counts and microseconds. A gap is time in which nothing runs; overlaps count once."""
     if not spans:
-        raise RuntimeError("the profiler saw no kernels")
+        raise RuntimeError("the profiler recorded no kernels")
     gaps = []
     busy, end = 0.0, spans[0].start
     for span in spans:

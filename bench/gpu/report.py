@@ -1,4 +1,4 @@
-"""The end of a run: what was done, what it found in a few lines, and what falls short."""
+"""The report of a run: the parts that ran, the main results, and the targets that were missed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def text(result: Mapping[str, Any]) -> str:
         lines.append(f"{name:12} {part['status']:9} {part['seconds']:7.1f}  {failed[:150]}")
     lines += ["", *figures(parts), "", *table(parts)]
     if result.get("tiny"):
-        lines.append("in miniature, on a CPU: none of these numbers means anything")
+        lines.append("in miniature, on a CPU: these numbers are meaningless")
     return "\n".join(lines)
 
 
@@ -29,13 +29,13 @@ def failures(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def figures(parts: Mapping[str, Any]) -> Iterator[str]:
-    """One line for every step time and every comparison that is there."""
+    """One line per available step time and comparison."""
     for name, part in parts.items():
         data = part.get("data", {})
         for batch, row in _mapping(data, "decode").items():
             if isinstance(row, Mapping):
                 yield (
-                    f"{name:9} batch {batch:>3}: {row['step_ms']:8.3f} ms a step "
+                    f"{name:9} batch {batch:>3}: {row['step_ms']:8.3f} ms per step "
                     f"({row['share_of_read']:.0%} of read), device {row['device_ms']:.3f} ms, "
                     f"host {row['host_us']:.0f} us, idle {row['idle_share']:.0%}"
                 )

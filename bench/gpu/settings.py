@@ -1,4 +1,4 @@
-"""What is measured: models, batches, contexts. `tiny()` is the same run in miniature, on CPU."""
+"""What to measure: models, batches, contexts. `tiny()` is the same run in miniature, on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A shape with random weights. `cache_bytes` holds the longest measurement."""
+    """A shape with random weights. `cache_bytes` is enough for the longest measurement."""
 
     name: str
     config: str  # a file of bench/configs
@@ -31,7 +31,7 @@ class Settings:
     slope_rows: int = 4
     slope_contexts: tuple[int, ...] = (1024, 8192, 32768)
     prefills: tuple[int, ...] = (512, 2048, 8192)
-    max_tokens: int = 8192  # of a step
+    max_tokens: int = 8192  # per step
     mixed_requests: int = 256
     mixed_prompt: tuple[int, int] = (32, 512)
     mixed_output: tuple[int, int] = (16, 256)
@@ -45,7 +45,7 @@ class Settings:
     buffer_bytes: int = 4 * GIB
     square: int = 8192
     gemm_rows: tuple[int, ...] = (1, 8, 64, 256, 2048, 8192)
-    time_budget_s: float = 0.3  # of one timed call
+    time_budget_s: float = 0.3  # per timed call
 
     def model(self, name: str) -> Model:
         return next(m for m in self.models if m.name == name)
@@ -69,7 +69,7 @@ def full() -> Settings:
 
 
 def tiny() -> Settings:
-    """Seconds on a CPU: it shows that every part works, and its numbers mean nothing."""
+    """Takes seconds on a CPU. It shows that every part works; its numbers are meaningless."""
     return Settings(
         device="cpu",
         dtype="float32",

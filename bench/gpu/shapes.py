@@ -1,4 +1,4 @@
-"""What a config says of the work: its linears after merging, bytes and operations of a step."""
+"""Derives the work from a config: its linears after merging, bytes and operations of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_config(name: str) -> Config:
 
 
 def linears(config: Config) -> list[Linear]:
-    """Of one layer, q, k, v and gate, up merged; and the output head."""
+    """The linears of one layer, with q, k, v and gate, up merged; and the output head."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv, dim = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     return [
@@ -37,8 +37,8 @@ def linears(config: Config) -> list[Linear]:
 
 
 def step_bytes(config: Config, itemsize: int) -> int:
-    """Weights that a decode step reads: every linear once. Of the embeddings a few rows at most,
-    so the table counts only where it is the head too."""
+    """Weight bytes that a decode step reads: every linear once. It reads only a few rows of the
+    embedding table, so the table counts only if it is also the head."""
     *layer, head = linears(config)
     per_layer = sum(x.inputs * x.outputs for x in layer)
     return itemsize * (config["num_hidden_layers"] * per_layer + head.inputs * head.outputs)
@@ -52,7 +52,7 @@ def cache_bytes_per_token(config: Config, itemsize: int) -> int:
 
 
 def prefill_flops(config: Config, tokens: int) -> dict[str, float]:
-    """Of a prompt of `tokens`: linears (the head for the last token alone), causal attention."""
+    """Operations of a prompt: linears (the head only for the last token), and causal attention."""
     *layer, head = linears(config)
     per_token = 2 * sum(x.inputs * x.outputs for x in layer) * config["num_hidden_layers"]
     pairs = tokens * (tokens + 1) / 2

@@ -1,5 +1,5 @@
-"""Parts that prepare or prove: `warm` (fill the caches of compiled code), `cold` (a start that
-finds none), `tests` (pytest -m gpu).
+"""The parts `warm` (fills the caches of compiled code), `cold` (a start without them) and `tests`
+(pytest -m gpu).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AT_ONCE = 8  # processes that compile; each has its own workers
 
 
 def run_tests(settings: Settings, record: Record) -> None:
-    """The ops, where compiling takes the time, on several workers if pytest-xdist is there."""
+    """Run the tests: those of ops, dominated by compiling, on several workers with pytest-xdist."""
     workers = ["-n", "6"] if importlib.util.find_spec("xdist") and not settings.tiny else []
     with ThreadPoolExecutor(2) as pool:
         engine = ["test_gpu_engine.py", "test_gpu_parity.py"]
@@ -40,7 +40,7 @@ def run_tests(settings: Settings, record: Record) -> None:
 
 
 def run_pytest(settings: Settings, files: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
-    """In a separate process. In miniature, without a GPU, the tests are a dry run."""
+    """Run pytest in a separate process. In miniature, without a GPU, it is a dry run."""
     command = [sys.executable, "-P", "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
     command += ["--rootdir", str(ROOT), *(str(ROOT / "tests/gpu" / name) for name in files)]
     command += ["-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-ra", *options]
@@ -59,7 +59,7 @@ def run_pytest(settings: Settings, files: Sequence[str], options: Sequence[str])
 
 
 def run_warm(settings: Settings, record: Record) -> None:
-    """Every program and every Inductor artifact that later parts need, several at a time."""
+    """Compile every program and Inductor artifact that later parts need, several at a time."""
     jobs = [f"model {m.name}" for m in settings.models]
     jobs += [f"generate {m.name}" for m in settings.models]
     jobs += ["ablation", *(f"off {name}" for name in optional_passes(settings))]
@@ -98,10 +98,10 @@ def run_warm_job(settings: Settings, job: str) -> dict[str, Any]:
 
 
 def run_cold(settings: Settings, record: Record) -> None:
-    """The first model's start with empty caches of compiled code, nothing else running."""
+    """Start the first model with empty caches of compiled code, with nothing else running."""
     model = settings.models[0]
     with tempfile.TemporaryDirectory() as folder:
-        if not settings.tiny:  # on CPU the C++ ops would be built in there too
+        if not settings.tiny:  # on a CPU this would include building the C++ ops
             for variable in ("LLMC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
                 os.environ[variable] = str(Path(folder) / variable.lower())
 

@@ -1,4 +1,4 @@
-"""A model of a given shape with random weights, running: how it is started, timed, and let go."""
+"""A running model of a given shape with random weights: starts, times and releases it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COMPILE_S = 400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A started engine's runner; `core()` makes a fresh scheduler over it."""
+    """A started engine's runner; `core()` creates a new scheduler on it."""
 
     settings: Settings
     config: Config
@@ -60,7 +60,7 @@ class Subject:
 
 
 def serve(core: EngineCore, num_tokens: int) -> None:
-    """Step to the end of all requests, which are to get so many tokens."""
+    """Step until all requests are done; checks that they got `num_tokens` in total."""
     produced = 0
     while core.has_work:
         for update in core.step():
@@ -68,12 +68,12 @@ def serve(core: EngineCore, num_tokens: int) -> None:
                 raise RuntimeError(update.error)
             produced += len(update.new_token_ids)
     if produced != num_tokens:
-        raise RuntimeError(f"{produced} tokens came, {num_tokens} were asked for")
+        raise RuntimeError(f"got {produced} tokens instead of {num_tokens}")
 
 
 @contextmanager
 def model_folder(model: Model) -> Iterator[Path]:
-    """A model directory that holds nothing but the config."""
+    """A model directory with only the config."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(CONFIGS / model.config, Path(folder) / "config.json")
         yield Path(folder)
@@ -81,7 +81,7 @@ def model_folder(model: Model) -> Iterator[Path]:
 
 @contextmanager
 def running(settings: Settings, model: Model, **options: Any) -> Iterator[Subject]:
-    """Started, compiled, its graphs captured; its memory is free again afterwards."""
+    """A started, compiled subject with captured graphs; its memory is freed afterwards."""
     with model_folder(model) as folder:
         subject = start(settings, model, folder, **options)
     try:
@@ -146,7 +146,7 @@ def capture_all(runner: ModelRunner) -> dict[str, Any]:
 
 
 def fill_caches(runner: ModelRunner) -> None:
-    """Random keys and values: contexts are then entered without being computed."""
+    """Fill the caches with random keys and values, so that contexts need not be computed."""
     with torch.inference_mode():
         for cache in runner.caches:
             cache.normal_()
@@ -156,5 +156,5 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-        with contextlib.suppress(RuntimeError):  # a graph's pool may still be held
+        with contextlib.suppress(RuntimeError):  # a graph's pool may still be in use
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The project's targets on an H200, and where each figure is found in the result."""
+"""The project's targets on an H200, and where to find each figure in the result."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """`path`: keys from the part's name down. `floor` is the least accepted, `aim` the goal."""
+    """`path`: keys, starting with the part's name. `floor` is the minimum, `aim` the goal."""
 
     text: str
     path: tuple[str, ...]
     floor: float
     aim: float
     better: Literal["high", "low"]
-    unit: str = "%"  # "%": a share; else the value's own unit
+    unit: str = "%"  # "%": a share; otherwise the value's own unit
 
 
 TARGETS = (
@@ -66,7 +66,7 @@ TARGETS = (
         floor=4.0, aim=4.0, better="high", unit="x",
     ),
     Target(
-        text="host at most 250 microseconds a step at 64 rows, aim 100",
+        text="host at most 250 microseconds per step at 64 rows, aim 100",
         path=("8b", "decode", "64", "host_us"),
         floor=250, aim=100, better="low", unit="us",
     ),
@@ -125,7 +125,7 @@ TARGETS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`value` None: it was not measured, or its measurement failed."""
+    """`value` is None if it was not measured, or its measurement failed."""
 
     target: Target
     value: float | None
@@ -144,7 +144,7 @@ class Verdict:
 
 
 def judge(parts: Mapping[str, Any]) -> Iterator[Verdict]:
-    """`parts`: {name: {"data": {...}}} as the result file holds them."""
+    """Judge all targets. `parts`: {name: {"data": {...}}} as in the result file."""
     for target in TARGETS:
         part, *keys = target.path
         yield Verdict(target=target, value=_find(parts.get(part, {}).get("data"), keys))

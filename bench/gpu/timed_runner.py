@@ -1,6 +1,6 @@
-"""A runner that says where its time goes: launching, waiting for the device, reading results.
+"""A runner that records where time is spent: launching, waiting for the device, reading results.
 
-What an engine's step takes besides waiting is the host's own work.
+The time of an engine's step without waiting is the host's own work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HostTimes:
 
 
 class TimedRunner:
-    """Implements the engine's Runner protocol around a ModelRunner, by its launch and collect."""
+    """Implements the engine's Runner protocol with the launch and collect of a ModelRunner."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.times = HostTimes()

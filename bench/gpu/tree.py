@@ -1,7 +1,7 @@
-"""llmc from a checkout that is not installed: a folder of links with the installed layout.
+"""Makes llmc importable from a checkout that is not installed: links with the installed layout.
 
 `passes/`, `kernels/` and `cli/` are installed inside the package; here links put them there. A GPU
-machine may have no network and none of the build's tools. Imports the standard library alone.
+machine may have no network and no build tools. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOVED = ("passes", "kernels", "cli")
 
 
 def make_importable() -> None:
-    """Nothing to do where llmc is installed. Child processes find the links by PYTHONPATH."""
+    """Add links, unless llmc is installed. Child processes find the links through PYTHONPATH."""
     if importlib.util.find_spec("llmc") is not None:
         return
     site = link_tree(Path(tempfile.mkdtemp(prefix="llmc-tree-")))
@@ -27,7 +27,7 @@ def make_importable() -> None:
 
 
 def link_tree(site: Path) -> Path:
-    """`site`/llmc with a link to every entry of the package, and to the folders beside it."""
+    """Create `site`/llmc with links to every entry of the package and to the folders next to it."""
     package = site / "llmc"
     package.mkdir()
     for entry in (ROOT / "llmc").iterdir():

@@ -2,7 +2,7 @@
 
     config -> shrunken copy -> random checkpoint -> check_model -> ArchitectureCertificate
 
-No weight of the model is read. What the real weights are worth is for `llmc check`.
+The model's weights are not read; `llmc check` checks the model with its real weights.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Depth = Literal["one of each", "to last kind", "whole"]
 _DEPTHS: tuple[Depth, ...] = ("one of each", "to last kind", "whole")
 _MOST_PARAMETERS = 400_000_000
 _MOST_ROUNDING = 1e-3  # of the logits, relative
-_STEADY = 4  # times the layer before
-_BUILD_ERRORS = (  # of transformers, for a config that shrinking made inconsistent
+_STEADY = 4  # maximum factor from one layer's error to the next
+_BUILD_ERRORS = (  # raised by transformers for a config that shrinking made inconsistent
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -56,15 +56,15 @@ _BUILD_ERRORS = (  # of transformers, for a config that shrinking made inconsist
 def check_architecture(
     config: EngineConfig, *, on_phase: OnPhase | None = None
 ) -> ArchitectureCertificate:
-    """Never raises for what a model is: what can't be compared is `not checked`, with the reason.
+    """Check an architecture. A model that can't be compared is `not checked`, with the reason.
 
-    Raises CheckpointError or ConfigError where the model itself can't be found or read.
+    Raises CheckpointError or ConfigError only if the model can't be found or read.
     """
     start = time.perf_counter()
     source = resolve(config, pick_device(config.device))
     if config.trust_remote_code:
         return ArchitectureCertificate.not_checked("its code comes with the model")
-    # the logits of a decoder are compared, whatever this model is served for
+    # The logits of a decoder are compared, whatever task this model is served for.
     config = dataclasses.replace(config, task="generate", pooling="auto", normalize=None)
     reason = ""
     hf_config = source.load_hf_config()
@@ -81,15 +81,15 @@ def check_architecture(
             continue
         if not found.certified and is_rounding(found):
             return ArchitectureCertificate.not_checked(
-                "its small model amplifies rounding: the first layers agree, and the logits differ "
-                f"by {found.logits.relative:.1e} at the end, with the same tokens"
+                "its small model amplifies rounding: the first layers agree, and the final logits "
+                f"differ by {found.logits.relative:.1e}, with the same tokens"
             )
         return _describe(found, shrunken, time.perf_counter() - start)
     return ArchitectureCertificate.not_checked(reason or "its config can't be made small")
 
 
 def shrunken_configs(hf_config: Any, head: Head = LM) -> Iterator[Shrunken]:
-    """From the smallest to the ones that are closer to the model; those that can be built."""
+    """Configs that can be built, from the smallest to those closer to the model."""
     for narrow in (True, False):
         for depth in _DEPTHS:
             try:
@@ -117,7 +117,7 @@ def _shrunken(hf_config: Any, head: Head, *, narrow: bool, depth: Depth) -> Shru
         module = _on_meta(make_config(hf_config, shrunken.config), head)
     size = sum(p.numel() for p in module.parameters())
     if size > _MOST_PARAMETERS:
-        raise CheckpointError(f"it has {size / 1e6:.0f}M parameters even when it is made small")
+        raise CheckpointError(f"it has {size / 1e6:.0f}M parameters even when shrunk")
     return shrunken
 
 
@@ -128,8 +128,8 @@ def _on_meta(hf_config: Any, head: Head) -> nn.Module:
 def _cut(
     hf_config: Any, shrunken: Shrunken, text: str, module: nn.Module, *, to_last_kind: bool
 ) -> Shrunken:
-    """The first layers, up to one of every kind and one more; and of those at the end that share
-    keys and values, likewise. `to_last_kind`: up to one of the kind that the model ends with."""
+    """Keep the first layers, up to one of every kind and one more, and likewise for the layers at
+    the end that share keys and values. `to_last_kind`: up to one of the model's last kind."""
     config = dict(shrunken.config)
     inner = config[text] if text else config
     path, count = layer_list(name for name, _ in module.named_parameters())
@@ -174,8 +174,8 @@ def _check(
 
 
 def is_rounding(found: Certificate) -> bool:
-    """Whether a difference is rounding that layers of random weights amplify: within the limit at
-    first, then growing a little with each layer, and tokens and probabilities stay the same."""
+    """Whether a difference is rounding amplified by layers with random weights: within the limit at
+    first, then growing slightly with each layer, with the same tokens and probabilities."""
     steps = [layer.relative for layer in found.layers]
     is_same = (
         found.logits.kl_max <= found.limit.kl

@@ -1,10 +1,9 @@
-"""The check of an architecture in a child process of low priority, beside an engine that serves.
+"""Checks an architecture in a low-priority child process, alongside an engine that serves.
 
     start_check --config, key--> `python -P -m llmc.check.background` : check_architecture, save
                 <-certificate--
 
-It ends with its parent. One that crashes takes nothing with it, and is tried again at the next
-start.
+It ends with its parent. A crash affects nothing else, and the check is retried at the next start.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _MODULE = "llmc.check.background"
 
 
 class BackgroundCheck:
-    """A check that runs, unless its result is known. A context: its end is the process's end.
+    """Runs a check, unless its result is known. A context manager, which kills the process on exit.
 
-    `on_end` is called once, in another thread, or at once with what is known.
+    `on_end` is called once: immediately with a known result, otherwise in another thread.
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo, on_end: OnEnd) -> None:
@@ -67,8 +66,8 @@ class BackgroundCheck:
             self._process.kill()
 
     def _run(self) -> None:
-        """The thread that starts the process waits for it: by Linux's rules the process would die
-        with the thread."""
+        """Start the process and wait for it in the same thread: on Linux it would die with the
+        thread that started it."""
         process = self._process = subprocess.Popen(
             python_module(_MODULE), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -78,7 +77,7 @@ class BackgroundCheck:
             return
         if process.returncode:
             ended = how_it_ended(process.returncode)
-            self._on_end(ArchitectureCertificate.not_checked(f"the process of the check: {ended}"))
+            self._on_end(ArchitectureCertificate.not_checked(f"the checking process: {ended}"))
         else:
             self._on_end(ArchitectureCertificate.from_json(answer.decode()))
 
@@ -87,7 +86,7 @@ def _as_json(config: EngineConfig) -> dict[str, object]:
     return dataclasses.asdict(dataclasses.replace(config, speculative_config=None))
 
 
-# Inside the process
+# ---- inside the process ----
 
 
 def _main() -> None:
@@ -96,9 +95,9 @@ def _main() -> None:
     os.nice(_NICE)
     given = json.loads(sys.stdin.buffer.read())
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep libraries' output out of the answer
     logging.getLogger("llmc").setLevel(logging.ERROR)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # of a config that nobody serves
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its config is not the served one
     import torch
 
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""What causes a difference: the compiler, a kernel, a pass, or the capture itself.
+"""Finds the cause of a difference: the compiler, a kernel, a pass, or the capture itself.
 
-One thing after another is switched off, from the outside in, until the difference is gone:
-compiled code, then fast kernels, then passes. Passes are found by bisection. Each one that is
-found stays off, and the search goes on until the step is right.
+Components are switched off one after another, from the outside in, until the difference is gone:
+compiled code, then fast kernels, then passes. Passes are found by bisection. Each one found stays
+off, and the search continues until the step is right.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Good = Callable[[Variant], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """`switch` is the option that serves without it; "" where there is none."""
+    """`switch` is the option to serve without it; "" if there is none."""
 
     kind: Kind
     name: str
@@ -40,7 +40,7 @@ class Culprit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """`is_fixable`: without the culprits the step is right."""
+    """`is_fixable`: the step is right without the culprits."""
 
     culprits: tuple[Culprit, ...]
     is_fixable: bool
@@ -54,7 +54,7 @@ def bisect(
     captured_is_good: Callable[[], bool],
     first_layer: Callable[[Variant], int | None],
 ) -> Diagnosis:
-    """Find what makes `variant` wrong. `first_layer` gives the first wrong layer of a run."""
+    """Find what makes `variant` wrong. `first_layer` returns the first wrong layer of a run."""
     if variant.level > 0 and good(replace(variant, level=0)):
         culprit = Culprit(kind="compiler", name=f"-O{variant.level}", switch="-O0")
         return Diagnosis(culprits=(culprit,), is_fixable=True)
@@ -88,7 +88,7 @@ def _switched(variant: Variant, name: str, on: bool) -> Variant:
 
 
 def _kernels(subject: Subject, variant: Variant, good: Good) -> tuple[Culprit, ...]:
-    """The ops whose fast version causes the difference alone; all of them, where none does."""
+    """The ops whose fast version alone causes the difference; all fast ones if none does."""
     used = kernels_of(subject.rewrite(variant).graph)
     fast = {op: library for op, library in used.items() if library != "reference"}
     alone = [op for op in fast if not good(replace(variant, kernels=(op,)))]
@@ -98,7 +98,7 @@ def _kernels(subject: Subject, variant: Variant, good: Good) -> tuple[Culprit, .
 
 
 def _first_wrong_pass(subject: Subject, variant: Variant, good: Good) -> str | None:
-    """The pass that makes the first passes wrong, by bisection; None: wrong without any."""
+    """The first pass that makes the step wrong, by bisection; None if it is wrong without any."""
     optional = [
         p.name
         for p in subject.options.passes

@@ -1,7 +1,7 @@
-"""The certificate: what was compared and what came of it, as JSON beside the compile cache.
+"""The certificate: what was compared and the result, stored as JSON next to the compile cache.
 
-Named by a key of everything that the comparison depends on: the program (config, code, passes,
-versions), the kernels, the machine, the level and the weights. Written aside and renamed.
+Its key covers everything that the comparison depends on: the program (config, code, passes,
+versions), the kernels, the machine, the level and the weights. Files are written atomically.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SAMPLES = 16  # of each tensor file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerResult:
-    """The hidden state behind one layer; `limit` is what its relative error may be."""
+    """The hidden state after one layer; `limit` is the maximum of its relative error."""
 
     layer: int
     max_abs: float
@@ -46,8 +46,8 @@ class LayerResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResult:
-    """A pass that means to change the model, or that rounds; `beside`: what the step is compared
-    with, the captured graph with the pass, or the step without it."""
+    """A pass that changes the model on purpose, or rounds. `beside`: what the step is compared
+    with, either the captured graph with the pass or the step without it."""
 
     name: str
     beside: str
@@ -58,7 +58,7 @@ class ChangedResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """`certified` says that this step may serve. Errors are relative to `compared_with`."""
+    """`certified`: whether this step is fit to serve. Errors are relative to `compared_with`."""
 
     key: str
     certified: bool
@@ -69,7 +69,7 @@ class Certificate:
     device: str
     opt_level: int
     weights: str  # fingerprint
-    adapters: tuple[str, ...]  # LoRA adapters that some of the sequences had: name and digest
+    adapters: tuple[str, ...]  # LoRA adapters used by some sequences: name and digest
     versions: Mapping[str, str]
     passes: Mapping[str, bool]
     kernels: Mapping[str, str]
@@ -87,7 +87,7 @@ class Certificate:
     layers: tuple[LayerResult, ...]
     changed: tuple[ChangedResult, ...]
     culprits: tuple[Culprit, ...]
-    is_fixable: bool  # without the culprits that have a switch the step is right
+    is_fixable: bool  # the step is correct without the culprits that have a switch
     notes: tuple[str, ...]
 
     def to_json(self) -> str:
@@ -95,12 +95,12 @@ class Certificate:
 
     @property
     def switches(self) -> tuple[str, ...]:
-        """What to type to serve without the culprits."""
+        """The command-line options to serve without the culprits."""
         return tuple(c.switch for c in self.culprits if c.switch)
 
 
 def from_json(text: str) -> Certificate:
-    """Raises ValueError, KeyError or TypeError for foreign data."""
+    """Parse a certificate. Raises ValueError, KeyError or TypeError for invalid data."""
     data: dict[str, Any] = json.loads(text)
 
     def logits(found: Any) -> LogitsDeviation | None:
@@ -132,7 +132,7 @@ def from_json(text: str) -> Certificate:
 
 
 class CertificateStore:
-    """Files under `root`/certificates, one a key."""
+    """Certificates as files under `root`/certificates, one per key."""
 
     def __init__(self, root: Path) -> None:
         self._root = root / "certificates"
@@ -141,7 +141,7 @@ class CertificateStore:
         return self._root / f"{key}.json"
 
     def load(self, key: str) -> Certificate | None:
-        """None where there is none, or none that can be read, or that another user owns."""
+        """The certificate; None if it does not exist, can't be read or belongs to another user."""
         path = self.path(key)
         try:
             if path.stat().st_uid != os.getuid():
@@ -150,36 +150,36 @@ class CertificateStore:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as e:
-            log.warning("a certificate can't be read (%s) and is made again", e)
+            log.warning("a certificate can't be read and will be recreated: %s", e)
             return None
         return found if found.key == key else None
 
     def save(self, certificate: Certificate) -> Path | None:
-        """Where it lies; None (and a warning) on a full or read-only disk."""
+        """Save a certificate; returns its path, or None (with a warning) if it can't be written."""
         path = self.path(certificate.key)
         try:
             write_whole(path, certificate.to_json())
         except OSError as e:
-            log.warning("the certificate can't be kept: %s", e)
+            log.warning("the certificate can't be saved: %s", e)
             return None
         return path
 
 
 def _processor() -> str:
-    """The processor and the level of instructions that the kernels use of it."""
+    """The processor model and the instruction-set level that the kernels use."""
     level = pick_level()
     return f"{cpu_model()}\n{level.name if level else 'references'}"
 
 
 def certificate_key(program: str, weights: str, device: torch.device, level: int) -> str:
-    """`program` is the program's own key (compiler/cache.py)."""
+    """The key of a certificate. `program` is the program's own key (compiler/cache.py)."""
     machine = torch.cuda.get_device_name() if device.type == "cuda" else _processor()
     parts = (program, weights, machine, str(level), _kernels_digest())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def _kernels_digest() -> str:
-    """Of the kernels' sources in every language."""
+    """A digest of the kernels' sources in every language."""
     digest = hashlib.blake2b(digest_size=16)
     for folder in llmc.kernels.__path__:
         for file in sorted(Path(folder).rglob("*")):
@@ -189,9 +189,9 @@ def _kernels_digest() -> str:
 
 
 def fingerprint(path: Path) -> str:
-    """Of a checkpoint: names, shapes and places of all tensors, and samples of every file's bytes.
+    """A checkpoint's fingerprint: name, dtype and shape of all tensors, and samples of each file.
 
-    Reads 16 pieces of 64 KiB a file, so it takes no longer for a large model.
+    Reads 16 pieces of 64 KiB per file, so it takes no longer for a large model.
     """
     tensors = open_tensors(path, None, torch.float32)
     digest = hashlib.blake2b(digest_size=16)

@@ -1,4 +1,4 @@
-"""`check_model`: EngineConfig -> Certificate. The order of it all.
+"""`check_model`: EngineConfig -> Certificate. Runs the whole comparison.
 
 tokens -> transformers, eager -----------------------------------.
 capture -> passes -> kernels -> step, over the same tokens ------+-> compare -> certificate
@@ -42,13 +42,13 @@ from llmc.weights.lora import LoraWeights, PlainWeight, open_adapter, read_adapt
 
 
 def find_certificate(config: EngineConfig) -> Certificate | None:
-    """What is on disk for exactly this model, these options and this machine."""
+    """The certificate stored for exactly this model, these options and this machine, or None."""
     key = identify(config).key
     return CertificateStore(cache_dir()).load(key) if key else None
 
 
 def certificate_path(certificate: Certificate) -> str:
-    """Where a certificate is kept; "" for one that nothing names."""
+    """The path of a certificate; "" for one without a key."""
     return str(CertificateStore(cache_dir()).path(certificate.key)) if certificate.key else ""
 
 
@@ -62,11 +62,11 @@ def check_model(
 ) -> Certificate:
     """Compare, find the cause of a difference, and save the certificate.
 
-    With `adapters`, each in a slot of `max_loras`, sequences of each and of the model alone are
-    computed in the same steps; the certificate is of the model with just these.
-    With `disable_culprits`, if the model is right without them, it is checked again and gets the
-    certificate of those options.
-    Raises what loading a model raises, and CompileError where it can't be captured.
+    With `adapters`, each in a slot of `max_loras`, sequences with each adapter and without any are
+    computed in the same steps. The certificate is for the model with exactly these adapters.
+    With `disable_culprits`, a model that is correct without the culprits is checked again and gets
+    a certificate for those options.
+    Raises whatever loading a model raises, and CompileError if it can't be captured.
     """
     clock = PhaseClock(on_phase)
     with clock.phase("read config") as detail:
@@ -110,7 +110,7 @@ def check_model(
     wrong = [comparison for comparison in found if not comparison.is_good]
     if wrong:
         with clock.phase("find the cause") as detail:
-            diagnosis = wrong[-1].diagnose()  # float32 shows it more sharply
+            diagnosis = wrong[-1].diagnose()  # float32, if present, shows it more clearly
             detail += [str(culprit) for culprit in diagnosis.culprits]
     certificate = _certificate(identity, found, diagnosis, names)
     if certificate.key:
@@ -132,7 +132,7 @@ def _compare_float32(
     adapters: Sequence[LoRARequest],
     served: BuiltModel,
 ) -> Comparison:
-    """The rewrite itself, free of the rounding that hides small mistakes in a short dtype."""
+    """Check the rewrite in float32, because rounding in a 16-bit dtype hides small errors."""
     exact = dataclasses.replace(identity, source=identity.source.in_dtype(torch.float32))
     return compare(
         _subject(exact, longest_prompt, adapters, rounded_as=served),
@@ -159,7 +159,7 @@ def _subject(
     adapters: Sequence[LoRARequest],
     rounded_as: BuiltModel | None = None,
 ) -> Subject:
-    """`rounded_as`: the weights are first rounded as those of this model, which serves."""
+    """The model to check. `rounded_as`: first round the weights as in this model, which serves."""
     source = identity.source
     built = build_as_stored(source)
     captured = capture_model(built, source.device, outline=identity.options.outline)
@@ -206,7 +206,7 @@ def _subject(
 def _read_adapters(
     subject: Subject, adapters: Sequence[LoRARequest], dtype: torch.dtype
 ) -> tuple[LoraWeights, ...]:
-    """Raises InvalidRequestError for one that the model can't take."""
+    """Read the adapters. InvalidRequestError for one that does not fit the model."""
     program = subject.rewrite(Variant(switches=subject.options.switches))
     bound = {
         node.name: torch.empty(node.meta["val"].shape, device="meta")
@@ -226,7 +226,7 @@ def _read_adapters(
 
 
 def _digests(adapters: Sequence[LoRARequest], weights: Sequence[LoraWeights]) -> tuple[str, ...]:
-    """The adapters' names, each with a digest of its weights."""
+    """Each adapter's name, with a digest of its weights."""
     made = []
     for adapter, of_adapter in zip(adapters, weights, strict=True):
         digest = hashlib.blake2b(digest_size=16)
@@ -239,7 +239,7 @@ def _digests(adapters: Sequence[LoRARequest], weights: Sequence[LoraWeights]) ->
 
 
 def _load_kernels(device: torch.device) -> None:
-    """The same kernels as serve later; on a CPU without a compiler the references do."""
+    """Load the kernels used for serving; a CPU without a compiler uses the references."""
     importlib.import_module(f"llmc.kernels.{'cpu' if device.type == 'cpu' else 'triton'}")
     if device.type == "cpu":
         load()
@@ -256,9 +256,9 @@ def _certificate(
     diagnosis: Diagnosis | None,
     adapters: tuple[str, ...],
 ) -> Certificate:
-    """`found` begins with the comparison in the dtype that serves; one in float32 may follow."""
+    """`found`: the comparison in the serving dtype, optionally followed by one in float32."""
     key = identity.key
-    if key and adapters:  # what is served without them is another matter
+    if key and adapters:  # the model without them has a separate certificate
         key = hashlib.blake2b(" ".join((key, *adapters)).encode(), digest_size=16).hexdigest()
     served = found[0]
     subject, source = served.subject, identity.source
@@ -299,7 +299,7 @@ def _certificate(
 
 
 def _not_reached(subject: Subject, longest: int) -> list[str]:
-    """Windows longer than every prompt have not been tested."""
+    """Notes about windows that are longer than every prompt, and so were not tested."""
     text = subject.built.config.get_text_config()
     window = getattr(text, "sliding_window", None)
     if isinstance(window, int) and window > longest:

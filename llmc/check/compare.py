@@ -1,9 +1,9 @@
-"""How far two runs of the same tokens are apart, and how far they may be.
+"""Measures how far two runs of the same tokens deviate, and how far they may.
 
 Errors are relative: the norm of the difference over the norm of the reference, over all tokens.
-In a dtype of low precision both sides round, each in its own order; there the yardstick is the
-model's own code in float32, and the step may be at most twice as far from it as the model's own
-code in that dtype is. Where float32 does not fit in memory, the stated tolerances alone hold.
+In a low-precision dtype both sides round, each in its own order. The baseline is then the model's
+own code in float32, and the step may deviate from it at most twice as much as the model's own code
+in that dtype. If float32 does not fit in memory, only the stated tolerances apply.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NOISE_FACTOR = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """Most that a dtype may deviate. `kl` in nats a token, `top1` as a share of the tokens."""
+    """Limits of deviation. `kl` in nats per token, `top1`: the share of tokens that agree."""
 
     relative: float
     kl: float
@@ -35,7 +35,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deviation:
-    """Difference of one hidden state or of the logits, over all tokens of all sequences."""
+    """The difference of one hidden state or of the logits, over all tokens of all sequences."""
 
     max_abs: float
     relative: float
@@ -43,7 +43,7 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsDeviation:
-    """`top1` leaves out tokens whose two best logits lie closer together than the tolerance."""
+    """`top1` counts tokens whose two best logits are closer than the tolerance as agreeing."""
 
     max_abs: float
     relative: float
@@ -55,7 +55,7 @@ class LogitsDeviation:
 
 
 def deviation(reference: Sequence[Tensor], other: Sequence[Tensor]) -> Deviation:
-    """Of tensors [T, N], one a sequence. NaN anywhere makes an infinite error."""
+    """The deviation of tensors [T, N], one per sequence. NaN anywhere makes the error infinite."""
     want, have = torch.cat(list(reference)).double(), torch.cat(list(other)).double()
     difference = (want - have).nan_to_num(nan=float("inf"))
     scale = max(float(want.norm()), 1e-30)
@@ -67,7 +67,8 @@ def deviation(reference: Sequence[Tensor], other: Sequence[Tensor]) -> Deviation
 def logits_deviation(
     reference: Sequence[Tensor], other: Sequence[Tensor], tie: float
 ) -> LogitsDeviation:
-    """`tie`: leads of the best logit below this share of the logits' spread are no lead."""
+    """The deviation of logits. `tie`: if the best logit leads by less than this share of the
+    standard deviation, the token counts as tied."""
     want, have = torch.cat(list(reference)).double(), torch.cat(list(other)).double()
     plain = deviation(reference, other)
     log_p, log_q = want.log_softmax(-1), have.log_softmax(-1)
@@ -87,7 +88,7 @@ def logits_deviation(
 
 
 def allowed(stated: Tolerance, noise: LogitsDeviation | None) -> Tolerance:
-    """The tolerance for the logits; `noise` is what the model's own rounding amounts to."""
+    """The tolerance for the logits; `noise` is the deviation due to the model's own rounding."""
     if noise is None:
         return stated
     return Tolerance(

@@ -1,4 +1,4 @@
-"""One model's step against its reference: the measurements, the verdict, and the cause."""
+"""Compares one model's step with its reference: the measurements, the verdict, and the cause."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from llmc.passes.base import Pass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What `compare` measured, and what it allows."""
+    """The measurements of `compare`, and their limits."""
 
     subject: Subject
     reference: Reference
-    variant: Variant  # that was compared: passes that mean to change the model are off
+    variant: Variant  # the compared one: passes that change the model on purpose are off
     stated: Tolerance  # of the dtype
-    limit: Tolerance  # the same, with the model's own rounding
+    limit: Tolerance  # the same, allowing for the model's own rounding
     noise: LogitsDeviation | None  # of the model's own rounding
     logits: LogitsDeviation
     compiled: LogitsDeviation | None  # the same at -O1 and above
-    layers: tuple[LayerResult, ...]  # none where hidden states can't be compared
+    layers: tuple[LayerResult, ...]  # empty if hidden states can't be compared
     changed: tuple[ChangedResult, ...]
     notes: tuple[str, ...]
 
@@ -52,7 +52,7 @@ class Comparison:
         )
 
     def diagnose(self) -> Diagnosis:
-        """Bisect by the logits and, where they can be compared, by the hidden states."""
+        """Bisect by the logits and, if they can be compared, by the hidden states."""
         wrong = tuple(
             Culprit(kind="pass", name=c.name, switch=f"--disable-pass {c.name}")
             for c in self.changed
@@ -71,13 +71,13 @@ class Comparison:
         return Diagnosis(culprits=(*found.culprits, *wrong), is_fixable=found.is_fixable)
 
     def _captured_is_good(self) -> bool:
-        """The captured graph knows no adapters: with some, this can't be told from it."""
+        """Whether the captured graph is right. It has no adapters, so with some this is assumed."""
         if self.subject.adapters:
             return True
         return self._allows(self._measure(self.subject.run_captured()))
 
     def _is_good(self, variant: Variant) -> bool:
-        """Hidden states too, where there are any: a norm may hide a mistake from the logits."""
+        """Compare hidden states too, if available: a norm can hide an error from the logits."""
         tapped = None
         if self.layers and variant.level == 0:
             tapped, _ = _run_tapped(self.subject, self.reference, variant)
@@ -101,9 +101,9 @@ class Comparison:
 def compare(
     subject: Subject, reference: Reference, switches: Mapping[str, bool], level: int
 ) -> Comparison:
-    """Run the step without the passes that mean to change the model, and compare it with
-    transformers; with each of those, compare it with the captured graph after the same pass. What
-    passes round is compared with the step in which they do not, as it is served."""
+    """Compare the step with transformers, without the passes that change the model on purpose. With
+    each of these, compare it with the captured graph after the same pass. With each pass that
+    rounds, compare the step as served with the step without that pass."""
     stated = TOLERANCES[str(subject.built.dtype).removeprefix("torch.")]
     noise = None
     if reference.has_noise:
@@ -122,7 +122,7 @@ def compare(
     compiled = _measure(subject.run(variant), reference, stated) if level else None
     late = [p for p in changing if p.place == "late"]
     notes = [note] if note else []
-    notes += [f"{p.name} changes the model late, so nothing can be compared with it" for p in late]
+    notes += [f"{p.name} changes the model late, so its effect can't be compared" for p in late]
     return Comparison(
         subject=subject,
         reference=reference,
@@ -146,13 +146,13 @@ def _measure(logits: list[Tensor], reference: Reference, stated: Tolerance) -> L
 
 
 def _run_tapped(subject: Subject, reference: Reference, variant: Variant) -> tuple[Run | None, str]:
-    """A run that also gives hidden states; None, and the reason, where it can't."""
+    """A run with hidden states; None, and the reason, if they can't be recorded."""
     try:
         run = subject.run_tapped(variant)
     except CompileError as e:
         return None, f"hidden states are not compared: {e}"
     if _shapes(run) != _shapes(reference.exact):
-        return None, "hidden states are not compared: the model's layers return others"
+        return None, "hidden states are not compared: the model's layers return different ones"
     return run, ""
 
 
@@ -198,7 +198,7 @@ def _compare_changed(
 def _compare_rounded(
     subject: Subject, rounding: Sequence[Pass], switches: Mapping[str, bool], level: int
 ) -> tuple[ChangedResult, ...]:
-    """Inputs in 8 bits may cost what bfloat16 may, those in 16 bits what float16 may."""
+    """With 8-bit inputs bfloat16's tolerance applies, with 16-bit inputs float16's."""
     bits = subject.options.pipeline.activation_bits
     limit = TOLERANCES["bfloat16" if bits == 8 else "float16"]
     variant = Variant(switches=switches, level=level)

@@ -1,9 +1,9 @@
-"""`check_encoder`: vectors of a small random copy of an encoder, beside those of transformers.
+"""`check_encoder`: compares vectors of a small random copy of an encoder with transformers'.
 
     small config -> random checkpoint -> LLM.encode, and the model as transformers runs it
 
-Texts are served together, so that one that sees into another shows; lengths are on both sides of
-the model's windows, which shrinking has made small.
+Sequences are served together, to detect attention from one to another. Their lengths are on both
+sides of the model's windows, which shrinking has made small.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from llmc.startup.architecture_certificate import ArchitectureCertificate
 
 _LENGTHS = (5, 1, 37, 20, 90)
 LIMIT = 1e-3  # relative, in float32
-# What an encoder with a head of this kind is served for.
+# The task of an encoder with a head of this kind.
 TASKS: dict[str, Task] = {"hidden": "embed", "score": "classify", "token_score": "token_classify"}
-_FIRST_ID = 5  # ids below are often those of padding, which some models number otherwise
+_FIRST_ID = 5  # lower ids are often padding, whose positions some models number differently
 
 
 def check_encoder(config: EngineConfig, hf_config: Any, task: Task) -> float:
-    """The relative error of the worst text's vector: the mean of its hidden states, its scores, or
-    those of its tokens.
+    """The largest relative error of a sequence's vector: the mean of its hidden states, its scores,
+    or the scores of its tokens.
 
-    `hf_config` is small enough to be made at random. Raises what its class, or a start, raises.
+    `hf_config` is small enough for random weights. Raises whatever its class or a start raises.
     """
     with tempfile.TemporaryDirectory(prefix="llmc-check-") as folder:
         path = Path(folder)
@@ -61,7 +61,7 @@ def check_encoder(config: EngineConfig, hf_config: Any, task: Task) -> float:
             outputs = llm.encode(texts, use_tqdm=False)
         found = [torch.tensor(o.outputs.data) for o in outputs if o.outputs is not None]
         if len(found) != len(texts):
-            raise LlmcError(next(o.error for o in outputs if o.error) or "a text has no vector")
+            raise LlmcError(next(o.error for o in outputs if o.error) or "a sequence has no vector")
         want = _reference(path, hf_config, texts, task)
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, want, strict=True))
 
@@ -83,7 +83,7 @@ def _texts(lengths: list[int], vocab: int) -> list[list[int]]:
 
 
 def _reference(path: Path, hf_config: Any, texts: list[list[int]], task: Task) -> list[Tensor]:
-    """As transformers reads each text alone, with what it makes of positions and masks itself."""
+    """transformers' vectors, one sequence at a time, with its own positions and masks."""
     module = load_encoder(path, hf_config, task)
     found = []
     for ids in texts:

@@ -1,4 +1,4 @@
-"""What a certificate is about, worked out from an EngineConfig without capturing anything."""
+"""What a certificate applies to, derived from an EngineConfig without capturing anything."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from llmc.startup.resolve import ModelSource, pick_device, pick_level, resolve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Everything that decides which step will serve. `key` is "" where a pass has no digest.
+    """Everything that determines which step serves. `key` is "" if a pass has no digest.
 
-    Logits processors are left out: the logits that they change are what is compared.
+    Logits processors are left out, because the logits before them are compared.
     """
 
     source: ModelSource
@@ -28,23 +28,23 @@ class Identity:
 
 
 def identify(config: EngineConfig) -> Identity:
-    """What one rank would run: how ranks share it out is proven op by op (passes/sharding.py)."""
+    """The identity of a single rank's step; sharding is verified op by op (passes/sharding.py)."""
     config = replace(config, tensor_parallel_size=1, data_parallel_size=1)
     source = resolve(config, pick_device(config.device))
     if source.facts.is_encoder:
         raise ConfigError(
-            f"{source.files.name} is an encoder, and a check compares the logits of text "
-            "generation; `llmc serve` compares a small model of its architecture, and says so in "
-            "its log and in /v1/models"
+            f"{source.files.name} is an encoder, but a check compares the logits of text "
+            "generation; `llmc serve` checks a small model of its architecture, and reports the "
+            "result in its log and in /v1/models"
         )
     if source.pooling is not None:
         raise ConfigError(
-            f"{source.files.name} is served for its vectors (task {config.task!r}), and a check "
-            "compares the logits of text generation; ask for them with --task generate"
+            f"{source.files.name} is served for its vectors (task {config.task!r}), but a check "
+            "compares the logits of text generation; select them with --task generate"
         )
     level = pick_level(config.opt_level, source.device)
     options = replace(rewrite_options(source), processors=())
-    made_up = f"made up from seed {config.seed}"
+    made_up = f"random, from seed {config.seed}"
     weights = made_up if source.is_dummy else fingerprint(source.files.path)
     key = program_key(source.facts.digest, source.dtype, source.device, options)
     if key:

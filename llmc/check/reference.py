@@ -1,7 +1,7 @@
-"""The other side of the comparison: the model as transformers runs it, unmodified and eager.
+"""The reference side of the comparison: the model as transformers runs it, unmodified and eager.
 
-One sequence at a time, so that nothing is padded, and without a cache. Hidden states are taken by
-hooks on the decoder layers.
+It runs one sequence at a time, so that nothing is padded, and without a cache. Hooks on the decoder
+layers record hidden states.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from llmc.weights.lora import LoraWeights
 from llmc.weights.quantized.quantization_config import StoredQuantization
 from llmc.weights.tensors import open_tensors
 
-_FLOAT32_SHARE = 0.8  # of free memory that a float32 copy may take
-_SPREAD = 0.85  # standard deviation of random weights, times the root of their inputs
+_FLOAT32_SHARE = 0.8  # of free memory that a float32 copy may use
+_SPREAD = 0.85  # standard deviation of random weights, times the square root of their inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """float32, by sequence: logits [T, V], and hidden states [T, N] by layer first."""
+    """Results in float32: logits [T, V] by sequence, hidden states [T, N] by layer and sequence."""
 
     logits: list[Tensor]
     hidden: list[list[Tensor]]
@@ -42,9 +42,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """`exact` is what the step is compared with; `rounded` the model's own run in its dtype.
+    """`exact` is what the step is compared with; `rounded` is the model's own run in its dtype.
 
-    They are the same where the dtype is float32, or where a float32 copy does not fit.
+    They are the same object if the dtype is float32 or a float32 copy does not fit in memory.
     """
 
     exact: Run
@@ -69,12 +69,14 @@ def run_reference(
     tables: Mapping[str, Tensor],
     adapters: Sequence[LoraWeights] = (),
 ) -> Reference:
-    """`layers` is the name of the module's list of decoder layers, "" where there is none.
-    `tables`: buffers that follow from the config, which `exact` takes without rounding.
-    `adapters` are the LoRA adapters that sequences name, from the first on.
+    """Run the model's own code on the sequences.
 
-    With `dummy_seed` the weights are made up, the same as the step's. Those that are `stored`
-    quantized are handed over as numbers: a quantizer's own kernels would compute otherwise.
+    `layers` is the name of the module's list of decoder layers, "" if there is none.
+    `tables`: buffers computed from the config, which `exact` uses without rounding.
+    `adapters`: the LoRA adapters that sequences refer to, numbered from 1.
+
+    With `dummy_seed` the weights are random, the same as the step's. Weights `stored` quantized are
+    passed dequantized, because a quantizer's own kernels would compute different values.
     """
     if dummy_seed is not None:
         module = _make(hf_config, dtype, trust_remote_code)
@@ -99,11 +101,11 @@ def run_reference(
 
 
 def save_random(config: Any, path: Path, maker: Any = None, *, seed: int = 0) -> None:
-    """Write a checkpoint in float32, drawn such that every layer matters: attention is far from
-    uniform, and no norm, bias or decay is at its neutral value.
+    """Write a random float32 checkpoint in which every layer matters: attention is far from
+    uniform, and no norm, bias or decay has its neutral value.
 
-    `maker`: transformers' class that makes the module, if not that of causal language models.
-    Raises what the model's class raises.
+    `maker`: the transformers class that creates the module, if not that of causal language models.
+    Raises whatever the model's class raises.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # for the class's own initial values
@@ -143,7 +145,7 @@ def _load(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) 
 
 
 def encoder_maker(hf_config: Any, task: Task) -> Any:
-    """transformers' class of classes that makes what is served of an encoder."""
+    """The transformers auto class that creates the part of an encoder that a task serves."""
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     makers = {
@@ -154,7 +156,7 @@ def encoder_maker(hf_config: Any, task: Task) -> Any:
 
 
 def load_encoder(path: Path, hf_config: Any, task: Task) -> Any:
-    """An encoder's checkpoint in float32, with its plainest attention."""
+    """An encoder loaded in float32, with eager attention."""
     maker = encoder_maker(hf_config, task)
     with _no_progress_bar():
         module = maker.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
@@ -163,7 +165,7 @@ def load_encoder(path: Path, hf_config: Any, task: Task) -> Any:
 
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Without transformers' own, which would run through our phases."""
+    """Disable transformers' progress bar, which would disturb the output of our phases."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -191,8 +193,8 @@ def _fill(source: WeightSource, tensors: Mapping[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def _adapted(module: nn.Module, adapter: LoraWeights | None) -> Iterator[None]:
-    """The module with an adapter: each output of a linear or an embedding plus B A of its input,
-    and experts with B A added to their weights while they compute, as PEFT has it."""
+    """Apply an adapter to the module: add B A of the input to the output of each linear or
+    embedding, and B A to the weights of experts while they compute, as PEFT does."""
 
     def added(op: AdaptedOp, a: Tensor, b: Tensor) -> Callable[..., Tensor]:
         def hook(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
@@ -202,7 +204,7 @@ def _adapted(module: nn.Module, adapter: LoraWeights | None) -> Iterator[None]:
                     nn.functional.linear(args[0], a_there), b_there
                 )
             low = nn.functional.embedding(args[0], a_there.T)
-            # some embeddings scale what they look up
+            # some embeddings scale their output
             return output + nn.functional.linear(low, b_there) * getattr(layer, "embed_scale", 1)
 
         return hook

@@ -1,10 +1,10 @@
-"""A model's config made small: the same architecture, every branch of it in reach of short texts.
+"""Shrinks a model's config: the same architecture, with every branch reachable by short sequences.
 
 Only counts and widths shrink (heads, experts, layers, vocabulary, and the widths in proportion to
-the heads), so that head dimensions, ranks, rotary parameters and ratios stay what they are. Numbers
-that count tokens (windows, chunks, the length a rotary scaling was trained on) become far smaller
-than the texts of tokens.py, which then go past each of them. What a number means is told by its
-name; no architecture is known here.
+the heads); head dimensions, ranks, rotary parameters and ratios stay unchanged. Numbers that count
+tokens (windows, chunks, the length a rotary scaling was trained on) become far smaller than the
+sequences of tokens.py, which therefore exceed each of them. The meaning of a number is inferred
+from its name, without knowledge of any architecture.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from llmc.compiler.interface import INDEXER_BUDGET
 
 Config = dict[str, Any]
 
-REACH = 32  # the longest text of tokens.py goes past it twice
-CONTEXT = 256  # beyond every text: nothing is served past a model's context
-_BUDGET = 128  # likewise, of an indexer that answers with a mask
+REACH = 32  # the longest sequence of tokens.py is more than twice as long
+CONTEXT = 256  # longer than every sequence: nothing is served beyond a model's context
+_BUDGET = 128  # likewise, for an indexer that returns a mask
 _VOCABULARY = 512
 _WINDOW, _FLOOR, _TRAINED, _SELECTED = 8, 4, 16, 2
 _EXPERTS = 8
-_INDEX_HEADS = 16  # with fewer, scores of exactly zero are common, and topk has no order for ties
+_INDEX_HEADS = 16  # with fewer, scores of exactly zero are common, and topk's order is undefined
 _WIDTH = 256  # of a model without heads
 _ROUND = 16
 
@@ -40,7 +40,7 @@ _WIDTHS = re.compile(
     r"|ffn_hidden_size|d_?ff$|dim_ff|feed_forward_size|d_inner$|_width$|_d_ssm$|proj_dim$"
     r"|expert\w*_size$|dim_model_base|hidden_size_per_layer"
 )
-_KEPT = re.compile(  # of tokens of no text
+_KEPT = re.compile(  # numbers that do not count tokens of a sequence
     r"head_?dim|head_size|channel|_rank$|state|theta|scalar|softcap|soft_cap|clip|beta|_scale$|multiplier"
     r"|kernel|d_conv|factor|(qk|rope|nope|v)_\w*dim|rotary|num_buckets|_id$|_ids$|seed|multiple_of"
     r"|iters$|kv_channels|d_head|dim_head|^dim$|_dim$|_size$|_heads$"
@@ -53,7 +53,7 @@ _CONTEXTS = re.compile(
 )
 _NO_LENGTHS = re.compile(r"pattern|layers|use_|_id$|theta|_type")
 _LENGTHS = (
-    # a token that is repeated ties with itself, and torch.topk has no order for ties
+    # a repeated token ties with itself, and torch.topk's order is undefined for ties
     (re.compile(r"keep_window"), CONTEXT),
     (re.compile(r"original_max_position"), _TRAINED),
     (re.compile(r"max_distance|max_inference_chunk"), _TRAINED),
@@ -68,16 +68,16 @@ _PATTERNS = re.compile(r"interval|period|_every|pattern|_step$|offset|frequency|
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrunken:
-    """`notes` name what no text of the comparison reaches."""
+    """`notes` name the limits that no compared sequence reaches."""
 
     config: Config
     notes: tuple[str, ...]
 
 
 def shrink(config: Mapping[str, Any], *, text: str = "", narrow: bool = True) -> Shrunken:
-    """`text` is the field that holds the text model's config, "" where the config is that itself.
+    """Shrink a config. `text`: the field with the text model's config; "" if it is `config` itself.
 
-    Depth is left as it is: see `keep_layers`. Without `narrow` widths, heads and experts stay too.
+    The depth is unchanged: see `keep_layers`. Without `narrow`, widths, heads and experts are too.
     """
     parts = [config[text], config] if text else [config]
     plan = _Plan.of(parts[0], narrow=narrow)
@@ -101,18 +101,18 @@ def shrink(config: Mapping[str, Any], *, text: str = "", narrow: bool = True) ->
 
 
 def num_layers(config: Mapping[str, Any]) -> int:
-    """0 where no field says it."""
+    """The number of layers; 0 if no field states it."""
     return _first(config, _LAYERS)
 
 
 def shared_layers(config: Mapping[str, Any]) -> int:
-    """The number of last layers that take keys and values of layers before them."""
+    """How many of the last layers use the keys and values of earlier layers."""
     found = (v for n, v in config.items() if _SHARED_LAYERS.search(n) and _is_number(v))
     return next(found, 0)
 
 
 def keep_layers(config: Mapping[str, Any], kept: Sequence[int]) -> Config:
-    """Only these layers; what the config lists by layer is cut alike."""
+    """Keep only these layers, also in fields that the config lists by layer."""
     total = num_layers(config)
     first_shared = total - shared_layers(config)
 
@@ -134,7 +134,7 @@ def keep_layers(config: Mapping[str, Any], kept: Sequence[int]) -> Config:
 
 
 def numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """All numbers of a config, under the name that stands nearest to them."""
+    """All numbers of a config, with the innermost field name."""
 
     def walk(name: str, value: Any) -> Iterator[tuple[str, float]]:
         if isinstance(value, Mapping):
@@ -152,7 +152,7 @@ def numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def out_of_reach(name: str, number: float) -> bool:
-    """Whether a number may count tokens, and more than any compared text has."""
+    """Whether a number may be a token count that no compared sequence reaches."""
     if number <= REACH or number != number or number == float("inf") or number != int(number):
         return False
     if name == INDEXER_BUDGET or _CONTEXTS.search(name) or "vocab" in name:
@@ -164,12 +164,12 @@ def out_of_reach(name: str, number: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """How much smaller the numbers of one model become."""
+    """How much to shrink the numbers of one model."""
 
     ratio: Fraction  # of heads, and of widths with them
     old_heads: int  # 0: the model has none
     vocabulary: int
-    experts: int  # before; 0 where there are none
+    experts: int  # before shrinking; 0 if there are none
     narrow: bool
 
     @staticmethod
@@ -196,7 +196,7 @@ class _Plan:
         return {n: self.change(n, v) for n, v in config.items() if n != "quantization_config"}
 
     def change(self, name: str, value: Any) -> Any:
-        """A field's value, made small by what its name says; names of layers are kept."""
+        """A field's value, shrunk according to its name; keys that are layer numbers are kept."""
         if isinstance(value, Mapping):
             return {
                 key: self.change(name if _is_list(name, key) else str(key), inner)
@@ -250,8 +250,8 @@ class _Plan:
 
 
 def _ratio(heads: int, kv_heads: int, hidden: int) -> Fraction:
-    """Two heads of keys where there are more than one, and as few of queries to each as show that
-    there are several: two or more, an odd number where theirs is odd."""
+    """The shrinking factor of heads: keep two KV heads if there is more than one, and the fewest
+    query heads per KV head that are still several: at least two, an odd number if theirs is odd."""
     kept = heads if kv_heads in (0, heads) else min(kv_heads, 2)
     group = heads // kept if kept != heads else 1
     is_odd = kept != heads and (heads // kv_heads) % 2
@@ -266,7 +266,7 @@ def _ratio(heads: int, kv_heads: int, hidden: int) -> Fraction:
 
 
 def _one_layer(config: Mapping[str, Any]) -> Config:
-    """Of a part for images or sound, which is built and never run."""
+    """The config of an image or audio part, cut to one layer: it is built but never run."""
 
     def cut(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -278,7 +278,7 @@ def _one_layer(config: Mapping[str, Any]) -> Config:
 
 
 def _is_list(name: str, key: Any) -> bool:
-    """Whether a mapping's keys only say which layers its numbers are for."""
+    """Whether a mapping's keys only state which layers its numbers apply to."""
     return str(key).isdigit() or "rates" in name
 
 

@@ -1,7 +1,7 @@
-"""Runs a step function over the steps of `tokens.py` and keeps every token's logits.
+"""Runs a step function over the steps of `tokens.py` and records every token's logits.
 
-The inputs are made as the runner makes them, from rows by `prepare_step`, without its other parts.
-Caches start full of NaN, so that reading what was never written shows.
+As in the runner, `prepare_step` computes the inputs from rows; its other parts are not used.
+Caches are initialized with NaN, so that reading an unwritten entry is detected.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from llmc.runner.step_buffers import StepBuffers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Blocks of the caches: as many for each sequence and group of layers, in a scattered order."""
+    """The cache blocks: the same number per sequence and layer group, in scattered order."""
 
     block_size: int
     blocks_each: int
     num_sequences: int
     num_groups: int
-    long_text_from: int = 0  # where longer sequences have positions of their own; 0: nowhere
+    long_text_from: int = 0  # longer sequences use different positions; 0: none do
 
     @staticmethod
     def of(
@@ -48,7 +48,7 @@ class Geometry:
         long_text_from: int = 0,
     ) -> Geometry:
         longest = max(len(s.token_ids) for s in sequences)
-        # compiled steps take no block table of width 1
+        # compiled steps do not support a block table of width 1
         blocks = max(2, -(-longest // block_size))
         return Geometry(
             block_size=block_size,
@@ -59,7 +59,7 @@ class Geometry:
         )
 
     def position_offset(self, sequence: TokenSequence) -> int:
-        """What is added to its positions."""
+        """The offset added to its positions."""
         return self.long_text_from if len(sequence.token_ids) > self.long_text_from else 0
 
     @property
@@ -67,7 +67,7 @@ class Geometry:
         return self.blocks_each * self.num_sequences * self.num_groups
 
     def block_tables(self) -> Tensor:
-        """[sequences, blocks, groups]: a sequence's blocks lie far apart and backwards."""
+        """[sequences, blocks, groups]: a sequence's blocks are far apart and in reverse order."""
         order = torch.arange(self.num_blocks - 1, -1, -1, dtype=torch.int32)
         return order.view(self.blocks_each, self.num_sequences, -1).transpose(0, 1).contiguous()
 
@@ -75,7 +75,7 @@ class Geometry:
 def bind(
     graph: fx.GraphModule, weights: Mapping[str, Tensor], geometry: Geometry, device: torch.device
 ) -> dict[str, Tensor]:
-    """The tensor of every placeholder that is no step input."""
+    """The tensor of every placeholder that is not a step input."""
     bound = dict(weights)
     for node in graph.graph.nodes:
         role = input_of(node)
@@ -89,13 +89,11 @@ def bind(
             bound[node.name] = _poisoned(state)
         elif isinstance(role, ConstantInput):
             bound[node.name] = role.tensor.to(device)
-        elif isinstance(role, AdapterInput):  # slots of LoRA adapters, none of which is there
+        elif isinstance(role, AdapterInput):  # empty slots of LoRA adapters
             value = node.meta["val"]
             bound[node.name] = torch.zeros(value.shape, dtype=value.dtype, device=device)
         elif role is not None and not isinstance(role, StepInput | WeightInput):
-            raise CompileError(
-                f"the certificate can't be made yet for steps with a {type(role).__name__}"
-            )
+            raise CompileError(f"steps with a {type(role).__name__} can't be certified yet")
     return bound
 
 
@@ -112,9 +110,9 @@ def run_steps(
     device: torch.device,
     taps: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """(logits [T, V] of each sequence, hidden states [T, N] by layer and sequence).
+    """Run the steps; returns logits [T, V] by sequence, hidden states [T, N] by layer and sequence.
 
-    `taps` are the buffers that the step writes its packed hidden states to, layer by layer.
+    `taps`: the buffers that the step writes its packed hidden states to, one per layer.
     """
     rows = row_tables(sequences, geometry, vocab_size, device)
     buffers = StepBuffers(
@@ -129,9 +127,7 @@ def run_steps(
             given = {**rows.tables, **_packed(buffers, chunks, device)}
             missing = [name for name in step.inputs if name not in given]
             if missing:
-                raise CompileError(
-                    f"the certificate can't be made yet for a step that reads {missing[0]!r}"
-                )
+                raise CompileError(f"a step that reads {missing[0]!r} can't be certified yet")
             _, out = step.call(**{name: given[name] for name in step.inputs})
             _scatter(out, chunks, logits)
             for layer, tap in enumerate(taps):
@@ -145,7 +141,7 @@ def _scatter(packed: Tensor, chunks: Sequence[Chunk], parts: list[list[Tensor]])
     start = 0
     for chunk in chunks:
         rows = packed[start : start + chunk.count]
-        if chunk.start == 0:  # computed again after a preemption: what counts is the last time
+        if chunk.start == 0:  # recomputed after a preemption: the last results count
             parts[chunk.sequence].clear()
         parts[chunk.sequence].append(rows.to("cpu", torch.float32, copy=True))
         start += chunk.count
@@ -154,7 +150,7 @@ def _scatter(packed: Tensor, chunks: Sequence[Chunk], parts: list[list[Tensor]])
 def _packed(
     buffers: StepBuffers, chunks: Sequence[Chunk], device: torch.device
 ) -> dict[str, Tensor]:
-    """The inputs that change every step; every token's logits are asked for."""
+    """The inputs that change every step; logits are requested for every token."""
     work = work_lines([(c.sequence, c.start, c.count, c.count, 0) for c in chunks], 0, 0)
     tokens = sum(chunk.count for chunk in chunks)
     lengths = [(chunk.count, chunk.start + chunk.count) for chunk in chunks]
@@ -168,9 +164,9 @@ def _packed(
 def row_tables(
     sequences: Sequence[TokenSequence], geometry: Geometry, vocab_size: int, device: torch.device
 ) -> RowTables:
-    """The runner's own tables: a row for each sequence, with its tokens and its blocks.
+    """The runner's own tables: one row per sequence, with its tokens and its blocks.
 
-    Sampling is neutral: the logits are what is compared.
+    Sampling parameters are neutral, because only logits are compared.
     """
     rows = RowTables(
         num_rows=len(sequences),

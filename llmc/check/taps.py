@@ -1,4 +1,4 @@
-"""A pass of the checker's own: copy the hidden state that leaves each layer to a buffer."""
+"""A pass used only by the checker: copies the hidden state after each layer to a buffer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmc.passes.layers import copy_out, layer_outputs
 def tap_buffers(
     graph: fx.Graph, num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """A buffer [tokens, N] for each layer; CompileError where a layer's output is no [1, T, N]."""
+    """A buffer [tokens, N] per layer; CompileError if a layer's output is not [1, T, N]."""
     buffers = []
     for node in layer_outputs(graph):
         shape = val(node).shape
@@ -28,7 +28,7 @@ def tap_buffers(
 
 @graph_pass(cached=False)
 def tap_layers(gm: fx.GraphModule, *, buffers: Sequence[Tensor]) -> Notes:
-    """Copy what leaves each layer.
+    """Copy the output of each layer.
 
     Before:
         h [1, T, N] = the output of a layer

@@ -1,8 +1,8 @@
-"""What both sides compute: a few token sequences, and the steps in which an engine takes them.
+"""The input of both sides: a few token sequences, and the steps in which an engine computes them.
 
-The same tokens are given to both, so a rounding difference never leads to another text. The steps
-hold what serving holds: several requests packed, long prompts in chunks, decodes beside prefills,
-and a request that was preempted while it decoded and is computed again from its first token.
+Both get the same tokens, so a rounding difference never leads to a different text. The steps cover
+what happens in serving: several packed requests, prompts in chunks, decodes next to prefills, and a
+request that is preempted during decode and recomputed from its first token.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _TEXTS = (
 )
 _DECODES = 6
 _PROMPTS = (1, 13, 37, 64)
-MOST_ADAPTERS = len(_PROMPTS) - 1  # beside the model alone
+MOST_ADAPTERS = len(_PROMPTS) - 1  # in addition to the model without adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
-    """`token_ids` begin with a prompt of `prompt_len`; the rest comes one by one, as decoded.
-    `adapter` numbers the LoRA adapter that answers, from 1; 0 is the model alone."""
+    """`token_ids` start with a prompt of `prompt_len`; the rest are decoded one by one.
+    `adapter`: the number of the sequence's LoRA adapter, from 1; 0 means none."""
 
     token_ids: tuple[int, ...]
     prompt_len: int
@@ -52,9 +52,9 @@ def make_sequences(
     longest: int | None = None,
     num_adapters: int = 0,
 ) -> tuple[TokenSequence, ...]:
-    """Texts in the model's own tokens, or numbers by a fixed rule where it has no tokenizer.
+    """Texts in the model's own tokens, or ids by a fixed rule if it has no tokenizer.
 
-    `longest` is the length of the longest prompt. Adapters, and none, take turns.
+    `longest` is the length of the longest prompt. Sequences cycle through no adapter and each one.
     """
     made = []
     for i, (text, length) in enumerate(zip(_TEXTS, _PROMPTS, strict=True)):
@@ -74,14 +74,14 @@ def make_sequences(
 
 
 def make_steps(sequences: Sequence[TokenSequence]) -> list[list[Chunk]]:
-    """All sequences at once; prompts in thirds of the longest, then one token a step.
+    """All sequences at once: prompts in thirds of the longest, then one token per step.
 
-    The longest is preempted once, when half of its other tokens are decoded.
+    The longest is preempted once, when half of its decoded tokens are done.
     """
     longest = max(range(len(sequences)), key=lambda i: len(sequences[i].token_ids))
     kept = sequences[longest]
     preempted_at = kept.prompt_len + (len(kept.token_ids) - kept.prompt_len) // 2
-    recomputed = [0] * len(sequences)  # tokens that are there at once after a preemption
+    recomputed = [0] * len(sequences)  # tokens known from the start after a preemption
     chunk = -(-max(s.prompt_len for s in sequences) // 3)
     done = [0] * len(sequences)
     steps: list[list[Chunk]] = []

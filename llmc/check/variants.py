@@ -1,4 +1,4 @@
-"""One captured model, made into step functions in many ways: passes off, kernels off, compiled."""
+"""Turns one captured model into step functions in many ways: passes off, kernels off, compiled."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from llmc.weights.lora import LoraWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """`switches` by pass, `kernels` the ops whose fast versions are used (None: all)."""
+    """`switches` by pass; `kernels`: the ops whose fast versions are used (None: all)."""
 
     switches: Mapping[str, bool]
     kernels: Collection[str] | None = None
@@ -48,7 +48,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The model that is checked, and the tokens it is checked on."""
+    """The model to check, and the tokens to check it on."""
 
     built: BuiltModel
     captured: CapturedModel
@@ -57,7 +57,7 @@ class Subject:
     cache_dir: Path
     sequences: tuple[TokenSequence, ...]
     steps: Sequence[Sequence[Chunk]]
-    adapters: Sequence[LoraWeights] = ()  # of LoRA, which sequences name from 1
+    adapters: Sequence[LoraWeights] = ()  # LoRA; sequences refer to them by number, from 1
 
     def without_adapters(self) -> Subject:
         alone = tuple(replace(sequence, adapter=0) for sequence in self.sequences)
@@ -74,12 +74,12 @@ class Subject:
         return report.changed
 
     def changes(self, p: Pass, variant: Variant) -> bool:
-        """Whether one of its passes changes anything behind the others."""
+        """Whether a pass changes anything when it runs in the pipeline of the variant."""
         return any(r.name == p.name and r.changed for r in self.rewrite(variant).reports)
 
     def rewrite(self, variant: Variant, extra: Sequence[Pass] = ()) -> Program:
-        """The graph after the passes and, last, with its kernels chosen. `extra` passes run behind
-        those of users."""
+        """The graph after all passes, with its kernels chosen. `extra` passes run after those of
+        users."""
         options = replace(
             self.options, switches=variant.switches, extra=(*self.options.extra, *extra)
         )
@@ -91,19 +91,20 @@ class Subject:
         return self._run(self.rewrite(variant), variant.level).logits
 
     def run_tapped(self, variant: Variant) -> Run:
-        """The same with a copy taken of what leaves each layer; not compiled."""
+        """The same with a copy of the output of each layer; not compiled."""
         most = max(sum(c.count for c in chunks) for chunks in self.steps)
         captured = self.captured
-        # The tap is the last of the early passes: it sees what users' passes made of a layer.
+        # The tap is the last early pass, so it sees each layer after users' passes.
         buffers = tap_buffers(captured.graph.graph, most, captured.dtype, captured.device)
         program = self.rewrite(variant, extra=(tap_layers(buffers=buffers),))
         return self._run(program, level=0, taps=buffers)
 
     def run_captured(self, passes: Sequence[Pass] = ()) -> list[Tensor]:
-        """The captured graph itself, one sequence at a time: no paging, no fusion, no kernel,
+        """Run the captured graph itself, one sequence at a time: no paging, no fusion, no kernel,
         no adapter.
 
-        But for what says nothing by itself: loops for one number of tokens, masks without numbers.
+        Only parts that can't run as captured are replaced: loops for one number of tokens, and
+        masks without values.
         """
         meant = (
             find_key_biases(max_positions=0, block_size=1),
@@ -167,7 +168,7 @@ class Subject:
 
 
 def _with_kernels(graph: fx.GraphModule, kernels: Collection[str] | None) -> fx.GraphModule:
-    """Fast versions of these ops only; the others stay on their references."""
+    """The graph with fast versions of only these ops; the others use their references."""
     if kernels is not None and not kernels:
         return graph
     lowered, _ = run_passes(graph, (lower_kernels(),))
@@ -183,9 +184,9 @@ def _with_kernels(graph: fx.GraphModule, kernels: Collection[str] | None) -> fx.
 
 
 class RoundedWeights:
-    """Another source's weights, rounded to a dtype before they are cast to the one asked for.
+    """Another source's weights, rounded to a dtype before they are cast to the requested one.
 
-    `own`: the dtypes of some by name, such as stay in float32 in a model of 16 bits.
+    `own`: the dtypes of some by name, such as those that stay in float32 in a 16-bit model.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class RoundedWeights:
 
 
 def kernels_of(graph: fx.GraphModule) -> dict[str, str]:
-    """op -> the library that computes it, for every op of ours in a graph with chosen kernels."""
+    """op -> the library that computes it, for each of our ops in a graph with chosen kernels."""
     found = {}
     for node in graph.graph.nodes:
         if node.op == "call_function" and str(node.target).startswith("llmc"):

@@ -1,6 +1,6 @@
-"""What llmc makes of a model, from its config.json alone: no weights, no GPU, seconds.
+"""Shows how llmc compiles a model, from its config.json alone: no weights, no GPU, in seconds.
 
 inspect.inspect_model   EngineConfig -> Inspection (facts, layers, passes, kernels)
-fit                     what fits in some memory, how fast a bandwidth lets it decode
+fit                     what fits in a given memory, and the decode speed a bandwidth allows
 page                    Inspection -> one self-contained HTML page of the graph, pass by pass
 """

@@ -1,7 +1,7 @@
-"""Which version of each op will run, without building or launching any.
+"""Determines which version of each op will run, without building or launching any.
 
-As `passes/lower_kernels.py` will choose, except that C++ ops that are yet to be built, and Triton
-ops on a machine without a GPU, count as there.
+It chooses as `passes/lower_kernels.py` does, except that C++ ops that are not built yet, and Triton
+ops on a machine without a GPU, count as available.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class KernelChoice:
 def choose_kernels(
     stage: Stage, device: torch.device, copies: Callable[[int], int]
 ) -> tuple[KernelChoice, ...]:
-    """Ops of ours first; the rest is left to torch, and to Inductor from -O1 on.
+    """Our ops first; the rest run in torch, and in Inductor's code from -O1 on.
 
-    `copies(layer)` is how many layers of the model the captured one stands for.
+    `copies(layer)` is the number of the model's layers that the captured one represents.
     """
     present = _present(device)
     by_target = {op.overload: op.name for op in OPS.values()} | SAME_AS

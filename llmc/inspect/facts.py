@@ -1,4 +1,4 @@
-"""What a graph says of one decoder layer: its attention, its caches, the weights it reads."""
+"""Facts about a decoder layer from its graph: its attention, its caches, the weights it reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llmc.passes.inputs import CacheInput, StateInput, WeightInput, input_of, to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFacts:
-    """`window` and `chunk` in tokens, 0: none. `extras`: softcap, sinks, biases, indexer."""
+    """`window` and `chunk` in tokens; 0 means none. `extras`: softcap, sinks, biases, indexer."""
 
     heads: int
     kv_heads: int
@@ -31,7 +31,7 @@ class AttentionFacts:
     window: int
     chunk: int
     extras: tuple[str, ...]
-    entry_tokens: int = 0  # that an entry beside the window stands for; 0: there are none
+    entry_tokens: int = 0  # tokens per compressed entry, used in addition to the window; 0: none
 
     @property
     def kind(self) -> str:
@@ -50,15 +50,15 @@ class ExpertFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFacts:
-    """One part of the model: a decoder layer, or what comes before or behind them.
+    """One part of the model: a decoder layer, or the part before or after the layers.
 
-    `read_bytes` are read for every step whatever the batch, `expert_bytes` is the part that is
-    chosen by the token. Bytes of the cache are for each token, of the state for each request.
+    `read_bytes` are read in every step, whatever the batch; `expert_bytes` are those of routed
+    experts. Cache bytes are per token, state bytes per request.
     """
 
     attention: tuple[AttentionFacts, ...]
     experts: ExpertFacts | None
-    other_ops: tuple[str, ...]  # ops of ours that keep state between tokens
+    other_ops: tuple[str, ...]  # our ops that keep state between tokens
     kv_bytes_per_token: int
     state_bytes: int
     weight_bytes: int
@@ -67,7 +67,7 @@ class LayerFacts:
 
 
 def layer_facts(stages: Sequence[Stage], shortened: Shortened) -> dict[int, LayerFacts]:
-    """By layer of the whole model; -1 before, the number of layers behind."""
+    """Facts by layer of the whole model; -1 is before the layers, their number after them."""
     captured = stages[0].layers.count
     found = {i: _facts(stages, i) for i in range(-1, captured + 1)}
     whole = {-1: found[-1], shortened.num_layers: found[captured]}
@@ -78,7 +78,7 @@ def layer_facts(stages: Sequence[Stage], shortened: Shortened) -> dict[int, Laye
 
 def _facts(stages: Sequence[Stage], layer: int) -> LayerFacts:
     early, late = _nodes(stages[0], layer), _nodes(stages[-1], layer)
-    # attention that a model spells out is found by a pass
+    # attention written out in a model's code is only recognized by a later pass
     attended = next(filter(None, (_attentions(stage, layer) for stage in stages)), ())
     experts = next((_experts(n) for n in early if n.target is expert_linear.overload), None)
     kv = sum(_written_bytes(n) for n in late)
@@ -121,7 +121,7 @@ def _attentions(stage: Stage, layer: int) -> tuple[AttentionFacts, ...]:
 
 
 def _written_bytes(node: fx.Node) -> int:
-    """Cache bytes a token, where this call writes its keys and values."""
+    """Cache bytes per token that this call writes; 0 if it writes no keys and values."""
     if node.op != "call_function" or is_attention(node):
         return 0
     caches = [n for n in node.all_input_nodes if isinstance(input_of(n), CacheInput)]
@@ -165,7 +165,7 @@ def _attention(node: fx.Node) -> AttentionFacts:
 
 
 def _experts(node: fx.Node) -> ExpertFacts:
-    """Rows are (token, expert) pairs, so their number over that of tokens is the choice."""
+    """The numbers of experts; rows are (token, expert) pairs, so rows per token are the chosen."""
     given = arguments(node)
     chosen = _shape(given.x)[0] // max(1, _shape(token_input(node.graph))[0])
     return ExpertFacts(num_experts=_shape(given.weight)[0], num_chosen=max(1, chosen))
@@ -176,12 +176,12 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 
 def size_hint(size: Any) -> int:
-    """A size as a number; a symbolic one as it was in the example of the capture."""
+    """A size as a number; for a symbolic one, its value in the capture's example."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 
 def num_bytes(node: fx.Node, skip: Sequence[int] = ()) -> int:
-    """Of a value; `skip` are dimensions that are left out."""
+    """The bytes of a value, without the dimensions in `skip`."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0

@@ -1,4 +1,4 @@
-"""Arithmetic on an inspection: what fits in memory, and how fast a bandwidth lets it decode."""
+"""Arithmetic on an inspection: what fits in memory, and the decode speed a bandwidth allows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ BATCHES = (1, 8, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheKind:
-    """Layers that see the same span: their bytes for a token, and those that a token's place takes,
-    which are more where a group of layers (`group_caches`) is not full."""
+    """Layers with the same attention window: their bytes per token, and the bytes reserved per
+    token, which are more if a group of layers (`group_caches`) is not full."""
 
     window: AttentionWindow
     bytes_per_token: int
@@ -22,8 +22,8 @@ class CacheKind:
 
 
 def cache_kinds(layers: Sequence[tuple[AttentionWindow, int]]) -> tuple[CacheKind, ...]:
-    """Of (window, bytes a token) by layer. Caches of several shapes share one block table, so that
-    all of them keep what the one that sees most does."""
+    """The kinds for (window, bytes per token) by layer. Caches of several shapes share one block
+    table, so all of them keep as many tokens as the one with the largest window."""
     kinds: dict[AttentionWindow, list[int]] = {}
     for window, num in sorted(layers, key=lambda layer: -layer[0].most):
         kinds.setdefault(window, []).append(num)
@@ -44,7 +44,7 @@ def cache_kinds(layers: Sequence[tuple[AttentionWindow, int]]) -> tuple[CacheKin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Bytes. `activation_bytes` is an estimate for a full step of `step_tokens`."""
+    """Sizes in bytes. `activation_bytes` is an estimate for a full step of `step_tokens`."""
 
     weight_bytes: int
     read_bytes: int  # weights that every step reads
@@ -52,7 +52,7 @@ class Sizes:
     num_experts: int
     num_chosen: int
     caches: tuple[CacheKind, ...]
-    state_bytes: int  # for each request
+    state_bytes: int  # per request
     activation_bytes: int
     block_size: int
     step_tokens: int
@@ -60,11 +60,11 @@ class Sizes:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """In all layers, as long as a token is seen by all of them."""
+        """In all layers, while a token is inside all of their windows."""
         return sum(kind.bytes_per_token for kind in self.caches)
 
     def request_bytes(self, context: int) -> int:
-        """The most that one request of so many tokens holds, in whole blocks, and its state."""
+        """The most memory that a request with `context` tokens uses: whole blocks and its state."""
         total = self.state_bytes
         for kind in self.caches:
             layout = CacheLayout(
@@ -74,9 +74,9 @@ class Sizes:
         return total
 
     def step_bytes(self, batch: int, context: int) -> float:
-        """Read from memory by one decode step of `batch` requests."""
+        """Bytes read from memory by one decode step of `batch` requests."""
         touched = 0.0
-        if self.num_experts:  # the share of experts that at least one of the tokens chose
+        if self.num_experts:  # the share of experts that at least one token is routed to
             touched = 1 - (1 - self.num_chosen / self.num_experts) ** batch
         seen = sum(min(context, kind.window.most) * kind.bytes_per_token for kind in self.caches)
         return self.read_bytes + touched * self.expert_bytes + batch * (seen + self.state_bytes)
@@ -84,8 +84,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One context length. `num_requests` None: memory was not asked for. Tokens a second by batch;
-    None where so many requests do not fit."""
+    """One context length. `num_requests` None: memory is not known. Tokens per second by batch
+    size; None if so many requests do not fit."""
 
     context: int
     request_bytes: int
@@ -94,13 +94,13 @@ class Row:
 
 
 def contexts(max_model_len: int) -> list[int]:
-    """1k, 4k, 16k ... up to the model's own."""
+    """1k, 4k, 16k ... up to the model's context length."""
     found = [c for c in (1024 * 4**i for i in range(6)) if c < max_model_len]
     return [*found, max_model_len]
 
 
 def fit(sizes: Sizes, memory: int | None, bandwidth: float | None) -> list[Row]:
-    """`memory` in bytes, `bandwidth` in bytes a second; None leaves its columns empty."""
+    """The rows. `memory` in bytes, `bandwidth` in bytes per second; None leaves columns empty."""
     rows = []
     for context in contexts(sizes.max_model_len):
         each = sizes.request_bytes(context)
@@ -126,7 +126,7 @@ def _speeds(
     bandwidth: float | None,
     batches: Sequence[int],
 ) -> list[float | None]:
-    """Tokens a second over all requests of the batch, when nothing but reading takes time."""
+    """Tokens per second over all requests of the batch, if only reading memory takes time."""
     if bandwidth is None:
         return [None] * len(batches)
     return [

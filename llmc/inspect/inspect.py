@@ -28,13 +28,13 @@ from llmc.startup.resolve import ModelSource, pick_device, resolve
 from llmc.weights.quantized.kept_quantized import KeptWeights, expected_weights, kept_parameters
 from llmc.weights.tensors import weight_files
 
-_LIVE_VALUES = 4  # of the largest value of a step, that many are taken to live at once
+_LIVE_VALUES = 4  # how many values of the largest size are assumed to be live at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassFacts:
-    """Ops that went and came in the whole model, and the layers where (-1: before the layers, their
-    number: behind them)."""
+    """A pass's removed and added ops in the whole model, and the layers they are in (-1: before the
+    layers; the number of layers: after them)."""
 
     name: str
     title: str
@@ -49,14 +49,14 @@ class PassFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """Everything but the graphs is plain data; `stages` are for the page."""
+    """The result. Everything but the graphs is plain data; `stages` are for the page."""
 
     model: str
     architecture: str
     dtype: str
     device: str
     num_parameters: int
-    num_active_parameters: int  # that one token goes through
+    num_active_parameters: int  # used for one token
     max_model_len: int
     vocab_size: int
     num_layers: int
@@ -65,16 +65,16 @@ class Inspection:
     layers: dict[int, LayerFacts]
     passes: tuple[PassFacts, ...]
     kernels: tuple[KernelChoice, ...]
-    sizes: Sizes  # of each rank
+    sizes: Sizes  # per rank
     tensor_parallel_size: int
-    num_collectives: int  # in a step
+    num_collectives: int  # per step
     stages: tuple[Stage, ...]
 
 
 def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspection:
-    """Raises CheckpointError and CompileError as loading would, CompileError with the reason why
-    the model can't be served."""
-    config = dataclasses.replace(config, load_format="dummy")  # a hub model's weights stay there
+    """Inspect a model. Raises CheckpointError and CompileError as loading would; CompileError gives
+    the reason why the model can't be served."""
+    config = dataclasses.replace(config, load_format="dummy")  # download no weights from the hub
     device = torch.device("cuda") if config.device == "cuda" else pick_device(config.device)
     source = resolve(config, device)
     start = time.perf_counter()
@@ -90,7 +90,7 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
             break
         except CompileError:
             if shortened.is_whole:
-                raise  # else: its code may count its layers
+                raise  # otherwise retry with all layers: the code may depend on their number
     assert built is not None and shortened is not None and stages is not None
     seconds = time.perf_counter() - start
     facts = layer_facts(stages, shortened)
@@ -121,7 +121,7 @@ def inspect_model(config: EngineConfig, *, all_layers: bool = False) -> Inspecti
 
 
 def _kept(source: ModelSource, built: BuiltModel) -> KeptWeights:
-    """Weights that keep their stored form; by config.json alone where there are no weight files."""
+    """Weights that stay as stored; determined from config.json if there are no weight files."""
     if source.stored is None or source.config.quantization == "none":
         return ()
     if not any(weight_files(source.files.path)):
@@ -134,7 +134,7 @@ def _pass_facts(
 ) -> tuple[PassFacts, ...]:
     found = []
     for before, after in zip(stages, stages[1:], strict=False):
-        assert after.rewrite is not None and after.report is not None, "a pass made it"
+        assert after.rewrite is not None and after.report is not None, "it follows a pass"
         report = after.report
         made = change(before, after, shortened.copies)
         found.append(
@@ -154,12 +154,12 @@ def _pass_facts(
 
 
 def title_of(doc: str) -> str:
-    """The sentence that a pass's docstring begins with."""
+    """The first sentence of a pass's docstring."""
     return " ".join(doc.strip().partition("\n\n")[0].split())
 
 
 def _whole(layers: Sequence[int], shortened: Shortened) -> tuple[int, ...]:
-    """The same in the whole model, where the layers that were not captured are like those."""
+    """The corresponding layers of the whole model, including copies of the captured ones."""
     changed = set(layers)
     inside = [i for i, stand_in in enumerate(shortened.stand_in) if stand_in in changed]
     before = [-1] if -1 in changed else []
@@ -168,7 +168,7 @@ def _whole(layers: Sequence[int], shortened: Shortened) -> tuple[int, ...]:
 
 
 def _together(notes: Sequence[str]) -> list[str]:
-    """Notes that differ in the name of a node only are said once."""
+    """Merge notes that differ only in the name of a node."""
     counts: dict[str, list[str]] = {}
     for note in notes:
         name, colon, reason = note.partition(": ")
@@ -210,7 +210,7 @@ def _sizes(
 def _cache_of(
     facts: LayerFacts, config: EngineConfig, model_len: int
 ) -> tuple[AttentionWindow, int]:
-    """How far back a layer must keep what it writes, and the bytes of a token."""
+    """How far back a layer must keep its cache entries, and its bytes per token."""
     if not config.passes.get("group_caches", True):
         return WHOLE, facts.kv_bytes_per_token
     limits = [(0, 0) if a.entry_tokens else (a.window, a.chunk) for a in facts.attention]
@@ -219,7 +219,7 @@ def _cache_of(
 
 
 def _activations(config: EngineConfig, last: Stage, model_len: int, vocab_size: int) -> int:
-    """An estimate: a few of the largest value that grows with the tokens, and the logits."""
+    """An estimate: a few values of the largest size that grows with the tokens, and the logits."""
     nodes = list(last.graph.graph.nodes)
     tokens: Any = next(n for n in nodes if n.meta.get("input") == StepInput(name="token_ids"))
     example = size_hint(tokens.meta["val"].shape[0])

@@ -1,4 +1,4 @@
-"""The machine that a model is to run on, as far as the arithmetic goes: memory and bandwidth."""
+"""The memory and bandwidth of the machine that a model should run on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MEASURED_BYTES = 256 << 20  # more than caches hold
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Bytes, and bytes a second. None: not given, and not known on this machine."""
+    """Bytes, and bytes per second. None: not given, and not known for this machine."""
 
     memory_bytes: int | None
     bandwidth: float | None
@@ -23,7 +23,7 @@ class Machine:
 
 
 def find_machine(device: str, memory_bytes: int | None, bandwidth: float | None) -> Machine:
-    """What was not given is this machine's, where it has such a device."""
+    """The given values; missing ones are those of this machine, if it has such a device."""
     here = device != "cuda" or torch.cuda.is_available()
     found_memory, found_bandwidth = memory_bytes, bandwidth
     if here and found_memory is None:

@@ -23,7 +23,7 @@ const plural = (n, word) => n + " " + word + (n === 1 ? "" : "s");
 const color = (group) => "background:var(--" + group + ")";
 const ops = (stage) => stage.ops.map((number) => data.ops[number]);
 
-// The ops of a stage by part: -1 before the layers, then the layers, then what is behind them.
+// The ops of a stage by part: -1 before the layers, then the layers, then those after the layers.
 function parts(stage) {
   const found = new Map();
   for (const op of ops(stage)) {
@@ -35,7 +35,7 @@ function parts(stage) {
 
 function partName(layer) {
   if (layer < 0) return "Before the layers";
-  return layer >= data.layers ? "Behind the layers" : "Layer " + layer;
+  return layer >= data.layers ? "After the layers" : "Layer " + layer;
 }
 
 function count(list) {
@@ -44,7 +44,7 @@ function count(list) {
   return found;
 }
 
-// How often each op went and came between two lists.
+// How often each op was removed and added between two lists.
 function difference(before, after) {
   const old = count(before), now = count(after), gone = [], came = [];
   for (const name of new Set([...old.keys(), ...now.keys()])) {
@@ -111,7 +111,7 @@ function opRow(op, mark) {
   make("span", { class: "out" }, op.shape));
 }
 
-// The rows of one side: changed ones, and runs of unchanged ones folded into a line.
+// The rows of one side: changed ops, and runs of unchanged ops collapsed into one line.
 function rows(list, marks, whole) {
   const made = [];
   let quiet = [];
@@ -136,7 +136,7 @@ function rows(list, marks, whole) {
   return made.length ? made : [make("div", { class: "none" }, state.find ? "nothing found" : "no ops")];
 }
 
-// gone and came are other ops; moved is the same op that now reads something else.
+// gone and came: removed and added ops; moved: the same op with other inputs.
 function markChanges(before, after) {
   const key = (op) => op.id + " " + op.of;
   const old = new Map(before.map((op) => [key(op), op])), now = new Map(after.map((op) => [key(op), op]));
@@ -200,11 +200,11 @@ function drawColumns() {
     before ? before.get(layer) || [] : null, after.get(layer) || [], inside ?? first)));
 }
 
-// The tooltip says an op in full and outlines what it reads and who reads it.
+// The tooltip shows an op in full, and highlights its inputs and its users.
 function enter(op, event) {
   const tip = $("tip");
   tip.replaceChildren(make("b", {}, op.says), make("code", {}, op.id + " = " + op.of + "(" + op.args.join(", ") + ")"));
-  if (op.shape) tip.append(make("div", {}, "gives " + op.shape + (op.shape.includes("T") ? ", T the tokens of a step" : "")));
+  if (op.shape) tip.append(make("div", {}, "returns " + op.shape + (op.shape.includes("T") ? "; T is the number of tokens in a step" : "")));
   if (op.bytes) tip.append(make("div", {}, "reads " + size(op.bytes) + " of weights"));
   tip.hidden = false;
   place(event);

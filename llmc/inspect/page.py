@@ -1,4 +1,4 @@
-"""Inspection -> one HTML file that needs nothing else: style, script and data are in it."""
+"""Inspection -> one self-contained HTML file with style, script and data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmc.inspect.words import GROUPS
 
 
 def write_page(inspection: Inspection) -> str:
-    """The page. A browser without scripts gets the facts and a sentence saying what is missing."""
+    """The page. Without JavaScript, it shows the facts and a sentence about what is missing."""
     folder = files("llmc.inspect")
     template = (folder / "page.html").read_text(encoding="utf-8")
     data = json.dumps({**page_data(inspection), "groups": GROUPS}, separators=(",", ":"))
@@ -23,7 +23,7 @@ def write_page(inspection: Inspection) -> str:
         "SCOPE": _scope(inspection),
         "STYLE": (folder / "page.css").read_text(encoding="utf-8"),
         "SCRIPT": (folder / "page.js").read_text(encoding="utf-8"),
-        # no text of a model may end the script element
+        # text from a model must not be able to end the script element
         "DATA": data.replace("<", "\\u003c"),
     }
     for name, text in parts.items():
@@ -37,11 +37,11 @@ def _facts(inspection: Inspection) -> str:
         (say_count(inspection.num_parameters), "parameters"),
         (f"{inspection.num_layers}", "layers"),
         (say_bytes(sizes.weight_bytes), f"of weights, {inspection.dtype}"),
-        (say_bytes(sizes.kv_bytes_per_token), "of cache a token"),
+        (say_bytes(sizes.kv_bytes_per_token), "of KV cache per token"),
         (f"{inspection.stages[0].num_ops} \u2192 {inspection.stages[-1].num_ops}", "ops"),
     ]
     if inspection.num_active_parameters != inspection.num_parameters:
-        facts.insert(1, (say_count(inspection.num_active_parameters), "of them for one token"))
+        facts.insert(1, (say_count(inspection.num_active_parameters), "active per token"))
     return "".join(
         f"<div class=fact><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>"
         for value, name in facts

@@ -1,4 +1,4 @@
-"""Stages -> plain data for the page: every node once, every stage a list of their numbers."""
+"""Stages -> plain data for the page: every node once, and each stage as a list of node numbers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _about(stage: Stage) -> Json:
     if stage.rewrite is None or stage.report is None:
         return {
             "name": "captured",
-            "title": "The model's own code, as transformers wrote it, recorded as one list of ops.",
+            "title": "The model's own code from transformers, recorded as one list of ops.",
         }
     before, after = _drawing(stage.rewrite.doc)
     return {
@@ -79,7 +79,7 @@ def _dedent(text: str) -> str:
 
 
 def _record(node: fx.Node, stage: Stage) -> Json:
-    """What the page shows of an op: short keys, since there are thousands."""
+    """The record of an op for the page: with short keys, since there are thousands."""
     target = op_name(node)
     bare = bare_name(target)
     group, says = words_of(bare)
@@ -99,7 +99,7 @@ def _record(node: fx.Node, stage: Stage) -> Json:
 
 
 def _shape(value: object) -> str:
-    """`T x 1024 bfloat16`: the number of tokens by its letter, sizes of 1 in front left out."""
+    """`T x 1024 bfloat16`: T is the number of tokens; leading dimensions of size 1 are omitted."""
     if isinstance(value, list | tuple):
         return " and ".join(filter(None, map(_shape, value)))
     if not isinstance(value, torch.Tensor):
@@ -140,7 +140,7 @@ def _input_name(node: fx.Node) -> str:
 
 
 def _short_names(parts: Sequence[str]) -> list[str]:
-    """`layers.0.q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
+    """`model.layers.0.self_attn.q_proj.weight` -> `0.self_attn.q_proj`."""
     return [
         ".".join(p.removesuffix(".weight").removeprefix("model.").split(".")[-3:]) for p in parts
     ]

@@ -1,8 +1,8 @@
-"""Capture only as many decoder layers as there are kinds of them: the others are copies.
+"""Captures only enough decoder layers to include every kind: the others are copies of these.
 
-Two layers are of one kind when their modules have the same structure, shapes and settings and the
-config says the same of both. The model keeps its first layers up to one of every kind, so that
-whatever it reads by a layer's number stays right.
+Two layers are of the same kind if their modules have the same structure, shapes and settings, and
+the config has the same values for both. The model keeps its first layers, up to one of every kind,
+so that everything indexed by layer number stays right.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Shortened:
     stand_in: tuple[int, ...]
 
     def copies(self, layer: int) -> int:
-        """How many layers of the whole model a captured layer stands for; 1 outside of them."""
+        """How many layers of the whole model a captured layer represents; 1 outside the layers."""
         return self.stand_in.count(layer) if 0 <= layer < self.num_captured else 1
 
     @property
@@ -46,14 +46,14 @@ def shorten(module: nn.Module, config: Any, *, keep_all: bool = False) -> Shorte
         )
     kinds = layer_kinds(layers, config)
     kept = one_of_each(kinds)
-    last = {kind: i for i, kind in enumerate(kinds[:kept])}  # not the first layer, where possible
+    last = {kind: i for i, kind in enumerate(kinds[:kept])}  # preferably not the first layer
     del layers[kept:]
     stand_in = tuple(i if i < kept else last[kind] for i, kind in enumerate(kinds))
     return Shortened(path=path, num_layers=count, num_captured=kept, stand_in=stand_in)
 
 
 def layer_kinds(layers: nn.ModuleList, config: Any) -> list[Kind]:
-    """The kind of each layer; settings that differ in all of them number the layers."""
+    """The kind of each layer. Settings that differ in every layer are layer numbers: ignored."""
     count = len(layers)
     found = [_settings(layer) for layer in layers]
     numbering = {
@@ -68,7 +68,7 @@ def layer_kinds(layers: nn.ModuleList, config: Any) -> list[Kind]:
 
 
 def one_of_each(kinds: Sequence[Kind]) -> int:
-    """The first layers up to one of every kind, and one more, which follows another layer."""
+    """How many first layers include every kind, plus one, so that a layer follows another."""
     wanted = set(kinds)
     seen: set[Kind] = set()
     for i, kind in enumerate(kinds):
@@ -107,6 +107,6 @@ def _kind(
         if isinstance(value, list | tuple)
         and len(value) == count
         and all(isinstance(v, bool | int | float | str) for v in value)
-        and (count < 3 or len(set(value)) < count)  # else it numbers them
+        and (count < 3 or len(set(value)) < count)  # otherwise it numbers the layers
     ]
     return (*parts, tuple(listed))

@@ -27,7 +27,7 @@ class Stage:
 
 
 def run_stages(captured: CapturedModel, options: RewriteOptions) -> list[Stage]:
-    """The captured graph, then the graph after each pass; a pass that is off leaves the same."""
+    """The captured graph, then the graph after each pass, unchanged by a pass that is off."""
     graph = captured.graph
     stages = [Stage(graph=graph, layers=find_layers(graph.graph), rewrite=None, report=None)]
 
@@ -41,7 +41,7 @@ def run_stages(captured: CapturedModel, options: RewriteOptions) -> list[Stage]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Ops that went and that came in the whole model, and the captured layers that they are in."""
+    """Removed and added ops in the whole model, and the captured layers in which they are."""
 
     removed: int
     added: int
@@ -49,7 +49,7 @@ class Change:
 
 
 def change(before: Stage, after: Stage, copies: Callable[[int], int]) -> Change:
-    """`copies(layer)` is how many layers of the model a captured one stands for."""
+    """The change between two stages. `copies(layer)`: how many layers a captured one represents."""
     old, new = _ops(before), _ops(after)
     gone = [layer for op, layer in old.items() if op not in new]
     came = [layer for op, layer in new.items() if op not in old]

@@ -1,4 +1,4 @@
-"""Ops in plain words, for readers who know neither FX nor ATen: (group, what it does)."""
+"""Describes ops in plain words, for readers who know neither FX nor ATen: (group, what it does)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ Words = tuple[str, str]
 GROUPS = {
     "matmul": "Matrix products: nearly all of the weights, and of the time",
     "attention": "Attention: each token looks at the tokens before it",
-    "cache": "The cache: keys and values of earlier tokens, in blocks",
-    "recurrent": "Recurrence: what a layer keeps of all earlier tokens in one state",
+    "cache": "The KV cache: keys and values of earlier tokens, in blocks",
+    "recurrent": "Recurrence: one state per layer that summarizes all earlier tokens",
     "norm": "Normalization",
-    "math": "Arithmetic, number by number",
-    "shape": "Views: no number changes, some cost nothing at all",
-    "lookup": "Table look-ups",
+    "math": "Elementwise arithmetic",
+    "shape": "Shape changes: no value changes, and some cost nothing at all",
+    "lookup": "Table lookups",
     "sample": "Choosing the next token",
 }
 
@@ -24,19 +24,19 @@ _WORDS: dict[str, Words] = {
     "addmm": ("matmul", "multiply by a weight matrix and add a bias"),
     "_linear_pointwise": ("matmul", "multiply by a prepacked weight matrix"),
     "expert_linear": ("matmul", "multiply by the weight matrix of each token's expert"),
-    "attention": ("attention", "attend to all earlier tokens of one text (a marker)"),
+    "attention": ("attention", "attend to all earlier tokens of one sequence (a marker)"),
     "paged_attention": ("attention", "attend to the cached tokens of each request"),
     "latent_attention": ("attention", "attend to the cached latents of each request"),
-    "encoder_attention": ("attention", "attend to all tokens of each text"),
+    "encoder_attention": ("attention", "attend to all tokens of each sequence"),
     "choose_keys": ("attention", "choose the cached tokens to attend to (sparse indexer)"),
     "choose_blocks": ("attention", "choose blocks of cached tokens to attend to (sparse indexer)"),
     "write_kv": ("cache", "write keys and values to the cache"),
     "rope_write": ("cache", "rotate queries and keys by position, and write the cache"),
     "causal_conv": ("recurrent", "mix each token with the few before it (short convolution)"),
-    "delta_rule": ("recurrent", "update the layer's memory and read it (delta rule)"),
+    "delta_rule": ("recurrent", "update the layer's state and read it (delta rule)"),
     "selective_scan": ("recurrent", "update the layer's state and read it (state space)"),
     "decayed_softmax": ("recurrent", "update the layer's state and read it"),
-    "running_max": ("recurrent", "the greatest values of the text so far (max pooling)"),
+    "running_max": ("recurrent", "the maximum over the sequence so far (max pooling)"),
     "linear_recurrence": ("recurrent", "update the layer's state and read it"),
     "rms_norm": ("norm", "scale every token to unit size (RMSNorm)"),
     "add_rms_norm": ("norm", "add to the residual stream, then RMSNorm"),
@@ -58,16 +58,16 @@ _WORDS: dict[str, Words] = {
     "neg": ("math", "change the sign"),
     "cos": ("math", "cosine: the angle of a position"),
     "sin": ("math", "sine: the angle of a position"),
-    "exp": ("math", "e to the power of it"),
+    "exp": ("math", "e to the power of the value"),
     "softplus": ("math", "a smooth step up from zero"),
     "clamp": ("math", "keep within bounds"),
     "maximum": ("math", "the larger of two"),
     "sum": ("math", "sum over a dimension"),
-    "topk": ("math", "the largest few, for the choice of experts"),
+    "topk": ("math", "the largest few, to choose experts"),
     "to": ("shape", "change the number format"),
     "_to_copy": ("shape", "change the number format"),
-    "view": ("shape", "see the same numbers in another shape"),
-    "reshape": ("shape", "see the same numbers in another shape"),
+    "view": ("shape", "view the same numbers in another shape"),
+    "reshape": ("shape", "view the same numbers in another shape"),
     "transpose": ("shape", "swap two dimensions"),
     "permute": ("shape", "swap dimensions"),
     "unsqueeze": ("shape", "add a dimension of size one"),
@@ -78,23 +78,23 @@ _WORDS: dict[str, Words] = {
     "split_with_sizes": ("shape", "cut into parts"),
     "chunk": ("shape", "cut into equal parts"),
     "cat": ("shape", "join parts"),
-    "contiguous": ("shape", "lay out in order"),
+    "contiguous": ("shape", "make contiguous in memory"),
     "flatten": ("shape", "join dimensions"),
     "select": ("shape", "take one"),
     "getitem": ("shape", "take one of several results"),
-    "sym_size": ("shape", "how many tokens there are"),
+    "sym_size": ("shape", "the number of tokens"),
     "embedding": ("lookup", "look up each token's vector"),
     "index_select": ("lookup", "look up rows of a table"),
     "index": ("lookup", "look up by index"),
     "gather": ("lookup", "look up by index"),
     "arange": ("lookup", "count up"),
-    "process_logits": ("sample", "penalties, biases and masks on the scores"),
+    "process_logits": ("sample", "apply penalties, biases and masks to the logits"),
     "sample": ("sample", "draw the next token"),
 }
 
 
 def words_of(op: str) -> Words:
-    """By the op's bare name: `linear` of `aten.linear.default`."""
+    """The words for an op's bare name, such as `linear` for `aten.linear.default`."""
     return _WORDS.get(op, ("math", op.replace("_", " ").strip()))
 
 

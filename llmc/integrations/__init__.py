@@ -1,1 +1,1 @@
-"""llmc inside of other systems. Each module needs the package that it is named after."""
+"""llmc inside other systems. Each module needs the package that it is named after."""

@@ -3,5 +3,5 @@
 workloads --> offline (an engine in this process)  --> traces --> metrics --> report
           \\-> serving (any OpenAI-compatible URL) --/
 
-explain: the ops of a step (observe, op_work) beside the limits of the machine.
+explain: the ops of a step (observe, op_work) compared with the limits of the machine.
 """

@@ -21,11 +21,11 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where requests go and what all of them have in common."""
+    """The server, and the settings shared by all requests."""
 
     base_url: str
     backend: str = "openai"
-    endpoint: str | None = None  # None: the backend's own
+    endpoint: str | None = None  # None: the backend's default
     model: str = ""
     api_key: str | None = None
     temperature: float | None = 0.0
@@ -49,14 +49,14 @@ class Target:
 
 
 def open_client(target: Target) -> httpx.AsyncClient:
-    """A client without a connection limit or a read timeout: the benchmark decides both."""
+    """A client without a connection limit or a read timeout: the benchmark controls both."""
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     return httpx.AsyncClient(
         base_url=target.base_url.rstrip("/"),
         headers=headers,
         timeout=httpx.Timeout(None, connect=30.0),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        # A proxy of the environment must not stand between two processes of one machine.
+        # A proxy from the environment must not be used between two processes of one machine.
         trust_env=urlsplit(target.base_url).hostname not in _LOOPBACK,
     )
 
@@ -108,7 +108,7 @@ async def send(client: httpx.AsyncClient, target: Target, request: BenchRequest)
 
 
 class _Answer:
-    """What the events of one stream said so far."""
+    """The contents of one stream's events so far."""
 
     def __init__(self) -> None:
         self.content_times_s: list[float] = []

@@ -1,4 +1,4 @@
-"""What of this machine llmc uses, and what is missing: the facts behind `llmc doctor`."""
+"""Checks what llmc can use on this machine, and what is missing: the facts behind `llmc doctor`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from llmc.load_test.machine import GIB, processor_name
 DISTRIBUTION = "llmc-engine"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 LEAST_MEMORY = 2 * GIB  # for the default model, compiled
-LEAST_DISK = 2 * GIB  # of what is compiled, and a download
+LEAST_DISK = 2 * GIB  # for compiled code and a download
 EXTRAS = {"plot": "plots of llmc bench", "otel": "traces"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line. `advice` is empty where there is nothing to do; `is_needed`: llmc fails without."""
+    """One line. `advice` is empty if nothing needs to be done; `is_needed`: llmc fails without."""
 
     name: str
     value: str
@@ -66,8 +66,8 @@ def _processor() -> Finding:
     if level is None:
         return Finding(
             name="instructions",
-            value=f"{processor_name()}: no level that llmc has kernels for",
-            advice="ops run from their references, slowly; use a CPU with AVX2 or NEON",
+            value=f"{processor_name()}: no instruction set that llmc has kernels for",
+            advice="ops use their slow reference versions; use a CPU with AVX2 or NEON",
         )
     names = ", ".join(one.name for one in supported())
     return Finding(name="instructions", value=f"{level.name} (of {names}), {processor_name()}")
@@ -79,12 +79,12 @@ def _kernels() -> Finding:
     if not is_obtainable():
         return Finding(
             name=name,
-            value="no compiler, and none came with this package",
+            value="no compiler, and this package includes no built ops",
             advice="install a C++ compiler (Debian: apt install g++), or a wheel of llmc",
         )
     try:
         return Finding(name=name, value=str(library_path()))
-    except Exception:  # not built yet, or it can't be: the first start says why
+    except Exception:  # not built yet, or it can't be: the first start reports why
         return Finding(name=name, value=f"built at the first start, by {compiler}")
 
 
@@ -95,7 +95,7 @@ def _threads() -> Finding:
         value += f"; the container's quota is {quota:g}"
     given = os.environ.get("OMP_NUM_THREADS")
     if given is not None and quota is not None and given.isdigit() and int(given) > quota:
-        advice = f"OMP_NUM_THREADS={given} is more than the quota, so threads wait: unset it"
+        advice = f"OMP_NUM_THREADS={given} exceeds the quota, so threads wait: unset it"
         return Finding(name="threads", value=value, advice=advice)
     return Finding(name="threads", value=value)
 
@@ -105,7 +105,7 @@ def _memory() -> Finding:
     value = f"{memory.available / GIB:.1f} GiB available of {memory.total / GIB:.1f}"
     advice = ""
     if memory.available < LEAST_MEMORY:
-        advice = f"even small models want {LEAST_MEMORY / GIB:g} GiB: end other programs"
+        advice = f"even small models need {LEAST_MEMORY / GIB:g} GiB: close other programs"
     return Finding(name="memory", value=value, advice=advice)
 
 
@@ -118,7 +118,7 @@ def _huge_pages(file: Path) -> Iterator[Finding]:
     value = chosen.group(1) if chosen else text.strip()
     advice = ""
     if value == "never":
-        advice = f"weights are read faster with them: echo madvise | sudo tee {file}"
+        advice = f"they make reading weights faster: echo madvise | sudo tee {file}"
     yield Finding(name="huge pages", value=value, advice=advice)
 
 
@@ -132,8 +132,8 @@ def _gpu() -> Finding:
     if shutil.which("nvidia-smi"):
         return Finding(
             name="GPU",
-            value=f"not seen by torch {torch.__version__}",
-            advice="install a torch with CUDA (pytorch.org), and a driver that is new enough",
+            value=f"not detected by torch {torch.__version__}",
+            advice="install torch with CUDA (pytorch.org) and a recent driver",
         )
     return Finding(name="GPU", value="none; models run on the CPU")
 
@@ -144,16 +144,16 @@ def _folder() -> Finding:
     free = shutil.disk_usage(there).free
     value = f"{folder}, {free / GIB:.1f} GiB free"
     if not os.access(there, os.W_OK):
-        advice = "it can't be written, so every start compiles anew: set LLMC_CACHE_DIR"
+        advice = "it is not writable, so every start compiles again: set LLMC_CACHE_DIR"
     elif free < LEAST_DISK:
-        advice = f"have {LEAST_DISK / GIB:g} GiB free, or set LLMC_CACHE_DIR"
+        advice = f"free up {LEAST_DISK / GIB:g} GiB, or set LLMC_CACHE_DIR"
     else:
         advice = ""
     return Finding(name="cache folder", value=value, advice=advice)
 
 
 def _packages(texts: object) -> Iterator[Finding]:
-    """What the distribution needs, and of its extras those that people use."""
+    """The distribution's requirements, and those of the extras in EXTRAS."""
     extras: dict[str, list[Requirement]] = {name: [] for name in EXTRAS}
     assert isinstance(texts, list | tuple)
     for text in texts:
@@ -174,7 +174,7 @@ def _packages(texts: object) -> Iterator[Finding]:
             advice = f"for {purpose}: pip install '{DISTRIBUTION}[{name}]'"
             yield Finding(name=f"extra {name}", value=f"no {', '.join(missing)}", advice=advice)
         elif needs:
-            yield Finding(name=f"extra {name}", value=f"there, for {purpose}")
+            yield Finding(name=f"extra {name}", value=f"installed, for {purpose}")
 
 
 def _package(need: Requirement) -> Finding:

@@ -1,6 +1,6 @@
-"""`llmc bench explain`: what bounds a step, by the times and the work of its ops.
+"""`llmc bench explain`: what bounds a step, from the times and the work of its ops.
 
-The engine runs as it serves, and then with a step whose ops are timed one by one (`observe.py`).
+The engine runs as in serving, and also with a step whose ops are timed one by one (`observe.py`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ KINDS = {
     "collective": "collectives",
     "rest": "other ops",
 }
-_LEAST_SHARE = 0.01  # of a step; the rest of the other ops are one row
+_LEAST_SHARE = 0.01  # of a step; other ops with less are merged into one row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The most that the machine was measured to do: bytes read, and operations of a product."""
+    """The measured limits of the machine: read bandwidth, and the rate of a matrix product."""
 
     bytes_per_s: float
     operations_per_s: float
@@ -43,14 +43,14 @@ class Limits:
         return max(work.num_bytes / self.bytes_per_s, work.num_operations / self.operations_per_s)
 
     def nearer(self, work: Work) -> str:
-        """The limit that a faster version of this would meet first."""
+        """The limit that a faster implementation would hit first."""
         by_memory = work.num_bytes / self.bytes_per_s
         return "compute" if work.num_operations / self.operations_per_s > by_memory else "memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A step, or all steps of a prompt. `step_s`: as served; `rows` by time, the longest first."""
+    """A step, or all steps of a prompt. `step_s`: as served; `rows`: sorted, the longest first."""
 
     title: str
     step_s: float
@@ -63,12 +63,12 @@ class Explanation:
 
     @property
     def collectives_s(self) -> float:
-        """In which ranks told each other what they had, and waited for each other to have it."""
+        """The time in which ranks communicated and waited for each other."""
         return sum(row.seconds for row in self.rows if row.kind == "collective")
 
     @property
     def bound_by(self) -> str:
-        """memory, compute, host, or collectives: that which most of the time stands for."""
+        """memory, compute, host, or collectives: whichever accounts for most of the time."""
         spent = {"host": max(0.0, self.step_s - self.ops_s), "memory": 0.0, "compute": 0.0}
         spent["collectives"] = self.collectives_s
         for row in self.rows:
@@ -78,7 +78,7 @@ class Explanation:
 
     @property
     def verdict(self) -> str:
-        """What bounds the step, and how near it is, in one line."""
+        """What bounds the step, and how close it is to the limit, in one line."""
         limit = self.bound_by
         if limit == "host":
             return (
@@ -87,7 +87,7 @@ class Explanation:
             )
         if limit == "collectives":
             return (
-                f"bound by what ranks tell each other: {self.collectives_s * 1e3:.2f} of "
+                f"bound by communication between ranks: {self.collectives_s * 1e3:.2f} of "
                 f"{self.ops_s * 1e3:.2f} ms"
             )
         kinds: defaultdict[str, list[OpRow]] = defaultdict(list)
@@ -144,19 +144,20 @@ def explain_steps(
     limits: Callable[[], Limits],
     advance: Callable[[], None] = lambda: None,
 ) -> list[Explanation]:
-    """A decode step of `batch_size` requests from `context_len` tokens on, and a prompt of
-    `input_len` tokens, each the median of `num_iters`. InvalidRequestError where they do not fit.
+    """Explain a decode step of `batch_size` requests with at least `context_len` tokens, and a
+    prompt of `input_len` tokens, each the median of `num_iters`. InvalidRequestError if they do not
+    fit.
 
-    `advance` is called four times, after each run. `limits` are measured last: what they take must
-    not count as the engine's.
+    `advance` is called four times, after each run. `limits` are measured last, so that the memory
+    they use does not count as the engine's.
     """
     budget = started.engine.scheduler.layout.step_tokens
-    # Requests decode while the prompts behind theirs are computed.
+    # Requests decode while the prompts after theirs are computed.
     ahead = batch_size * context_len // max(1, budget - batch_size) + 1
     count = num_iters + NOT_COUNTED
     tokens = usable_token_ids(started.info)
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-    seeds = itertools.count()  # a prompt that is sent twice would come from the prefix cache
+    seeds = itertools.count()  # a repeated prompt would be a prefix cache hit
 
     def run(num: int, length: int, output_len: int) -> OfflineRun:
         requests = random_workload(
@@ -175,12 +176,12 @@ def explain_steps(
     needed = batch_size * (context_len + ahead + count)
     if needed > started.info.pool_tokens:
         raise InvalidRequestError(
-            f"{batch_size} requests of {context_len} tokens need {needed} tokens of the KV cache, "
-            f"which holds {started.info.pool_tokens}; lower --batch-size or --context-len, or "
+            f"{batch_size} requests of {context_len} tokens need {needed} tokens of KV cache, "
+            f"but it has {started.info.pool_tokens}; lower --batch-size or --context-len, or "
             "raise --kv-cache-memory"
         )
     replayed = started.runner.num_replayed_steps
-    run(batch_size, 2, count + 1)  # warms up, and tells whether steps are replayed
+    run(batch_size, 2, count + 1)  # warms up, and shows whether steps are replayed
     observed = ObservedStep(started, replays=started.runner.num_replayed_steps > replayed)
     advance()
     served = started.runner.step
@@ -218,7 +219,7 @@ def explain_steps(
 
 
 def _sorted(rows: Sequence[OpRow]) -> tuple[OpRow, ...]:
-    """By time; the least of the other ops are one row."""
+    """Sort by time; the shortest of the other ops become one row."""
     least = _LEAST_SHARE * sum(row.seconds for row in rows)
     small = [row for row in rows if row.kind == "rest" and row.seconds < least]
     kept = [row for row in rows if row not in small]

@@ -1,4 +1,4 @@
-"""An explained step in words and as a figure."""
+"""Shows an explained step as text and as a figure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLORS = {
 
 
 def format_table(explained: Explanation) -> str:
-    """The verdict, then a line for each op: the most time first."""
+    """The verdict, then a line per op, sorted by time."""
     limits = explained.limits
     share = explained.collectives_s / max(explained.ops_s, 1e-12)
     collectives = f", {share:.0%} of them in collectives" if share else ""
@@ -54,7 +54,7 @@ def format_limits(explained: Explanation) -> str:
 
 
 def write_explain_plot(path: Path, title: str, explained: Sequence[Explanation]) -> None:
-    """A panel for each: the time of each op, and in it the least that the limits allow."""
+    """Write a figure with a panel for each: the time of each op, and the minimum by the limits."""
     check_can_plot()
     from matplotlib.figure import Figure  # no pyplot: no window system, no global state
 
@@ -69,7 +69,7 @@ def write_explain_plot(path: Path, title: str, explained: Sequence[Explanation])
         colors = [_COLORS[row.kind] for row in rows]
         axes.barh(places, [row.seconds * 1e3 for row in rows], color=colors, alpha=0.45)
         least = [min(row.seconds, each.limits.least_seconds(row.work)) * 1e3 for row in rows]
-        axes.barh(places, least, color=colors, height=0.45, label="least by the limits")
+        axes.barh(places, least, color=colors, height=0.45, label="minimum by the limits")
         axes.set_yticks(list(places), [row.name for row in rows], fontsize=8)
         axes.set_xlabel("ms")
         axes.set_title(f"{each.title}, {each.step_s * 1e3:.2f} ms\n{each.verdict}", fontsize=9)

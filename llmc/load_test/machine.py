@@ -1,4 +1,4 @@
-"""Facts of the machine that a number is worthless without: versions, memory, read bandwidth."""
+"""Facts about the machine that a benchmark result needs: versions, memory, read bandwidth."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _cpu_target() -> str:
-    """The level of instructions that the CPU kernels use, and those that the processor has."""
+    """The instruction-set level that the CPU kernels use, and those that the processor has."""
     try:
         level = pick_level()
     except ConfigError as error:
         return str(error)
     names = ", ".join(level.name for level in supported())
-    return f"{level.name} (of {names})" if level else "none: ops run from their references"
+    return f"{level.name} (of {names})" if level else "none: ops use their references"
 
 
 def processor_name() -> str:
@@ -68,7 +68,7 @@ def processor_name() -> str:
 
 
 def peak_rss_bytes() -> int | None:
-    """Most memory this process ever held, or None where the system does not say."""
+    """The peak memory of this process, or None if the system does not report it."""
     try:
         import resource
     except ImportError:  # Windows
@@ -82,16 +82,16 @@ def peak_cuda_bytes() -> int | None:
 
 
 def measure_read_bandwidth(device: str, *, repeats: int = 5, max_bytes: int = GIB) -> float:
-    """Bytes per second of the best of several sums over a buffer that no cache holds.
+    """Bytes per second of the best of several sums over a buffer larger than any cache.
 
-    A sum reads every byte once and writes nothing, which is what decoding does to weights. The
-    buffer is smaller than `max_bytes` only where free memory is short.
+    A sum reads every byte once and writes nothing, as decoding does with weights. The buffer is
+    smaller than `max_bytes` only if free memory is short.
     """
     is_cuda = device.startswith("cuda")
     free = torch.cuda.mem_get_info()[0] if is_cuda else psutil.virtual_memory().available
     num_floats = max(1, min(max_bytes, free // 4) // 4)
     buffer = torch.empty(num_floats, dtype=torch.float32, device="cuda" if is_cuda else "cpu")
-    advise_huge_pages(buffer).fill_(1)  # as weights are held: small pages would flatter them
+    advise_huge_pages(buffer).fill_(1)  # as for weights: small pages would understate the limit
 
     def read_once() -> None:
         total = buffer.sum()
@@ -99,7 +99,7 @@ def measure_read_bandwidth(device: str, *, repeats: int = 5, max_bytes: int = GI
             torch.cuda.synchronize()
         assert total.numel() == 1
 
-    read_once()  # first touch of pages and kernels is not bandwidth
+    read_once()  # the first touch of pages and kernels does not count
     best = min(_seconds(read_once) for _ in range(repeats))
     return num_floats * 4 / best
 
@@ -107,7 +107,7 @@ def measure_read_bandwidth(device: str, *, repeats: int = 5, max_bytes: int = GI
 def measure_product_rate(device: str, dtype: str, *, repeats: int = 5) -> float:
     """Operations per second of torch's product of square matrices, the best of several.
 
-    In `dtype`, or in float32 where that is faster, as on processors without instructions for it.
+    In `dtype`, or in float32 if that is faster, as on processors without instructions for `dtype`.
     """
     is_cuda = device.startswith("cuda")
     size = 8192 if is_cuda else 1024

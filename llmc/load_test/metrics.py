@@ -1,12 +1,12 @@
-"""Arithmetic of a benchmark: times of single requests in, throughput and percentiles out.
+"""Computes the metrics of a benchmark: times of single requests -> throughput and percentiles.
 
     TTFT   first token (or chunk) - sent
     E2EL   last token - sent
     TPOT   (E2EL - TTFT) / (output tokens - 1), for requests of at least two tokens
     ITL    gaps between successive tokens (over HTTP: chunks), of all requests together
 
-Times are seconds of one monotonic clock here and milliseconds in results. Result keys are those
-of `vllm bench serve`, so that scripts which read one read the other.
+Times here are seconds of one monotonic clock; in results they are milliseconds. Result keys are
+those of `vllm bench serve`, so that scripts can read both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULT_PERCENTILES = (90.0, 99.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTrace:
-    """When the parts of one answer came. `error` is set when the request failed."""
+    """The arrival times of one answer's parts. `error` is set if the request failed."""
 
     sent_s: float
     token_times_s: tuple[float, ...] = ()
@@ -66,7 +66,7 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Summary of one metric in milliseconds; all zero when nothing was measured."""
+    """Summary of one metric in milliseconds; all zero if nothing was measured."""
 
     mean: float
     median: float
@@ -96,7 +96,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchMetrics:
-    """All that a run says about a set of requests."""
+    """The metrics of a run over a set of requests."""
 
     completed: int
     failed: int
@@ -138,7 +138,7 @@ def compute_metrics(
     percentiles: Sequence[float] = DEFAULT_PERCENTILES,
     goodput_ms: Mapping[str, float] | None = None,
 ) -> BenchMetrics:
-    """Metrics of a run that took `duration_s`; failed requests count as failed and no more."""
+    """Metrics of a run that took `duration_s`; failed requests only count as failed."""
     done = [t for t in traces if t.succeeded and t.token_times_s]
     seconds: dict[str, list[float]] = {
         "ttft": [t.ttft_s for t in done],
@@ -168,16 +168,16 @@ def compute_metrics(
 
 
 def _is_good(trace: RequestTrace, limits_ms: Mapping[str, float]) -> bool:
-    """Every limit is met; a request of one token has no TPOT and meets any."""
+    """Whether every limit is met; a request of one token has no TPOT and meets any limit on it."""
     actual_s = {"ttft": trace.ttft_s, "tpot": trace.tpot_s or 0.0, "e2el": trace.e2el_s}
     return all(actual_s[name] * 1e3 <= limit for name, limit in limits_ms.items())
 
 
 def _peak_tokens(traces: Sequence[RequestTrace], duration_s: float) -> float:
-    """The highest rate of tokens over a second, or the next shorter time that divides the run.
+    """The highest token rate in any of the equal parts, at most a second long, that divide the run.
 
-    That makes it no lower than the mean: not all of these parts can be below it. A chunk may hold
-    several tokens.
+    It is never below the mean, because not all parts can be below it. A chunk can have several
+    tokens.
     """
     if not traces:
         return 0.0
@@ -193,7 +193,7 @@ def _peak_tokens(traces: Sequence[RequestTrace], duration_s: float) -> float:
 
 
 def _peak_requests(traces: Sequence[RequestTrace]) -> int:
-    """Most requests that were under way at one moment."""
+    """The highest number of requests in flight at any moment."""
     ends = [(t.token_times_s[-1], -1) for t in traces]
     events = sorted([*((t.sent_s, 1) for t in traces), *ends])  # at a tie, ends come first
     return max(itertools.accumulate((change for _, change in events), initial=0))

@@ -1,7 +1,7 @@
-"""The step's lowered graph, called op by op with a clock between, beside what each op has to do.
+"""Runs the step's lowered graph op by op, timing each op and computing its work.
 
-On a GPU the clock is events of the device, on a CPU the host's. Where decode steps are replayed
-(runner/step_recordings.py), each op is recorded and replayed by itself.
+Times come from device events on a GPU, and from the host's clock on a CPU. If decode steps are
+replayed (runner/step_recordings.py), each op is recorded and replayed separately.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _KIND_OF = {
     **dict.fromkeys(("decayed_softmax", "causal_conv", "running_max"), "recurrence"),
     **dict.fromkeys(("all_reduce", "all_gather", "first_rank"), "collective"),
 }
-_CYCLES_PER_S = 2e9  # about a GPU's clock: its queue is filled while it waits
-NOT_COUNTED = 2  # steps of a shape: its work is found, and what runs is recorded or warmed up
+_CYCLES_PER_S = 2e9  # approximate GPU clock, for a delay during which its queue is filled
+NOT_COUNTED = 2  # first steps of a shape: one computes the work, one records or warms up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRow:
-    """All calls of an op in a step; of a linear those of the same weight of each layer."""
+    """All calls of an op in a step; for linears, those with the same weight name in each layer."""
 
-    kind: str  # of KINDS
+    kind: str  # one of KINDS
     name: str
     num_calls: int
     seconds: float
@@ -67,13 +67,13 @@ ShapeKey = tuple[tuple[int, int], ...]  # (new tokens, context) of each request
 
 
 def _decode_key(num: int) -> ShapeKey:
-    """The contexts of decoding requests, which grow from step to step, are not part of it."""
+    """The key of a decode step, without the context lengths, which grow from step to step."""
     return ((1, 0),) * num
 
 
 @dataclass(slots=True, kw_only=True)
 class _Shape:
-    """Steps of one shape: what their ops have to do, and the seconds of each op by step."""
+    """Steps of one shape: the work of each op, and the seconds of each op by step."""
 
     works: dict[fx.Node, Work]
     seconds: list[list[float]]
@@ -83,14 +83,14 @@ class _Shape:
 
 
 class ObservedStep:
-    """The step's graph, each of its ops timed. `replays`: as recordings, where a step decodes."""
+    """The step's graph with each op timed. `replays`: decode steps run from recordings."""
 
     def __init__(self, started: Started, *, replays: bool) -> None:
         self._graph = lowered(started.model.program)
         self._bound = started.model.bound
         self._replays = replays
         self._is_cuda = started.model.program.device.type == "cuda"
-        self._host_s = 0.0  # that a GPU's step took to be queued
+        self._host_s = 0.0  # time to queue the last step on a GPU
         self._nodes = [n for n in self._graph.graph.nodes if n.op == "call_function"]
         self._labels = {node: _label(node) for node in self._nodes}
         self._shapes: dict[ShapeKey, _Shape] = {}
@@ -100,7 +100,8 @@ class ObservedStep:
         self.step = StepFunction(call=self._call, inputs=given, source="")
 
     def rows(self, *, decode_of: int | None = None) -> list[OpRow]:
-        """Of the steps so far, or of those that decoded so many requests; forgets all of them."""
+        """The rows of all steps so far, or of those that decoded `decode_of` requests. Then clears
+        all steps."""
         by_label: defaultdict[tuple[str, str], list[OpRow]] = defaultdict(list)
         for key, shape in self._shapes.items():
             if decode_of is not None and key != _decode_key(decode_of):
@@ -111,7 +112,7 @@ class ObservedStep:
                 self._nodes, zip(*shape.seconds[1:], strict=True), strict=True
             ):
                 work = shape.works[node]
-                if _is_view(node) and work == Work():  # a reshape may be none
+                if _is_view(node) and work == Work():  # a reshape may copy instead
                     continue
                 kind, name = self._labels[node]
                 seconds = statistics.median(samples)
@@ -120,7 +121,7 @@ class ObservedStep:
                 )
         self._shapes = {}
         if not by_label:
-            raise LlmcError(f"no step of {decode_of} decoding requests was seen; please report it")
+            raise LlmcError(f"no step with {decode_of} decoding requests ran; please report this")
         return [merged(kind, name, rows) for (kind, name), rows in by_label.items()]
 
     def _call(self, **given: Tensor) -> Any:
@@ -158,7 +159,7 @@ class ObservedStep:
         return shape.result
 
     def _on_gpu(self, shape: _Shape, values: Sequence[Any]) -> Any:
-        """The device waits until the host has queued the step, so that no op waits for the host."""
+        """Delay the device until the host has queued the step, so that no op waits for the host."""
         marking = _Marking(self._graph)
         torch.cuda._sleep(int(self._host_s * _CYCLES_PER_S))
         start = time.perf_counter()
@@ -170,7 +171,7 @@ class ObservedStep:
 
 
 def _requests(given: Mapping[str, Tensor]) -> list[RequestTokens]:
-    """Those of the step that are no padding."""
+    """The requests of the step, without padding."""
     starts, contexts = given["query_start"].tolist(), given["context_len"].tolist()
     return [
         RequestTokens(new=end - start, context=context)
@@ -180,7 +181,7 @@ def _requests(given: Mapping[str, Tensor]) -> list[RequestTokens]:
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a graph and hands each of its calls to `_do`."""
+    """Runs a graph and passes each call to `_do`."""
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
@@ -193,7 +194,7 @@ class _Interpreter(fx.Interpreter):
 
 
 class _Timing(_Interpreter):
-    """Seconds of the host for each call: on a CPU, of the call."""
+    """Measures each call with the host's clock, which on a CPU is the duration of the call."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
@@ -208,7 +209,7 @@ class _Timing(_Interpreter):
 
 
 class _Marking(_Interpreter):
-    """An event before the first call and after each."""
+    """Records an event before the first call and after each call."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
@@ -231,7 +232,7 @@ class _Marking(_Interpreter):
 
 
 class _Recording(_Interpreter):
-    """Records each call by itself; its values stay, since the recordings read them."""
+    """Records each call separately. Values are kept, because the recordings read them."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph, garbage_collect_values=False)
@@ -245,7 +246,7 @@ class _Recording(_Interpreter):
 
 
 class _Counting(_Interpreter):
-    """What each call has to read, write and compute."""
+    """Computes the work of each call: bytes read and written, and operations."""
 
     def __init__(self, graph: fx.GraphModule, requests: Sequence[RequestTokens]) -> None:
         super().__init__(graph)
@@ -298,7 +299,7 @@ def _written(node: fx.Node) -> frozenset[str]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """It makes no new values: a view of its input, an item of a tuple, or a size."""
+    """Whether a call creates no new values: a view of its input, a tuple item, or a size."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return True
@@ -314,7 +315,7 @@ def _op_name(node: fx.Node) -> str:
 
 
 def _label(node: fx.Node) -> tuple[str, str]:
-    """(kind, name) of the row that the call is counted in."""
+    """(kind, name) of the row to which the call belongs."""
     name = _op_name(node)
     if "linear" in name or name in ("mm", "addmm", "bmm"):
         parts = [p for source in node.all_input_nodes for p in _weight_names(source)]
@@ -343,7 +344,7 @@ def _joined(parts: Sequence[str]) -> str:
 
 
 def _in_layer(part: str) -> str:
-    """A parameter's name within its layer; its last one where it is in none."""
+    """A parameter's name within its layer; outside of layers, its last component."""
     name = part.removesuffix(".weight")
     own = re.sub(r"^.*\.\d+\.", "", name)
     return own if own != name else name.rpartition(".")[2]

@@ -1,7 +1,7 @@
-"""Benchmarks of an engine in this process: token ids in, token ids out, every step timed.
+"""Benchmarks an engine in this process: token ids in, token ids out, every step timed.
 
-The engine is driven directly, without text on either side, so that a trace holds the time of each
-token and not just of each answer.
+The engine is driven directly, without tokenization, so that a trace has the time of each token and
+not just of each answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RUNS = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSteps:
-    """Steps in which every running request drew its next token and no prompt was computed."""
+    """Steps in which every running request sampled its next token and no prompt was computed."""
 
     num_steps: int = 0
     seconds: float = 0.0
@@ -40,12 +40,12 @@ class DecodeSteps:
         return self.seconds / self.num_steps * 1e3 if self.num_steps else 0.0
 
     def bytes_read(self, info: ModelInfo) -> int:
-        """What these steps had to read at the least: all weights and the KV cache in use."""
+        """The minimum that these steps had to read: all weights and the used KV cache."""
         kv = self.context_tokens * info.kv_bytes_per_token
         return self.num_steps * info.weight_bytes + kv
 
     def share_of_bandwidth(self, info: ModelInfo, bytes_per_s: float) -> float | None:
-        """Bytes read per second over what the machine can read; None if nothing was decoded."""
+        """Bytes read per second as a share of the machine's; None if nothing was decoded."""
         if not self.num_steps or self.seconds <= 0:
             return None
         return self.bytes_read(info) / self.seconds / bytes_per_s
@@ -53,7 +53,7 @@ class DecodeSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineRun:
-    """All requests of one run, in the order given, and what its steps were like."""
+    """The results of one run: all requests in order, and statistics of its decode steps."""
 
     traces: list[RequestTrace]
     duration_s: float
@@ -62,7 +62,7 @@ class OfflineRun:
 
 @dataclass(slots=True, kw_only=True)
 class _Progress:
-    """One request under way."""
+    """One request in flight."""
 
     request: BenchRequest
     sent_s: float
@@ -94,9 +94,9 @@ def run_offline(
     sampling: SamplingParams,
     on_finished: Callable[[], None] | None = None,
 ) -> OfflineRun:
-    """Add all requests at once and step until the last is done.
+    """Add all requests at once and step until the last one is done.
 
-    `sampling` is that of every request but for `max_tokens`, which is the request's own.
+    `sampling` applies to every request, except for `max_tokens`, which is the request's own.
     """
     prefix = f"bench-{next(_RUNS)}-"
     under_way: dict[str, _Progress] = {}
@@ -128,9 +128,9 @@ def _drive(
     num_left = len(under_way)
     while num_left:
         if not engine.has_work:
-            raise LlmcError(f"the engine has no work left but {num_left} requests are unanswered")
+            raise LlmcError(f"the engine has no work left but {num_left} requests are unfinished")
         decoding = [p for p in under_way.values() if p.is_decoding]
-        # A running request without a token yet is inside its prompt: not a pure decode step.
+        # A running request without a token is still in its prefill: not a pure decode step.
         is_decode = bool(decoding) and engine.stats().num_running == len(decoding)
         context_before = sum(p.context_len for p in decoding)
         began_s = time.perf_counter()
@@ -157,7 +157,7 @@ def _drive(
 
 
 def check_fits(requests: Sequence[BenchRequest], info: ModelInfo) -> None:
-    """Refuse a workload that the model's context or cache can't hold, before anything runs."""
+    """Reject a workload that exceeds the model's context or cache, before anything runs."""
     capacity = info.pool_tokens
     limit = min(info.max_model_len, capacity)
     for request in requests:
@@ -172,14 +172,14 @@ def check_fits(requests: Sequence[BenchRequest], info: ModelInfo) -> None:
 
 
 def usable_token_ids(info: ModelInfo) -> Sequence[int]:
-    """Ids that random prompts are drawn from: the whole vocabulary but for its end tokens."""
+    """Ids for random prompts: the whole vocabulary except end tokens."""
     return [t for t in range(info.vocab_size) if t not in info.eos_token_ids]
 
 
 def bandwidth_result(
     decode: DecodeSteps, info: ModelInfo, bytes_per_s: float | None
 ) -> dict[str, Any]:
-    """The roofline part of a JSON result; `bytes_per_s` None: it was not measured."""
+    """The roofline part of a JSON result; `bytes_per_s` is None if it was not measured."""
     result: dict[str, Any] = {
         "weight_bytes": info.weight_bytes,
         "kv_bytes_per_token": info.kv_bytes_per_token,
@@ -194,7 +194,7 @@ def bandwidth_result(
 
 
 def speculation_result(before: EngineStats, after: EngineStats) -> dict[str, int]:
-    """The part of a JSON result that tells of draft tokens, between two readings."""
+    """The draft-token part of a JSON result: the difference between two readings."""
     return {
         "num_drafts": after.num_drafts - before.num_drafts,
         "num_draft_tokens": after.num_draft_tokens - before.num_draft_tokens,

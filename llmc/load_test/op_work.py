@@ -1,8 +1,8 @@
-"""What one op of a step must read, write and compute at the least, from the tensors it is given.
+"""The minimum that one op of a step must read, write and compute, derived from its arguments.
 
-Bytes are those of the operands once each: a weight as it is stored, of a cache the part that the
-requests see, of a table the rows that are picked. Operations are the multiplications and additions
-of products, attention and recurrences; all else is bound by its bytes on any machine.
+Each operand's bytes count once: a weight as it is stored, only the part of a cache that the
+requests attend to, only the selected rows of a table. Operations are the multiplications and
+additions of products, attention and recurrences; all other ops are memory-bound on any machine.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from llmc.passes.inputs import (
     StepInput,
 )
 
-# Operations for each value of the state and token.
+# Operations per value of the state and per token.
 _STATE_OPERATIONS = {"delta_rule": 7, "selective_scan": 5, "linear_recurrence": 2}
-_PICKED = ("index_select", "index", "gather")  # of their first argument, what they return
+_PICKED = ("index_select", "index", "gather")  # they read only what they return
 _EMBEDDINGS = {"embedding": "indices", "embed_shard": "ids", "quantized_embedding": "ids"}
 _TABLES_BY_POSITION = ("cos_table", "sin_table")
 
@@ -46,7 +46,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTokens:
-    """One request of a step: its tokens in it, and all that it has after it."""
+    """One request of a step: its tokens in this step, and its context length after it."""
 
     new: int
     context: int
@@ -54,8 +54,8 @@ class RequestTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call of the op `name`: arguments by name, what those are that the step was given, and the
-    names of those that it writes to."""
+    """A call of the op `name`: its arguments by name, the roles of those that are inputs of the
+    step, and the names of those that it writes to."""
 
     name: str
     given: Mapping[str, Any]
@@ -70,7 +70,7 @@ class Call:
 
 
 def work_of(call: Call) -> Work:
-    """Nothing for a view."""
+    """The minimum work of a call; zero for a view."""
     read = {name: tensors(value) for name, value in call.given.items()}
     known = {t.untyped_storage()._cdata for found in read.values() for t in found}
     made = [t for t in tensors(call.result) if t.untyped_storage()._cdata not in known]
@@ -92,7 +92,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def _size(tensor: Tensor) -> int:
-    """Of an expanded tensor that which is there."""
+    """The bytes of a tensor; for an expanded one, those of its storage."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
@@ -107,7 +107,7 @@ def _bytes_of(call: Call, name: str, tensor: Tensor, role: Input | None) -> int:
     if isinstance(role, StateInput):
         return 2 * tensor.nbytes // tensor.shape[0] * len(call.requests)
     if isinstance(role, StepInput) and role.name in ROW_TABLES:
-        return 0  # a few values of each request
+        return 0  # a few values per request
     if isinstance(role, AdapterInput):
         used = _adapted_rows(given).unique().numel()
         return int(used * _adapter_shape(tensor, given).numel() * tensor.element_size())
@@ -124,7 +124,7 @@ def _bytes_of(call: Call, name: str, tensor: Tensor, role: Input | None) -> int:
 
 
 def _adapted_rows(given: Mapping[str, Any]) -> Tensor:
-    """The numbers of the A and B that rows of an `add_lora` use, of each that uses some."""
+    """The numbers of the A and B matrices used by the rows of an `add_lora` that use any."""
     numbers: Tensor = given["adapter"]
     expert = given.get("expert")
     if expert is not None:
@@ -133,7 +133,7 @@ def _adapted_rows(given: Mapping[str, Any]) -> Tensor:
 
 
 def _adapter_shape(tensor: Tensor, given: Mapping[str, Any]) -> torch.Size:
-    """Of what a row uses of A or B: that of a slot, or of one expert there."""
+    """The shape of the part of A or B that a row uses: one slot, or one expert of a slot."""
     return tensor.shape[1:] if given.get("expert") is None else tensor.shape[2:]
 
 
@@ -171,7 +171,7 @@ def _operations(call: Call) -> int:
 
 
 def _latent_operations(call: Call, request: RequestTokens) -> int:
-    """Of the form in which a request is computed: see `expands`."""
+    """The operations in the form in which the request is computed: see `expands`."""
     given = call.given
     rows, rank = given["weight"].shape
     _, heads, dim = given["query"].shape
@@ -186,14 +186,14 @@ def _latent_operations(call: Call, request: RequestTokens) -> int:
 
 
 def _span(call: Call, request: RequestTokens) -> int:
-    """Tokens of the request's cache that its queries see, each counted once."""
+    """Cached tokens that the request's queries attend to, each counted once."""
     first = request.context - request.new
     seen = (request.context - first_visible(first, *_windows(call))) // _tokens_of_key(call)
     return min(seen, request.new * _most_chosen(call, request))
 
 
 def _pairs(call: Call, request: RequestTokens) -> int:
-    """Queries times the keys that each of them sees."""
+    """The number of (query, key) pairs."""
     windows, most, rate = _windows(call), _most_chosen(call, request), _tokens_of_key(call)
     return sum(
         min((place + 1 - first_visible(place, *windows)) // rate, most)
@@ -202,7 +202,7 @@ def _pairs(call: Call, request: RequestTokens) -> int:
 
 
 def _tokens_of_key(call: Call) -> int:
-    """How many tokens a key of an indexer stands for."""
+    """How many tokens a key of an indexer represents."""
     return int(call.given.get("rate", 1))
 
 
@@ -211,7 +211,7 @@ def _windows(call: Call) -> tuple[int, int]:
 
 
 def _most_chosen(call: Call, request: RequestTokens) -> int:
-    """The keys that a query attends to where the model chooses them."""
+    """The maximum number of keys that a query attends to; limited if the model chooses them."""
     chosen = call.given.get("chosen")
     if not isinstance(chosen, torch.Tensor):
         return request.context

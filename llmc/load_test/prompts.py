@@ -1,8 +1,8 @@
-"""Random prompts for a server whose tokenizer is elsewhere.
+"""Random prompts for a server that has its own tokenizer.
 
-Best is exact: token ids, drawn from a tokenizer's vocabulary or from ids that the server's own
-/tokenize gave out. Where only text will do (chat, or a server without /tokenize), prompts are
-random words; their real length is what the server reports as usage.
+Token ids are exact: they are drawn from a tokenizer's vocabulary, or from ids that the server's
+/tokenize returned. If only text works (chat, or a server without /tokenize), prompts are random
+words, and their real length is the usage that the server reports.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def random_prompts(
     seed: int,
     tokenizer: Tokenizer | None,
 ) -> list[BenchRequest]:
-    """Prompts of the wanted lengths, as exact as this server allows."""
+    """Prompts of the requested lengths, as exact as this server allows."""
     sample = None
     if tokenizer is None:
         sample = await fetch_token_ids(target, " ".join(WORDS))

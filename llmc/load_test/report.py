@@ -1,4 +1,4 @@
-"""Results in words and files: the block that vLLM's users know, JSON, a plot."""
+"""Reports results: the text block known from vLLM, a JSON file, a plot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Row = tuple[str, str]
 def serving_rows(
     metrics: BenchMetrics, *, max_concurrency: int | None, request_rate: float
 ) -> list[Row]:
-    """(label, value) pairs of the head of the block; labels equal to `vllm bench serve`."""
+    """(label, value) pairs at the top of the block, with the labels of `vllm bench serve`."""
     rows = [("Successful requests:", str(metrics.completed))]
     rows.append(("Failed requests:", str(metrics.failed)))
     if max_concurrency is not None:
@@ -66,7 +66,7 @@ def latency_sections(metrics: BenchMetrics, names: Sequence[str]) -> list[tuple[
 
 
 def format_block(title: str, sections: Sequence[tuple[str | None, Sequence[Row]]]) -> str:
-    """The block as vLLM prints it: `=` rules around, a `-` rule with a heading per section."""
+    """The block as vLLM prints it: between `=` rules, with a heading in a `-` rule per section."""
     lines = [f"{' ' + title + ' ':=^{WIDTH}}"]
     for heading, rows in sections:
         if heading is not None:
@@ -77,7 +77,7 @@ def format_block(title: str, sections: Sequence[tuple[str | None, Sequence[Row]]
 
 
 def context(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """When, with which command: in every JSON result."""
+    """The date and the command, for every JSON result."""
     words = list(sys.argv if argv is None else argv)
     words[0] = Path(words[0]).name
     now = datetime.now(UTC)
@@ -85,7 +85,7 @@ def context(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write beside the target and rename, so that no reader ever sees half a file."""
+    """Write to a temporary file and rename it, so that readers never see a partial file."""
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".part")
@@ -94,7 +94,7 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp made it private; a result is not a secret
+        os.chmod(name, 0o666 & ~_umask())  # mkstemp makes it private; a result is not secret
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -109,7 +109,7 @@ def _umask() -> int:
 
 
 def check_can_write(*paths: Path | None) -> None:
-    """Fail before the benchmark runs rather than after it."""
+    """Raise ConfigError before the benchmark runs rather than after it."""
     for path in paths:
         if path is None:
             continue
@@ -130,7 +130,7 @@ def check_can_plot() -> None:
 
 
 def write_plot(path: Path, title: str, samples_ms: Mapping[str, Sequence[float]]) -> None:
-    """One panel a metric: its cumulative distribution, with median and 99th percentile named."""
+    """One panel per metric: its cumulative distribution, with median and 99th percentile marked."""
     draw_plot(title, samples_ms).savefig(path, dpi=120)
 
 
@@ -150,7 +150,7 @@ def draw_plot(title: str, samples_ms: Mapping[str, Sequence[float]]) -> Figure:
         share = [(i + 1) / len(values) for i in range(len(values))]
         axes.step(values, share, where="post", color="#2563a8")
         middle = sum(axes.get_xlim()) / 2
-        # one above the other, as the two may be equal, and inside of the panel
+        # at different heights, as the two may be equal, and inside the panel
         for level, style, height in ((0.5, "--", 0.02), (0.99, ":", 0.52)):
             value = values[min(len(values) - 1, int(level * len(values)))]
             axes.axvline(value, linestyle=style, color="#666666", linewidth=1)

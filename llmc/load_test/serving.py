@@ -1,4 +1,4 @@
-"""A load on a server: when each request leaves, how many may be under way, what came back."""
+"""Runs a load against a server: when requests are sent, how many at a time, and their results."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ OnDone = Callable[[RequestTrace], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """`request_rate` requests a second on average; inf sends all at once.
+    """`request_rate` requests per second on average; inf sends all at once.
 
-    Gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is
+    Gaps follow a gamma distribution with shape `burstiness`: 1 is a Poisson process, less is
     burstier, more is steadier.
     """
 
@@ -44,10 +44,10 @@ class Load:
 
 
 def departure_times(load: Load, count: int) -> list[float]:
-    """Seconds after the start at which each request leaves, non-decreasing.
+    """When to send each request, in seconds after the start, non-decreasing.
 
-    The gaps are scaled so that the last request leaves at count / rate: a short run then has the
-    rate that was asked for and not one that a few long gaps made up.
+    The gaps are scaled so that the last request is sent at count / rate. A short run then has the
+    requested rate, rather than one dominated by a few long gaps.
     """
     if math.isinf(load.request_rate):
         return [0.0] * count
@@ -67,7 +67,7 @@ async def run_load(
     warmups: Sequence[BenchRequest] = (),
     on_done: OnDone | None = None,
 ) -> tuple[list[RequestTrace], float]:
-    """Send the warm-ups one by one, then the load: (its traces in order, seconds it took)."""
+    """Send the warm-ups one by one, then the load; returns its traces in order, and its seconds."""
     async with open_client(target) as client:
         for request in warmups:
             trace = await send(client, target, request)
@@ -122,7 +122,7 @@ async def find_model(target: Target, wait_s: float) -> str:
                 reason = f"HTTP {response.status_code}"
                 if response.status_code in (401, 403):
                     raise ConfigError(
-                        f"{target.base_url} wants an API key; give it with --api-key "
+                        f"{target.base_url} requires an API key; set it with --api-key "
                         "or OPENAI_API_KEY"
                     )
             if time.perf_counter() >= deadline:
@@ -141,7 +141,7 @@ def _first_model(response: httpx.Response) -> str:
 
 
 async def fetch_token_ids(target: Target, text: str) -> list[int] | None:
-    """The ids of `text` by the server's own tokenizer, or None where it has no /tokenize."""
+    """The ids of `text` from the server's tokenizer, or None if it has no /tokenize."""
     async with open_client(target) as client:
         body: dict[str, Any] = {"model": target.model, "prompt": text, "add_special_tokens": False}
         try:

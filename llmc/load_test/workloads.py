@@ -1,6 +1,6 @@
-"""What a benchmark sends: random prompts by distribution, or the lines of a dataset file.
+"""The requests of a benchmark: random prompts by distribution, or the lines of a dataset file.
 
-The same arguments and seed give the same workload on every machine. Knows no engine and no HTTP.
+The same arguments and seed give the same workload on every machine. Independent of engine and HTTP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmc.errors import ConfigError
 
 CountTokens = Callable[[str], int]
 _SHORTEST_TEXT, _LONGEST_TEXT = 80, 2000  # characters of a prompt from the documentation
-MIN_SHAREGPT_LEN = 4  # shorter turns measure nothing but overhead, as other benchmarks hold too
+MIN_SHAREGPT_LEN = 4  # shorter turns measure only overhead; other benchmarks skip them too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class BenchRequest:
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
-    prompt_len: int | None = None  # None: not known before the server says
+    prompt_len: int | None = None  # None: not known until the server reports it
     output_len: int
 
 
@@ -76,10 +76,10 @@ def random_workload(
 def text_workload(
     *, num_prompts: int, output_len: int, range_ratio: float = 0.0, seed: int = 0
 ) -> list[BenchRequest]:
-    """Paragraphs of Python's own documentation, each of the length that it has.
+    """Paragraphs of Python's own documentation, at their natural lengths.
 
-    Drawn without repeating one before all have been drawn; a round of repeats starts with its
-    number, so that no prompt is another's prefix.
+    None is repeated before all have been used. Repeated paragraphs start with the number of the
+    round, so that no prompt is another's prefix.
     """
     if num_prompts < 1:
         raise ConfigError(f"the number of prompts must be at least 1, got {num_prompts}")
@@ -119,8 +119,8 @@ def load_dataset(
 
     ShareGPT conversations are shuffled by `seed` and cut to their first question and answer;
     JSONL keeps its order. `output_len` overrides the lengths in the file. Lengths are counted
-    with `count_tokens`; without it prompt lengths stay unknown and answers are taken to have
-    one token for four characters.
+    with `count_tokens`; without it, prompt lengths are unknown and answers are assumed to have
+    one token per four characters.
     """
     try:
         content = path.read_text(encoding="utf-8")
@@ -181,7 +181,7 @@ def _from_record(
     if not isinstance(wanted, int) or wanted < 1:
         raise ConfigError(
             f"{path}, record {number}: needs an `output_len` of at least 1 "
-            "(or give one for all with --output-len)"
+            "(or set one for all with --output-len)"
         )
     if ids:
         if not all(isinstance(token, int) and token >= 0 for token in ids):

@@ -1,8 +1,8 @@
-"""LoRA adapters over HTTP: each is a model of its own name, whose parent is the served one.
+"""LoRA adapters over HTTP: each is served as a model of its own, with the base model as parent.
 
-Those of --lora-modules are there from the start. /v1/load_lora_adapter and
-/v1/unload_lora_adapter change the list where --runtime-lora-dir allows it, and then only for
-directories inside of that one.
+The adapters of --lora-modules are available from the start. With --runtime-lora-dir,
+/v1/load_lora_adapter and /v1/unload_lora_adapter change the list, but only for directories inside
+that one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from llmc.server.errors import ApiError
 from llmc.server.protocol import LoadAdapterBody, UnloadAdapterBody
 from llmc.server.settings import ServerSettings
 
-MAX_ADAPTERS = 4096  # names at a time
+MAX_ADAPTERS = 4096  # names served at a time
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class Adapters:
-    """The adapters that are served, by name. Numbers are given once and never again."""
+    """The served adapters, by name. An adapter's number is never reused."""
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings, names: tuple[str, ...]) -> None:
         self._names = names
@@ -38,7 +38,7 @@ class Adapters:
             if not (Path(path) / "adapter_config.json").is_file():
                 raise ConfigError(
                     f"--lora-modules {name}={path}: there is no adapter_config.json in that "
-                    "directory; give one that PEFT's save_pretrained wrote"
+                    "directory; pass one written by PEFT's save_pretrained"
                 )
             try:
                 self.add(self.make(name, path))
@@ -46,16 +46,16 @@ class Adapters:
                 raise ConfigError(f"--lora-modules {name}={path}: {error}") from error
 
     def make(self, name: str, path: str) -> LoRARequest:
-        """An adapter with a number of its own; InvalidRequestError for a name that is taken."""
+        """An adapter with a new number; raises InvalidRequestError if the name is taken."""
         if name in self._names or name in self.by_name:
             raise InvalidRequestError(
-                f"a model is served as {name!r:.80} already; unload it first, or choose another "
+                f"a model is already served as {name!r:.80}; unload it first, or choose another "
                 "name",
                 param="lora_name",
             )
         if len(self.by_name) >= MAX_ADAPTERS:
             raise InvalidRequestError(
-                f"{MAX_ADAPTERS} adapters are the most; unload one first", param="lora_name"
+                f"the limit is {MAX_ADAPTERS} adapters; unload one first", param="lora_name"
             )
         self._num_made += 1
         return LoRARequest(name, self._num_made, path)
@@ -64,7 +64,7 @@ class Adapters:
         self.by_name[adapter.lora_name] = adapter
 
     async def load(self, llm: AsyncLLM, name: str, path: str) -> None:
-        """Serve one more. InvalidRequestError where it can't be loaded, or can't draw a token."""
+        """Load one more adapter. InvalidRequestError if it can't be loaded or can't run."""
         adapter = self.make(name, path)
         await _try(llm, adapter)
         if name in self.by_name:  # by another call meanwhile
@@ -73,13 +73,13 @@ class Adapters:
 
 
 def adapter_named(request: Request, model: str) -> LoRARequest | None:
-    """The adapter that is served under a name; None for the model's own names."""
+    """The adapter served under a name; None for the base model's names."""
     adapters: Adapters = request.app.state.adapters
     return adapters.by_name.get(model)
 
 
 async def load_lora_adapter(request: Request) -> Response:
-    """Serve one more LoRA adapter. It is loaded, and draws a token, before this answers."""
+    """Load a LoRA adapter. It is loaded and generates one token before the response is sent."""
     folder = _runtime_dir(request)
     body = await read_body(request, LoadAdapterBody)
     adapters: Adapters = request.app.state.adapters
@@ -89,7 +89,7 @@ async def load_lora_adapter(request: Request) -> Response:
 
 
 async def unload_lora_adapter(request: Request) -> Response:
-    """Serve an adapter no longer. Requests that use it go on to their end."""
+    """Unload a LoRA adapter. Running requests that use it still finish."""
     _runtime_dir(request)
     body = await read_body(request, UnloadAdapterBody)
     adapters: Adapters = request.app.state.adapters
@@ -115,7 +115,7 @@ def _runtime_dir(request: Request) -> Path:
 
 
 def _inside(folder: Path, path: str) -> str:
-    """The directory that a caller named, relative to `folder` or in full; links are followed."""
+    """Resolve a caller's path, relative to `folder` or absolute; symbolic links are followed."""
     try:
         found = (folder / path).resolve()
         is_inside = found.is_relative_to(folder) and found != folder and found.is_dir()
@@ -123,14 +123,14 @@ def _inside(folder: Path, path: str) -> str:
         is_inside = False
     if not is_inside:
         raise InvalidRequestError(
-            f"lora_path {path!r:.200} is no directory inside of the server's --runtime-lora-dir",
+            f"lora_path {path!r:.200} is not a directory inside the server's --runtime-lora-dir",
             param="lora_path",
         )
     return str(found)
 
 
 async def _try(llm: AsyncLLM, adapter: LoRARequest) -> None:
-    """Draw one token with the adapter; InvalidRequestError where it can't be loaded."""
+    """Generate one token with the adapter; InvalidRequestError if it can't be loaded."""
     source = (await llm.prepare.prompt([0], _ONE_TOKEN)).with_adapter(adapter)
     async with llm.submit(source) as stream:
         while await stream.deltas():

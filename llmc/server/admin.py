@@ -1,6 +1,6 @@
-"""The operator's routes: load, settings, profiles, the prefix cache, and calls to abort.
+"""The operator's routes: load, settings, profiles, the prefix cache, and aborting calls.
 
-The Guard lets them pass with the key of --admin-api-key alone (server/guard.py).
+The Guard admits them only with the key of --admin-api-key (server/guard.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SECRETS = ("api_keys", "admin_api_key")
 
 
 class AbortBody(BaseModel):
-    """Calls by their `x-request-id`, or all that run."""
+    """Which calls to abort: by their `x-request-id`, or all that are running."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,7 +39,7 @@ class AbortBody(BaseModel):
 
 
 async def load(request: Request) -> Response:
-    """How much there is to do: calls of this process, requests of the engine."""
+    """The current load: calls of this process, requests of the engine."""
     llm: AsyncLLM = request.app.state.llm
     stats = llm.stats()
     return json_response(
@@ -53,14 +53,14 @@ async def load(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    """What runs: version, model, engine options and server settings; no keys."""
+    """What is running: version, model, engine options and server settings; no keys."""
     state = request.app.state
     settings = public_settings(state.settings)
     return json_response({"version": llmc.__version__, **describe(state.llm), "server": settings})
 
 
 def describe(llm: AsyncLLM) -> dict[str, Any]:
-    """What runs for one model."""
+    """One model: its description, engine options and processes."""
     return {
         "model": _plain(dataclasses.asdict(llm.info)),
         "engine": _plain(dataclasses.asdict(llm.config)),
@@ -74,17 +74,17 @@ def public_settings(settings: ServerSettings) -> Any:
 
 
 async def start_profile(request: Request) -> Response:
-    """Record what the engine's steps do, until /stop_profile."""
+    """Profile the engine's steps until /stop_profile."""
     return await _operated(request, "start_profile")
 
 
 async def stop_profile(request: Request) -> Response:
-    """Write the record to a file of the server, whose path is the answer."""
+    """Write the profile to a file on the server and return its path."""
     return await _operated(request, "stop_profile")
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget all cached prefixes. Requests that run keep their blocks."""
+    """Clear the prefix cache. Running requests keep their blocks."""
     return await _operated(request, "reset_prefix_cache")
 
 
@@ -96,22 +96,24 @@ async def _operated(request: Request, operation: Any) -> Response:
 async def operated(llm: AsyncLLM, operation: Any, settings: ServerSettings) -> str:
     try:
         return await llm.operate(operation, settings.profile_dir)
-    except InvalidRequestError as exc:  # a profile is recorded already, or none is
+    except InvalidRequestError as exc:  # a profile is already being recorded, or none is
         raise ApiError(409, str(exc)) from exc
 
 
 async def abort_requests(request: Request) -> Response:
-    """End calls; their clients get what there is, with finish_reason "abort"."""
+    """Abort calls. Their clients get the output so far, with finish_reason "abort"."""
     body = await read_body(request, AbortBody)
     if request.app.state.settings.api_workers > 1:
         raise ApiError(
-            400, "with several API processes (--api-workers) none knows the calls of the others"
+            400,
+            "calls can't be aborted with several API processes (--api-workers): each knows only "
+            "its own calls",
         )
     return json_response({"aborted": abort_calls(request.app.state, body)})
 
 
 def abort_calls(state: Any, body: AbortBody) -> list[str]:
-    """Of the calls that run in an application, those that were ended. `state` is its."""
+    """Abort the calls that are running; returns their ids. `state` is the application's."""
     calls: RunningCalls = state.running_calls
     wanted = calls.ids if body.all else body.request_ids or ()
     aborted = [one for one in wanted if one in calls]
@@ -121,7 +123,7 @@ def abort_calls(state: Any, body: AbortBody) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON: what has no form there is written as Python shows it."""
+    """A JSON-compatible value; other types become their `str`."""
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

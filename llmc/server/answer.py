@@ -1,4 +1,4 @@
-"""Parts of an answer that chat and plain completions share: head, usage, token spelling."""
+"""Response parts shared by chat and plain completions: head, usage, token spelling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
 
 
 class Head:
-    """id, creation time and model: the same in every chunk of an answer."""
+    """id, creation time and model: the same in every chunk of a response."""
 
     def __init__(self, prefix: str, kind: str, model: str) -> None:
         self._fields = {
@@ -48,7 +48,7 @@ def finite(logprob: float) -> float:
 
 
 def spelling(tokenizer: Tokenizer | None, token: int) -> str:
-    """A token as text; as `bytes:\\xe2\\x80` where it is only part of a character."""
+    """A token as text, or as `bytes:\\xe2\\x80` if it is only part of a character."""
     if tokenizer is None:
         return f"token_id:{token}"
     text = tokenizer.token_text(token)
@@ -62,7 +62,7 @@ def token_bytes(tokenizer: Tokenizer | None, token: int) -> list[int] | None:
 
 
 def prompt_logprobs(request: ActiveRequest, count: int) -> list[dict[str, Any] | None]:
-    """Of each token of a prompt and the `count` likeliest there, by id; null for the first."""
+    """Per prompt token: its logprob and those of the `count` likeliest, by id; None first."""
     return [
         None
         if position is None

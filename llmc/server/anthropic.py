@@ -39,7 +39,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 class MessageCall:
-    """Builds the answer of one call: a message of blocks, numbered as they come."""
+    """Builds the response to one call: a message of content blocks, numbered in order."""
 
     wire = WIRE
 
@@ -89,7 +89,7 @@ class MessageCall:
         }
 
     def _usage(self, stream: Stream) -> dict[str, Any]:
-        """Tokens found in the prefix cache are no input tokens here."""
+        """Token counts. Anthropic's input_tokens exclude tokens read from the cache."""
         usage = answer.usage(stream)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         counts = {
@@ -132,7 +132,7 @@ class MessageCall:
             yield self._delta(type="input_json_delta", partial_json=call.arguments)
 
     def _begin(self, kind: str) -> Iterable[dict[str, Any]]:
-        """Nothing where a block of the kind is open."""
+        """Open a block of this kind, unless one is already open."""
         if self._open != kind:
             yield from self._close()
             yield from self._start(kind, _EMPTY[kind])

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages API, and the chat call that each one is."""
+"""Request bodies of Anthropic's Messages API, and their translation to chat calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 
 
 class MessagesTool(BaseModel):
-    """A function that the model may call; tools that Anthropic runs itself are refused."""
+    """A function that the model may call; Anthropic's server-side tools are rejected."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -95,7 +95,7 @@ class CountTokensBody(Body):
 
     @property
     def shows_reasoning(self) -> bool:
-        """Without `thinking` there are no thinking blocks, as clients expect."""
+        """False without `thinking`: clients then expect no thinking blocks."""
         return self._thinks and self.thinking is not None and self.thinking.display != "omitted"
 
     @property
@@ -103,7 +103,7 @@ class CountTokensBody(Body):
         return self.thinking is not None and self.thinking.type != "disabled"
 
     def chat(self, **sampling: Any) -> ChatBody:
-        """The chat call that this is. InvalidRequestError names what is wrong in the messages."""
+        """The equivalent chat call. Raises InvalidRequestError that names the invalid field."""
         messages = [{"role": "system", "content": self._system()}] if self.system else []
         for index, message in enumerate(self.messages):
             messages += _messages(f"messages[{index}]", message)
@@ -117,7 +117,7 @@ class CountTokensBody(Body):
             "tool_choice": _choice(choice),
             "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
             "continue_final_message": is_prefill,
-            # What templates call it.
+            # Templates use either name.
             "chat_template_kwargs": {"enable_thinking": self._thinks, "thinking": self._thinks},
             **sampling,
         }
@@ -173,14 +173,14 @@ def _choice(choice: MessagesToolChoice | None) -> str | dict[str, Any] | None:
     if choice.type == "tool":
         if choice.name is None:
             raise InvalidRequestError(
-                "tool_choice of type tool needs the name of one", param="tool_choice.name"
+                "tool_choice of type tool needs the name of a tool", param="tool_choice.name"
             )
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type
 
 
 def _messages(where: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One of Anthropic's messages as those of a chat: results of tools are messages there."""
+    """An Anthropic message as chat messages: each tool result becomes its own message."""
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise InvalidRequestError(
@@ -248,7 +248,7 @@ def _tool_result(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
 def _field(where: str, block: Mapping[str, Any], name: str, kind: type) -> Any:
     value = block.get(name)
     if not isinstance(value, kind):
-        what = "a text" if kind is str else "an object"
+        what = "a string" if kind is str else "an object"
         raise InvalidRequestError(
             f"{where}.{name} must be {what}, got {value!r:.80}", param=f"{where}.{name}"
         )

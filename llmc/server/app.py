@@ -108,7 +108,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/v1/engine/events", engine_events.engine_events),
     ("GET", "/openapi.json", openapi.openapi),
 )
-# The page for people, which no program calls: not in the OpenAPI document, and absent with --no-ui.
+# The web page is for people: its routes are not in the OpenAPI document, and --no-ui removes them.
 PAGE_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", page.PAGE, page.page),
     ("GET", page.DOCS, page.docs),
@@ -119,9 +119,9 @@ PAGE_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 def create_app(
     llm: AsyncLLM, settings: ServerSettings, engines: EngineProcesses | None = None
 ) -> Starlette:
-    """The server's application on a loaded model. `serve` runs it; tests may run it otherwise.
+    """The ASGI application for a loaded model. `serve` runs it; tests may run it differently.
 
-    `engines` are those of `llm`, where they are processes that may be ended for a sleep.
+    `engines`: the engine processes of `llm`, if it has any that a sleep may end.
     """
     names = models.served_names(llm, settings.served_model_names)
     metrics = Metrics(llm, names[0], vllm_names=settings.vllm_metrics)
@@ -154,20 +154,20 @@ def guarded_app(
     is_draining: Callable[[], bool],
     answered: OnRoute,
 ) -> Starlette:
-    """An application of these routes and of the page's, with the Guard around it."""
+    """An application of these routes and the web page's, wrapped in the Guard."""
     guard = Middleware(
         Guard, settings=settings, is_draining=is_draining, on_answer=_counted_by(answered, routes)
     )
     middleware = [guard]
     if settings.allowed_origins:
-        # around the Guard: browsers send no key when they ask whether they may
+        # Outside the Guard: a browser's preflight request carries no key.
         middleware.insert(0, _for_web_pages(settings.allowed_origins))
     if settings.root_path:
         middleware.insert(0, Middleware(_Mounted, root_path=settings.root_path))
     app = Starlette(
         routes=[*_routes(routes), *(_routes(PAGE_ROUTES, False) if settings.ui else ())],
         middleware=middleware,
-        exception_handlers={HTTPException: unknown_route},  # all else is for the Guard
+        exception_handlers={HTTPException: unknown_route},  # the Guard handles all others
     )
     app.router.redirect_slashes = False
     app.state.settings = settings
@@ -178,7 +178,7 @@ def guarded_app(
 def _counted_by(
     answered: OnRoute, routes: Sequence[tuple[str, str, Endpoint]]
 ) -> Callable[[Scope, int, float], None]:
-    """Counts an answer by the route that gave it: clients choose paths, and there are many."""
+    """Counts responses by route, not by path: clients choose paths, so they are unbounded."""
     paths = {call: path for _, path, call in (*routes, *ROUTES, *PAGE_ROUTES)}
 
     def count(scope: Scope, status: int, seconds: float) -> None:
@@ -190,7 +190,7 @@ def _counted_by(
 
 
 class _Mounted:
-    """Takes off the path under which a proxy shows the server, where the proxy left it on."""
+    """Strips the root path that a proxy serves us under, if the proxy left it in the path."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app

@@ -1,9 +1,9 @@
-"""Lines of a batch -> answers of the routes themselves, called inside of the process.
+"""Lines of a batch -> responses of the routes themselves, called inside the process.
 
     {"custom_id", "method", "url", "body"}  ->  route  ->  {"custom_id", "response" or "error"}
 
-A batch is to leave room for callers who wait: so many of its requests run at a time, none is begun
-while the engine's queue is not empty, and where the engine serves by priority they come last.
+A batch must leave room for interactive callers: only some of its requests run at a time, none
+starts while the engine's queue is not empty, and with priority scheduling they come last.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ URLS = (
     "/v1/rerank",
     "/v2/rerank",
 )
-_WITH_PRIORITY = 2**31  # a larger number comes later
+_WITH_PRIORITY = 2**31  # larger numbers are scheduled later
 _RETRY_S = 0.25
-_BUSY = (429, 503)  # the server's state, and no answer to the request
+_BUSY = (429, 503)  # these describe the server's state; the request is retried
 
 
 class _Line(BaseModel):
@@ -65,11 +65,11 @@ class Row:
 
     custom_id: str
     is_error: bool
-    text: bytes  # a line of JSON with its end
+    text: bytes  # a line of JSON, newline included
 
 
 def parse_line(number: int, raw: bytes, urls: Iterable[str] = URLS) -> BatchLine:
-    """Raises ApiError, whose `param` is a field of the line, for what is no request."""
+    """Parse one line. If it is invalid, raises ApiError, whose `param` names its field."""
     try:
         line = _Line.model_validate(parse_object(raw))
     except (ApiError, ValidationError) as exc:
@@ -91,7 +91,7 @@ def parse_line(number: int, raw: bytes, urls: Iterable[str] = URLS) -> BatchLine
 
 
 def error_row(custom_id: str, error: ApiError) -> Row:
-    """Of a request that was not made."""
+    """The row of a request that was not run."""
     shown = error_body(error)["error"]
     value = {
         "id": _row_id(),
@@ -107,7 +107,7 @@ def _row_id() -> str:
 
 
 class BatchCaller:
-    """Runs requests of one batch. `state` is what the Guard notes of a caller (its key)."""
+    """Runs requests of one batch. `state` is what the Guard records about a caller (its key)."""
 
     def __init__(self, app: Starlette, state: Mapping[str, Any], *, at_once: int) -> None:
         self._app = app
@@ -116,8 +116,9 @@ class BatchCaller:
         self._at_once = at_once
 
     async def run(self, lines: Iterator[BatchLine], on_row: Callable[[Row], None]) -> None:
-        """Answers in the order in which they come. Raises EngineDeadError when the server ends or
-        has no engine any more; lines without a row are then to be run again. May be cancelled."""
+        """Run the lines; rows come in completion order. Raises EngineDeadError when the server
+        shuts down or its engine is dead; lines without a row must then be run again. Can be
+        cancelled."""
         workers = [asyncio.create_task(self._work(lines, on_row)) for _ in range(self._at_once)]
         try:
             await asyncio.gather(*workers)
@@ -163,7 +164,7 @@ class BatchCaller:
             raise EngineDeadError(self._llm.failure or "the server is shutting down")
 
     async def _call(self, line: BatchLine, request_id: str) -> tuple[int, bytes]:
-        """(status, JSON) of a route."""
+        """Call a route; returns (status, JSON)."""
         given = line.body
         if self._llm.config.scheduling_policy == "priority":
             given = {"priority": _WITH_PRIORITY, **given}
@@ -173,7 +174,7 @@ class BatchCaller:
         async def receive() -> Message:
             if sent:
                 return sent.pop()
-            await asyncio.Event().wait()  # nobody disconnects
+            await asyncio.Event().wait()  # there is no client that could disconnect
             raise AssertionError("unreachable")
 
         async def send(message: Message) -> None:

@@ -1,10 +1,10 @@
-"""Runs the batches of a store, one after the other, beside what callers ask for.
+"""Runs the batches of a store one at a time, alongside interactive requests.
 
 validating -> in_progress -> finalizing -> completed        cancel: cancelling -> cancelled
-     |-> failed (a line is no request)   |-> expired (its window ended before its last answer)
+     |-> failed (a line is invalid)      |-> expired (its window ended before its last answer)
 
-Rows are appended as they come. A server that ends, or is killed, leaves its batch as it is; the
-next one on the same folder drops half a row, skips what has a row, and goes on.
+Rows are appended as they arrive. If the server stops or is killed, its batch stays on disk; the
+next server on the same folder drops a partial row, skips lines that have a row, and continues.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 MAX_ERRORS = 20  # lines that a failed batch names
 _DISK_RETRY_S = 5.0
 SAVE_S = 2.0  # between two saves of a batch's counts
-CLOCK_S = 60.0  # between two looks at the date, which may jump
+CLOCK_S = 60.0  # between two checks of the wall clock, which may jump
 EXPIRED = ApiError(
     400,
     "This request could not be executed before the completion window expired.",
@@ -39,7 +39,7 @@ _KINDS: tuple[Literal["output", "errors"], ...] = ("output", "errors")
 
 
 class BatchRunner:
-    """`start` when the server is ready, `stop` before it ends."""
+    """Call `start` when the server is ready and `stop` before it shuts down."""
 
     def __init__(self, app: Starlette, store: BatchStore, *, salt_by_api_key: bool) -> None:
         self._app = app
@@ -56,7 +56,7 @@ class BatchRunner:
             self._task = asyncio.create_task(self._run())
 
     def wake(self) -> None:
-        """A batch was added."""
+        """Signal that a batch was added."""
         self._wake.set()
 
     async def stop(self) -> None:
@@ -72,7 +72,7 @@ class BatchRunner:
         return current if current is not None and current.id == batch.id else batch
 
     def cancel(self, batch: Batch) -> Batch:
-        """Ends it; what has a row keeps it. ApiError 400 where it is over."""
+        """Cancel a batch; rows already written are kept. ApiError 400 if it is over."""
         batch = self.current(batch)
         if batch.is_over or batch.status == "finalizing":
             raise ApiError(400, f"the batch is {batch.status} and can't be cancelled")
@@ -97,11 +97,11 @@ class BatchRunner:
                 if not await self._end(oldest):
                     return
             except (OSError, ApiError) as error:
-                log.error("batches can't go on now, and are tried again: %s", error)
+                log.error("batches can't continue now and will be retried: %s", error)
                 await asyncio.sleep(_DISK_RETRY_S)
 
     async def _end(self, batch: Batch) -> bool:
-        """Run a batch to its end; False where the server ends before."""
+        """Run a batch to its end; False if the server shuts down first."""
         self._current = batch
         self._work = asyncio.create_task(self._advance(batch))
         try:
@@ -131,7 +131,7 @@ class BatchRunner:
             self._store.save(batch)
         if batch.status == "in_progress":
             if not await self._answer_in_time(batch):
-                batch.note_time("expired")  # so that a server that ends now goes on with that
+                batch.note_time("expired")  # saved now, in case the server stops before the end
             batch.reach("finalizing")
             self._store.save(batch)
         if batch.status == "finalizing":
@@ -142,7 +142,7 @@ class BatchRunner:
             self._store.save(batch)
 
     def _validate(self, batch: Batch) -> None:
-        """All lines, before the first is run."""
+        """Check all lines before the first one runs."""
         seen: set[str] = set()
         try:
             for number, raw in self._raw_lines(batch):
@@ -153,7 +153,7 @@ class BatchRunner:
                     if line.custom_id in seen:
                         raise ApiError(
                             400,
-                            f"line {number}: custom_id {line.custom_id[:80]!r} was there before",
+                            f"line {number}: custom_id {line.custom_id[:80]!r} was already used",
                             param="custom_id",
                         )
                     seen.add(line.custom_id)
@@ -174,7 +174,7 @@ class BatchRunner:
             batch.errors.append({"code": "empty_file", "message": "the file has no requests"})
 
     def _raw_lines(self, batch: Batch) -> Iterator[tuple[int, bytes]]:
-        """Lines that are not blank, with their numbers; ApiError for a file beyond the limits."""
+        """Non-blank lines with their numbers; ApiError for a file that exceeds the limits."""
         count = 0
         stored = self._store.file(batch.input_file_id, batch.caller)
         try:
@@ -197,7 +197,7 @@ class BatchRunner:
         )
 
     async def _answer_in_time(self, batch: Batch) -> bool:
-        """False where the batch's window ended before the last answer."""
+        """Run the remaining lines; False if the batch's window ended before the last answer."""
         answering = asyncio.create_task(self._answer(batch))
         try:
             while not answering.done():
@@ -210,10 +210,10 @@ class BatchRunner:
             answering.cancel()
             await asyncio.wait({answering})
             if not answering.cancelled():
-                answering.exception()  # of a task that was given up, nobody asks for it
+                answering.exception()  # mark it retrieved: an abandoned task's would be logged
 
     def _open_lines(self, batch: Batch) -> Iterator[BatchLine]:
-        """The lines without a row; the batch's counts are those of the rows."""
+        """The lines without a row. Sets the batch's counts from the rows already written."""
         done = {kind: _custom_ids(self._store.gathered(batch, kind)) for kind in _KINDS}
         batch.completed, batch.failed = (len(done[kind]) for kind in _KINDS)
         for number, raw in self._raw_lines(batch):
@@ -222,7 +222,7 @@ class BatchRunner:
                 yield line
 
     def _give_up(self, batch: Batch) -> None:
-        """A row for each line that has none."""
+        """Write an "expired" row for each line that has no row."""
         left = [line.custom_id for line in self._open_lines(batch)]
         if not left:
             return
@@ -232,7 +232,7 @@ class BatchRunner:
         batch.failed += len(left)
 
     async def _answer(self, batch: Batch) -> None:
-        """The lines without a row."""
+        """Run the lines without a row."""
         state = {"caller": batch.caller} if batch.caller else {}
         if batch.caller and self._salt_by_api_key:
             state["cache_owner"] = batch.caller
@@ -259,7 +259,7 @@ class BatchRunner:
                 batch.failed += 1
             else:
                 batch.completed += 1
-            if loop.time() - saved > SAVE_S:  # counts, which are made anew after a crash
+            if loop.time() - saved > SAVE_S:  # counts only; they are recounted after a crash
                 self._store.save(batch, is_durable=False)
                 saved = loop.time()
 
@@ -271,7 +271,7 @@ class BatchRunner:
 
 
 def _custom_ids(path: Path) -> set[str]:
-    """Of the rows that are there; half a row at the end is cut off."""
+    """The ids of the rows written so far; a partial row at the end is truncated."""
     found: set[str] = set()
     if not path.is_file():
         return found

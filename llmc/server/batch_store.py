@@ -1,11 +1,11 @@
 """Files and batches on disk, in the folder of --batch-dir.
 
-    files/<id>.data, files/<id>.json           a file, and what is known of it
+    files/<id>.data, files/<id>.json           a file and its metadata
     batches/<id>.json                          a batch, as its caller sees it
-    batches/<id>.output, batches/<id>.errors   rows that are there so far
+    batches/<id>.output, batches/<id>.errors   the rows written so far
 
-Everything but the last two is written aside and renamed, so that whatever is there is whole. A file
-or batch belongs to the API key that made it.
+Everything but the last two is written to a temporary file and renamed, so that a file is always
+complete. A file or batch belongs to the API key that created it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_FILES = 1000
 MAX_BATCHES = 1000
 MAX_LINES = 50_000  # requests of a batch
 MAX_LINE_BYTES = 8 * 2**20
-WINDOW_S = 24 * 3600  # of a batch: what is not answered then is not answered at all
+WINDOW_S = 24 * 3600  # of a batch; lines not answered by then expire
 _ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
 T = TypeVar("T", "StoredFile", "Batch")
 
@@ -52,7 +52,7 @@ class StoredFile:
     num_bytes: int
     created_ns: int
     caller: str = ""  # the digest of the key it was made with
-    expires_s: int | None = None  # a date, from which on it is not there any more
+    expires_s: int | None = None  # Unix time; the file is deleted after it
 
     @property
     def has_expired(self) -> bool:
@@ -61,7 +61,7 @@ class StoredFile:
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Changed by its runner alone, which saves it after every change."""
+    """Only its runner changes it, and saves it after every change."""
 
     id: str
     input_file_id: str
@@ -74,7 +74,7 @@ class Batch:
     errors: list[dict[str, Any]] = field(default_factory=list)  # of its lines, when it failed
     output_file_id: str | None = None
     error_file_id: str | None = None
-    times: dict[str, int] = field(default_factory=dict)  # by status, as it was reached
+    times: dict[str, int] = field(default_factory=dict)  # when each status was reached
     total: int = 0
     completed: int = 0
     failed: int = 0
@@ -86,17 +86,17 @@ class Batch:
 
     @property
     def expires_s(self) -> int:
-        """A date."""
+        """Unix time, in seconds."""
         return self.created_ns // 10**9 + WINDOW_S
 
     @property
     def left_s(self) -> float:
-        """Until it expires."""
+        """Seconds until it expires."""
         return self.expires_s - time.time()
 
     @property
     def has_expired(self) -> bool:
-        """What was not answered is not answered any more, also where it is not yet `expired`."""
+        """True once its window ended, even before its status is `expired`: no more lines run."""
         return "expired" in self.times
 
     def reach(self, status: Status) -> None:
@@ -104,11 +104,14 @@ class Batch:
         self.note_time(status)
 
     def note_time(self, status: Status) -> None:
-        self.times.setdefault(status, int(time.time()))  # a date for clients, as created_at
+        self.times.setdefault(status, int(time.time()))  # Unix time, like created_at
 
 
 class BatchStore:
-    """One server at a time uses a folder; ConfigError for another one, or where it can't write."""
+    """Files and batches in one folder, locked by one server at a time.
+
+    ConfigError if another server holds the lock or the folder can't be written.
+    """
 
     def __init__(self, root: Path) -> None:
         self._files, self._batches = root / "files", root / "batches"
@@ -124,7 +127,7 @@ class BatchStore:
             self._lock.close()
             raise ConfigError(f"--batch-dir {str(root)!r} is in use by another server") from None
         for folder in (self._files, self._batches):
-            for path in folder.glob(".new-*"):  # of a server that was killed
+            for path in folder.glob(".new-*"):  # left by a server that was killed
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -134,17 +137,17 @@ class BatchStore:
 
     @contextlib.contextmanager
     def new_file(self, purpose: str, caller: str) -> Iterator[NewFile]:
-        """A file to be written; it is there once `keep` was called. ApiError 400 where there is no
+        """A temporary file to write to; `keep` makes it permanent. ApiError 400 if there is no
         room."""
         self._check_room()
         with tempfile.NamedTemporaryFile(dir=self._files, prefix=".new-", delete=False) as aside:
             try:
                 yield NewFile(file=aside, purpose=purpose, caller=caller)
             finally:
-                Path(aside.name).unlink(missing_ok=True)  # nothing, once it was kept
+                Path(aside.name).unlink(missing_ok=True)  # a no-op once it was kept
 
     def keep(self, new: NewFile, name: str, keep_s: int | None = None) -> StoredFile:
-        """`keep_s`: seconds until it is deleted."""
+        """Make the file permanent. `keep_s`: seconds until it is deleted."""
         new.file.flush()
         os.fsync(new.file.fileno())
         return self._keep(
@@ -192,7 +195,7 @@ class BatchStore:
         return self._files / f"{stored.id}.data"
 
     def file(self, file_id: str, caller: str, param: str | None = None) -> StoredFile:
-        """ApiError 404 where there is none, or it is another caller's."""
+        """A file by id; ApiError 404 if there is none or it belongs to another caller."""
         found = self._load(self._files, file_id, StoredFile)
         kept = self._delete_expired([] if found is None else [found])
         return _owned(kept[0] if kept else None, file_id, caller, param)
@@ -202,7 +205,7 @@ class BatchStore:
         return self._delete_expired(self._all(self._files, StoredFile, caller))
 
     def _delete_expired(self, found: list[StoredFile]) -> list[StoredFile]:
-        """Those that are left. What a batch still reads is not deleted before that is over."""
+        """The files that remain. A file that an unfinished batch reads is not deleted."""
         expired = [one for one in found if one.has_expired]
         if not expired:
             return found
@@ -228,34 +231,34 @@ class BatchStore:
         over = [batch for batch in self._all(self._batches, Batch) if batch.is_over]
         if not over:
             raise ApiError(
-                400, f"{MAX_BATCHES} batches are not over yet; try again later", code="queue_full"
+                400, f"{MAX_BATCHES} batches are unfinished; try again later", code="queue_full"
             )
         (self._batches / f"{over[-1].id}.json").unlink(missing_ok=True)
 
     def save(self, batch: Batch, *, is_durable: bool = True) -> None:
-        """`is_durable`: it is on disk when this returns, which may take a while."""
+        """Write the batch. `is_durable`: fsync before returning, which may take a while."""
         _write(self._batches / f"{batch.id}.json", asdict(batch), is_durable=is_durable)
 
     def batch(self, batch_id: str, caller: str) -> Batch:
-        """ApiError 404 where there is none, or it is another caller's."""
+        """A batch by id; ApiError 404 if there is none or it belongs to another caller."""
         return _owned(self._load(self._batches, batch_id, Batch), batch_id, caller)
 
     def batches(self, caller: str | None = None) -> list[Batch]:
-        """Newest first; None: everyone's."""
+        """Newest first; with caller None, those of all callers."""
         return self._all(self._batches, Batch, caller)
 
     def rows(self, batch: Batch, kind: Literal["output", "errors"]) -> Path:
-        """Where its rows are gathered."""
+        """The file to which the batch's rows are appended."""
         return self._batches / f"{batch.id}.{kind}"
 
     def gathered(self, batch: Batch, kind: Literal["output", "errors"]) -> Path:
-        """Where its rows are: a server may have ended after it made a file of them."""
+        """Where its rows are now: a server may have stopped after turning them into a file."""
         path = self.rows(batch, kind)
         kept = self._files / f"{_rows_id(batch, kind)}.data"
         return kept if kept.is_file() and not path.is_file() else path
 
     def finish_rows(self, batch: Batch, kind: Literal["output", "errors"]) -> str | None:
-        """What was gathered becomes a file; its id, or None where there is no row."""
+        """Turn the rows into a stored file; returns its id, or None if there are no rows."""
         path = self.gathered(batch, kind)
         if not path.is_file() or not path.stat().st_size:
             path.unlink(missing_ok=True)
@@ -287,7 +290,7 @@ class BatchStore:
 
 @dataclass(slots=True, kw_only=True)
 class NewFile:
-    """A file that arrives."""
+    """A file that is being uploaded."""
 
     file: IO[bytes]
     purpose: str
@@ -321,7 +324,7 @@ def _new_id(kind: str) -> str:
 
 
 def _rows_id(batch: Batch, kind: str) -> str:
-    """Of the file of its rows: the same at every call."""
+    """The id of the batch's result file; deterministic, so a restart finds the same file."""
     text = f"{batch.id}/{kind}"
     return f"file-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
@@ -329,12 +332,12 @@ def _rows_id(batch: Batch, kind: str) -> str:
 def _owned(found: T | None, name: str, caller: str, param: str | None = None) -> T:
     if found is None or found.caller != caller:
         kind = "batch" if name.startswith("batch") else "file"
-        raise ApiError(404, f"there is no {kind} {name[:80]!r} here", param=param)
+        raise ApiError(404, f"there is no {kind} {name[:80]!r}", param=param)
     return found
 
 
 def _write(path: Path, value: dict[str, Any], *, is_durable: bool = True) -> None:
-    """Aside, then renamed: whoever reads it, or a server after a crash, finds a whole one."""
+    """Write to a temporary file, then rename: a reader never sees a partial file."""
     with tempfile.NamedTemporaryFile(
         "w", dir=path.parent, prefix=".new-", delete=False, encoding="utf-8"
     ) as aside:

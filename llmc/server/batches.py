@@ -1,4 +1,4 @@
-"""/v1/batches: many requests in one file, answered when there is room, as OpenAI has them."""
+"""/v1/batches, OpenAI's batch API: many requests in one file, answered when there is capacity."""
 
 from __future__ import annotations
 

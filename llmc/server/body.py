@@ -1,7 +1,7 @@
-"""Reads a request's JSON body and checks it against a pydantic model.
+"""Reads a request's JSON body and validates it against a pydantic model.
 
-The order matters: media type and encoding first, then bytes up to the limit and the deadline,
-then JSON (depth, UTF-8 and number syntax are the parser's limits), then the fields.
+The order matters: media type and encoding first, then the bytes, up to the limit and the deadline,
+then JSON (the parser limits depth, UTF-8 and number syntax), then the fields.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _check_headers(request: Request) -> None:
 
 
 async def _read(request: Request, limit: int) -> bytes:
-    """Counts bytes as they come: Content-Length may be absent or wrong."""
+    """Count bytes as they arrive: Content-Length may be absent or wrong."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared[:20]) > limit:
         raise _too_large(limit)
@@ -73,7 +73,7 @@ async def _read(request: Request, limit: int) -> bytes:
             if len(raw) > limit:
                 raise _too_large(limit)
     except ClientDisconnect:
-        raise ApiError(400, "the connection closed inside the body") from None
+        raise ApiError(400, "the connection closed before the body was complete") from None
     return bytes(raw)
 
 
@@ -82,7 +82,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 def split_inputs(given: str | list[Any], *, name: str, most: int) -> list[str | list[int]]:
-    """str, [str], [int] or [[int]] -> a list of texts and token ids. `name` is the field's."""
+    """str, [str], [int] or [[int]] -> a list of strings and token id lists. `name`: the field."""
     if isinstance(given, str):
         return [given]
     if not given:

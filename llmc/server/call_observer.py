@@ -1,4 +1,4 @@
-"""What watches one generation call from outside: the list of running calls, and its trace."""
+"""Observes one generation call: registers it as a running call and records its trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmc.server.tracing import CallSpan, Tracer
 
 
 class CallObserver:
-    """Begins with a call's first work, and must be closed at its end."""
+    """Created when work on a call starts; must be closed when the call ends."""
 
     def __init__(self, request_id: str, calls: RunningCalls, span: CallSpan | None) -> None:
         self._request_id = request_id
@@ -30,7 +30,7 @@ class CallObserver:
         return cls(request["request_id"], state.running_calls, span)
 
     def engine_id(self) -> str:
-        """Names the HTTP request in the engine's log. Unique, as a client's own id may not be."""
+        """The HTTP request's id in the engine's log. Unique, which a client's id may not be."""
         return f"{self._request_id}-{secrets.token_hex(4)}"
 
     def begin(self, stream: Stream) -> None:

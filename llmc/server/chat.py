@@ -26,7 +26,7 @@ async def create_chat_completion(request: Request) -> GenerationResponse:
 
 
 class ChatCall:
-    """Builds the answer of one chat call."""
+    """Builds the response to one chat call."""
 
     def __init__(self, turn: Turn, body: ChatBody) -> None:
         self.sources: Sequence[Input] = [turn.source]
@@ -56,12 +56,12 @@ class ChatCall:
     def _of_delta(
         self, stream: Stream, delta: CompletionDelta, reader: AnswerReader
     ) -> Iterable[dict[str, Any]]:
-        """An event for each part of the answer and each piece of a call; what tokens say comes
-        with the first, and the end with the last."""
+        """One event per part of the answer and per piece of a tool call. The first carries the
+        token ids and logprobs, the last the finish reason."""
         events = [event for one in reader.read(delta) for event in self._events(one)]
-        # Of an answer that is not split every delta is an event: a token's time is known.
-        is_told = not self._turn.splits or self._top is not None or self._token_ids
-        if not events and (delta.finish_reason or is_told):
+        # Unless the answer is split, every delta is an event: clients can time each token.
+        is_shown = not self._turn.splits or self._top is not None or self._token_ids
+        if not events and (delta.finish_reason or is_shown):
             events.append({})
         called = delta.finish_reason == "stop" and reader.has_called
         for place, fields in enumerate(events):

@@ -24,7 +24,7 @@ from llmc.server.structured import blaming
 
 DEFAULT_MAX_TOKENS = 16
 
-# Token ids and what is known of each; None of the first token of a prompt.
+# Token ids and their logprobs; None for the first token of a prompt.
 Scored = tuple[Sequence[int], Sequence[PositionLogprobs | None]]
 
 
@@ -71,18 +71,19 @@ async def create_completion(request: Request) -> GenerationResponse:
 
 
 async def _infill(llm: AsyncLLM, body: CompletionBody) -> tuple[list[Prompt], frozenset[int]]:
-    """Prompts for what comes between each prompt and the suffix, and what ends an answer."""
+    """Fill-in-the-middle prompts, from each prompt and the suffix, and the extra stop tokens."""
     prompts = _prompts(body)
     before = [one for one in prompts if isinstance(one, str)]
     if len(before) < len(prompts):
         raise InvalidRequestError(
-            "suffix is for prompts of text; token ids can have the model's marks inside",
+            "suffix needs text prompts; a prompt of token ids can contain the model's "
+            "fill-in-the-middle tokens itself",
             param="suffix",
         )
     for name in ("echo", "prompt_logprobs"):
         if getattr(body, name):
             raise InvalidRequestError(
-                f"{name} and suffix can't be combined: the prompt is put together of both",
+                f"{name} and suffix can't be combined: the model's prompt is built from both",
                 param=name,
             )
     special = body.add_special_tokens
@@ -90,7 +91,7 @@ async def _infill(llm: AsyncLLM, body: CompletionBody) -> tuple[list[Prompt], fr
 
 
 def _prompt_logprobs(body: CompletionBody) -> int | None:
-    """The requested log-probabilities, and those that an echo shows."""
+    """How many prompt logprobs to compute: the requested number, and what an echo shows."""
     counts = (body.prompt_logprobs, body.logprobs if body.echo else None)
     return max((count for count in counts if count is not None), default=None)
 
@@ -100,7 +101,7 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
 
 
 class CompletionCall:
-    """Builds the answer of one call; choices are numbered consecutively over all prompts."""
+    """Builds the response to one call; choices are numbered consecutively over all prompts."""
 
     def __init__(
         self, llm: AsyncLLM, body: CompletionBody, model: str, sources: Sequence[Input]
@@ -173,7 +174,7 @@ class CompletionCall:
         token_ids: Sequence[int],
         logprobs: Sequence[PositionLogprobs],
     ) -> Scored:
-        """An output's first tokens with those of the prompt before them, where it is shown."""
+        """An output's first tokens, preceded by the prompt's tokens if they are echoed."""
         if not self._echo or request.prompt_logprobs is None:
             return token_ids, logprobs
         prompt = request.source.prompt_token_ids

@@ -1,9 +1,9 @@
-"""GET /v1/engine/events: what the engine does, as server-sent events, while somebody listens.
+"""GET /v1/engine/events: the engine's state as server-sent events, while there are listeners.
 
     listeners <--- one event for all --- EngineFeed --GetState--> engine
 
-Nothing is computed without listeners. An event every INTERVAL_S, or less often where collecting the
-state would take more than COST_SHARE of the engine's time.
+Without listeners nothing is computed. There is an event every INTERVAL_S, or less often if
+collecting the state would take more than COST_SHARE of the engine's time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmc.server.errors import ApiError, as_api_error, error_body
 from llmc.server.respond import EventSender, Wire, disconnected, unnamed_event
 from llmc.server.settings import ServerSettings
 
-MAX_LISTENERS = 16  # of one API process
+MAX_LISTENERS = 16  # per API process
 INTERVAL_S = 0.5
 COST_SHARE = 0.004
 
@@ -31,7 +31,7 @@ _WIRE = Wire(event=unnamed_event, error=error_body)
 
 
 async def engine_events(request: Request) -> EngineEventsResponse:
-    """What the engine does, about twice a second, as server-sent events."""
+    """The engine's state, about twice a second, as server-sent events."""
     state = request.app.state
     return EngineEventsResponse(state.engine_feed, state.llm, state.settings)
 
@@ -47,11 +47,12 @@ class EngineFeed:
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[AsyncIterator[dict[str, Any]]]:
-        """The events from now on; a slow listener misses some. ApiError when there are too many."""
+        """The events from now on; a slow listener misses some. ApiError if there are too many
+        listeners."""
         if self._num_listeners >= MAX_LISTENERS:
             raise ApiError(
                 429,
-                f"{MAX_LISTENERS} clients listen to the engine already; close one of them",
+                f"{MAX_LISTENERS} clients are already listening to the engine; close one of them",
                 code="too_many_listeners",
             )
         self._num_listeners += 1
@@ -79,7 +80,7 @@ class EngineFeed:
             await asyncio.sleep(pause_s)
 
     async def _read(self) -> tuple[dict[str, Any], float]:
-        """An event, and the seconds to let pass before the next."""
+        """An event, and the seconds to wait before the next."""
         try:
             state = await self._llm.engine_state()
         except EngineDeadError as exc:  # it may be restarted
@@ -88,7 +89,7 @@ class EngineFeed:
 
 
 class EngineEventsResponse:
-    """The ASGI response: events until the client is gone or the server is shutting down."""
+    """The ASGI response: events until the client disconnects or the server shuts down."""
 
     def __init__(self, feed: EngineFeed, llm: AsyncLLM, settings: ServerSettings) -> None:
         self._feed = feed

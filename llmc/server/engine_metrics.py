@@ -17,7 +17,7 @@ from llmc.async_llm import AsyncLLM
 from llmc.engine.messages import STEP_SIZES, EngineStats
 
 LABELS = ("model_name",)
-# With several engines: of each of them, by the label `engine`, in addition to the sums.
+# With several engines: values per engine, with the label `engine`, in addition to the sums.
 ENGINE_GAUGES: Mapping[str, Callable[[EngineStats], float]] = {
     "engine_num_requests_running": lambda stats: stats.num_running,
     "engine_num_requests_waiting": lambda stats: stats.num_waiting,
@@ -83,8 +83,8 @@ class EngineCollector:
         yield from self._each_engine()
 
     def _step_sizes(self, stats: EngineStats) -> Metric:
-        name = "iteration_tokens_total"  # vLLM's name: tokens of a step, of all its requests
-        family = HistogramMetricFamily(f"llmc:{name}", "Tokens of a step.", labels=LABELS)
+        name = "iteration_tokens_total"  # vLLM's name: tokens per step, over all its requests
+        family = HistogramMetricFamily(f"llmc:{name}", "Tokens per step.", labels=LABELS)
         bounds = [*map(float, STEP_SIZES), float("inf")]
         counts = accumulate(stats.step_sizes or [0] * len(bounds))
         buckets = [
@@ -95,7 +95,7 @@ class EngineCollector:
         return family
 
     def _cache_config(self, stats: EngineStats) -> Metric:
-        """Always 1: what it says is in its labels."""
+        """An info metric: always 1, with the information in its labels."""
         info, config = self._llm.info, self._llm.config
         labels = {
             "block_size": info.block_size,
@@ -110,7 +110,7 @@ class EngineCollector:
         return family
 
     def _processes(self) -> Iterator[Metric]:
-        """The processes of the server, `engine` and `api-0` and so on; a dead one is a 0."""
+        """The server's processes (`engine`, `api-0`, ...); `process_up` is 0 for a dead one."""
         known = self._llm.processes()
         up, memory = (
             GaugeMetricFamily(f"llmc:{name}", _help(name), labels=(*LABELS, "process"))
@@ -131,7 +131,7 @@ class EngineCollector:
         yield from (up, restarts, memory, seconds)
 
     def _each_engine(self) -> Iterator[Metric]:
-        """The parts of some of the sums above, where several engines run."""
+        """With several engines, some of the sums above broken down by engine."""
         engines = self._llm.processes().engines
         if not engines:
             return
@@ -166,7 +166,7 @@ class EngineCollector:
 
 
 def _usage(pid: int | None) -> tuple[int, float] | None:
-    """(resident bytes, seconds of CPU) of a process; None when it is not there."""
+    """(resident bytes, CPU seconds) of a process; None if it does not exist."""
     try:
         process = psutil.Process(pid) if pid is not None else None
         if process is None:

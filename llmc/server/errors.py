@@ -1,4 +1,4 @@
-"""Every error leaves the server in the shape of its protocol, wherever it was raised.
+"""Formats every error as its protocol expects it, wherever it was raised.
 
 OpenAI      {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 Anthropic   {"type": "error", "error": {"type": ..., "message": ...}}             /v1/messages
@@ -22,10 +22,10 @@ from llmc.errors import EngineAsleepError, EngineDeadError, InvalidRequestError,
 log = logging.getLogger(__name__)
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-MAX_MESSAGE = 1000  # characters of the user's input that an error repeats
+MAX_MESSAGE = 1000  # characters: a message may quote the user's input
 RETRY_AFTER_S = "1"
 
-# status -> (type, code), where nothing better is known
+# status -> (type, code), the default if the error has no code
 STATUS_NAMES: dict[int, tuple[str, str]] = {
     400: ("invalid_request_error", "invalid_value"),
     401: ("authentication_error", "invalid_api_key"),
@@ -57,7 +57,7 @@ _IN_TEXT = "context_length_exceeded"
 
 
 class ApiError(Exception):
-    """An answer other than success, raised by a route and turned into JSON here."""
+    """An error response, raised by a route and turned into JSON here."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -70,7 +70,7 @@ class ApiError(Exception):
 
     @property
     def shown(self) -> str:
-        """The message, cut to a length. Some clients look for one code in it."""
+        """The message, truncated. Some clients search it for one particular code."""
         text = self.message
         text = text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
         return f"{text} ({_IN_TEXT})" if self.code == _IN_TEXT else text
@@ -89,7 +89,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def code_of(error: ApiError) -> str:
-    """What programs, and the log, know an error by."""
+    """The code that identifies an error for programs and in the log."""
     return error.code or STATUS_NAMES.get(error.status, STATUS_NAMES[500])[1]
 
 
@@ -103,8 +103,8 @@ def ollama_error(error: ApiError) -> dict[str, Any]:
 
 
 def dump_json(value: Any) -> bytes:
-    """Compact UTF-8 JSON. NaN would not be JSON, so it is an error here and not at the client."""
-    # A lone surrogate has no UTF-8 form; in an error message that repeats input it must not fail.
+    """Compact UTF-8 JSON. NaN is not valid JSON, so it fails here rather than at the client."""
+    # A lone surrogate can't be encoded as UTF-8. An error message that quotes input must not fail.
     return _ENCODER.encode(value).encode("utf-8", errors="replace")
 
 
@@ -113,7 +113,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def error_response(error: ApiError, path: str, request_id: str | None = None) -> Response:
-    """`request_id` is in the body too, where the protocol has a place for it."""
+    """The response for an error. Its body has `request_id` if the protocol has a field for it."""
     headers = {}
     if error.status in (429, 503):
         headers["retry-after"] = RETRY_AFTER_S
@@ -133,7 +133,7 @@ def error_response(error: ApiError, path: str, request_id: str | None = None) ->
 
 
 def as_api_error(exc: Exception) -> ApiError:
-    """The answer for `exc`. Unexpected errors are logged, and their answer gives no details."""
+    """The ApiError for `exc`. Unexpected errors are logged; clients get no details."""
     match exc:
         case ApiError():
             return exc
@@ -152,14 +152,14 @@ def as_api_error(exc: Exception) -> ApiError:
 
 
 async def unknown_route(request: Request, exc: Exception) -> Response:
-    """404 and 405, which the router raises itself."""
-    assert isinstance(exc, HTTPException), "registered for nothing else"
+    """404 and 405, which the router itself raises."""
+    assert isinstance(exc, HTTPException), "registered for HTTPException only"
     what = {404: "no such path", 405: "this path takes another method"}
     message = what.get(exc.status_code, str(exc.detail))
     asked = f"{request.method} {request.scope['path']!r:.200}"
     error = request.state.error = ApiError(exc.status_code, f"{message}: {asked}")
     response = error_response(error, request.scope["path"], request.state.request_id)
-    if exc.status_code == 405:  # of all routes of this path, of which the router names one's
+    if exc.status_code == 405:  # the methods of all routes of this path; the router names one's
         routes = request.app.routes
         same = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
         response.headers["allow"] = ", ".join(sorted(set().union(*(r.methods for r in same))))
@@ -167,7 +167,7 @@ async def unknown_route(request: Request, exc: Exception) -> Response:
 
 
 def _of_validation(exc: ValidationError) -> ApiError:
-    """The first of pydantic's errors, with the path of the field as OpenAI writes it."""
+    """The first of pydantic's errors, with the field's path in OpenAI's notation."""
     errors = exc.errors(include_url=False, include_context=False)
     first = errors[0]
     param = _path(first["loc"])

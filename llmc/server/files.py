@@ -1,4 +1,4 @@
-"""/v1/files: the input and output files of batches, as OpenAI has them."""
+"""/v1/files, OpenAI's files API: the input and output files of batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmc.server.errors import ApiError, json_response
 from llmc.server.multipart import Part, boundary_of, read_parts
 
 UPLOAD_TIMEOUT_S = 600.0
-MAX_FIELD_BYTES = 1024  # of a plain field
+MAX_FIELD_BYTES = 1024  # of a non-file field
 MAX_PAGE = 10_000
 LEAST_KEEP_S, MOST_KEEP_S = 3600, 30 * 24 * 3600
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
@@ -22,7 +22,7 @@ _FIELDS = ("file", "purpose", _ANCHOR, _SECONDS)
 
 
 async def create_file(request: Request) -> Response:
-    """A form with `purpose` (batch) and `file`, perhaps with `expires_after`."""
+    """Upload a file: a form with `purpose` (batch), `file` and optionally `expires_after`."""
     batches = store(request)
     boundary = boundary_of(request.headers.get("content-type", ""))
     try:
@@ -36,7 +36,7 @@ async def create_file(request: Request) -> Response:
 
 
 async def _receive(request: Request, boundary: bytes, new: NewFile) -> tuple[str, int | None]:
-    """The name of the file, which is written to `new`, and for how many seconds it is kept."""
+    """Write the uploaded file to `new`; returns its name and how many seconds to keep it."""
     name: str | None = None
     fields: dict[str, bytes] = {}
     part = Part("", None)
@@ -94,7 +94,7 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
         async for chunk in request.stream():
             yield chunk
     except ClientDisconnect:
-        raise ApiError(400, "the connection closed inside the body") from None
+        raise ApiError(400, "the connection closed before the body was complete") from None
 
 
 async def list_files(request: Request) -> Response:
@@ -124,7 +124,7 @@ async def delete_file(request: Request) -> Response:
 
 
 def store(request: Request) -> BatchStore:
-    """ApiError 404 where the server was started without a folder for them."""
+    """The batch store; ApiError 404 if the server was started without --batch-dir."""
     found: BatchStore | None = request.app.state.batch_store
     if found is None:
         raise ApiError(
@@ -141,7 +141,7 @@ def caller(request: Request) -> str:
 
 
 def page(request: Request, found: list[dict[str, Any]], most: int) -> dict[str, Any]:
-    """The part of a list, newest first, that `limit`, `after` and `order` ask for."""
+    """One page of a list, newest first, as selected by `limit`, `after` and `order`."""
     query = request.query_params
     limit, after, order = query.get("limit", str(most)), query.get("after"), query.get("order")
     if not (limit.isascii() and limit.isdigit() and len(limit) < 8 and 1 <= int(limit) <= most):
@@ -153,7 +153,7 @@ def page(request: Request, found: list[dict[str, Any]], most: int) -> dict[str, 
     if after is not None:
         places = [i for i, one in enumerate(found) if one["id"] == after]
         if not places:
-            raise ApiError(400, f"after names {after[:80]!r}, which is not there", param="after")
+            raise ApiError(400, f"after: there is no {after[:80]!r}", param="after")
         found = found[places[0] + 1 :]
     shown = found[: int(limit)]
     return {

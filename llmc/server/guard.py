@@ -1,7 +1,7 @@
 """ASGI middleware around every route: request ids, host check, API keys, draining, access log.
 
-Written on ASGI itself, so that streams pass through untouched, and on scope["path"], which no
-Host header can change.
+Written directly on ASGI, so that streams pass through untouched. Paths are taken from
+scope["path"], which no Host header can change.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ADMIN_PATHS = frozenset(
 )
 UNCOUNTED_PATHS = PUBLIC_PATHS | {"/metrics", "/load", "/version"}  # probes
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
-CLIENT_CLOSED = 499  # in the log only, as other servers write it
-# an answer's scope, status and seconds
+CLIENT_CLOSED = 499  # in the log only, by convention (nginx)
+# a response's scope, status and seconds
 OnAnswer = Callable[[Scope, int, float], None]
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Guard:
-    """Decides who may pass, and adds the request id to every response."""
+    """Decides which requests are admitted, and adds the request id to every response."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class Guard:
             settings.host.lower(),
             *map(str.lower, settings.allowed_hosts),
         }
-        # Without keys a loopback server is open to what runs here, and a web page that a browser
-        # here has open must not count as such (DNS rebinding, cross-site requests).
+        # Without keys, a loopback server is open to programs on this machine. A web page open in
+        # a browser on this machine must not count as one (DNS rebinding, cross-site requests).
         self._origins = {origin.lower().encode() for origin in settings.allowed_origins}
         self._check_host = not self._keys and is_loopback(settings.host)
 
@@ -123,7 +123,7 @@ class Guard:
             key = self._find_key(scope, self._keys)
             if key is None:
                 raise ApiError(
-                    401, "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+                    401, "a valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY"
                 )
             scope["state"]["caller"] = key.hex()
             if self._settings.salt_by_api_key:
@@ -132,7 +132,7 @@ class Guard:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     def _admit_operator(self, scope: Scope) -> None:
-        """The operator's routes have a key of their own, and are closed without one."""
+        """The operator's routes have a separate key, and are disabled without one."""
         if self._admin_key is None:
             raise ApiError(
                 404,
@@ -147,11 +147,11 @@ class Guard:
                     code="admin_api_key_needed",
                 )
             raise ApiError(
-                401, "the operator's key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+                401, "the operator's key is required: Authorization: Bearer KEY, or x-api-key: KEY"
             )
 
     def _check_size(self, scope: Scope) -> None:
-        """h11 looks at the size only of a head that has not come to its end."""
+        """Check the size of the headers: h11 limits it only while they are incomplete."""
         settings = self._settings
         size = sum(len(name) + len(value) for name, value in scope["headers"])
         if len(scope["headers"]) > settings.max_headers or size > settings.max_header_bytes:
@@ -169,7 +169,7 @@ class Guard:
             kind, _, key = value.partition(b" ")
             if kind.lower() == b"bearer":
                 given.append(key.strip())
-        # Hashes of equal length, all compared, so that the time reveals nothing about the keys.
+        # All hashes, of equal length, are compared, so that timing reveals nothing about the keys.
         found = None
         for key in given:
             digest = hashlib.sha256(key).digest()
@@ -198,7 +198,7 @@ class Guard:
 
 
 class _Outcome:
-    """The status that was sent; 0 as long as none was."""
+    """The status that was sent; 0 until then."""
 
     status = 0
 
@@ -224,7 +224,7 @@ def _shown(value: bytes) -> str:
 
 
 def _request_id(scope: Scope) -> bytes:
-    """The client's own id if it is short and plain, else a new one."""
+    """The client's id if it is short and plain, otherwise a new one."""
     for value in _values(scope, b"x-request-id"):
         if _REQUEST_ID.fullmatch(value):
             return bytes(value)
@@ -232,7 +232,7 @@ def _request_id(scope: Scope) -> bytes:
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:
-    """One line; the formatter adds the request's id. Of an error: its code, and its parameter."""
+    """Log one line, with an error's code and parameter. The formatter adds the request's id."""
     fields = {
         "method": scope["method"],
         "path": scope["path"][:200],
@@ -259,5 +259,5 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
 
 
 def _one_line(text: str) -> str:
-    """A path or a field's name may hold control characters, and a log line must stay one line."""
+    """Escape control characters, which paths and field names may contain, to keep one line."""
     return repr(text)[1:-1]

@@ -1,8 +1,8 @@
 """Prometheus metrics under `llmc:`, with the suffixes that vLLM uses.
 
 Gauges and token counters are read from the engine's statistics on each scrape; latencies are
-measured here, where the tokens leave. With several API processes latencies are summed over all of
-them, through files in the folder PROMETHEUS_MULTIPROC_DIR.
+measured here, where tokens are sent. With several API processes, latencies are summed over all of
+them through files in the folder PROMETHEUS_MULTIPROC_DIR.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # read by prometheus_client when it i
 
 
 class Metrics:
-    """All metrics of one server, in a separate registry. `vllm_names`: under vLLM's names too."""
+    """All metrics of one server, in a separate registry. `vllm_names`: also use vLLM's names."""
 
     def __init__(self, llm: AsyncLLM, model_name: str, *, vllm_names: bool = False) -> None:
         self._registry = CollectorRegistry()
@@ -68,7 +68,7 @@ class Metrics:
         for reason in REASONS:
             self._finished.labels(model_name, reason)  # a rate needs the 0 before the first
         self._rejected = self._counter(
-            "admission_rejections", "Calls that were refused, by reason.", (*LABELS, "reason")
+            "admission_rejections", "Calls that were rejected, by reason.", (*LABELS, "reason")
         )
         self._http = HttpMetrics(self._registry)
         self.answered = self._http.answered
@@ -107,25 +107,25 @@ class Metrics:
 
 
 class HttpMetrics:
-    """Answers by route, whatever the model."""
+    """HTTP responses by route, independent of the model."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._answered = Counter(
             "llmc:http_requests",
-            "Answers by path and class of status.",
+            "HTTP responses by path and status class.",
             ("method", "handler", "status"),
             registry=registry,
         )
         self._answer_s = Histogram(
             "llmc:http_request_duration_seconds",
-            "Seconds to the end of an answer, by path.",
+            "Seconds to the end of a response, by path.",
             ("method", "handler"),
             registry=registry,
             buckets=HTTP_S,
         )
 
     def answered(self, method: str, handler: str, status: int, seconds: float) -> None:
-        """An HTTP request is over. `handler` is a route's path, so that there are few."""
+        """Record a finished HTTP request. `handler` is a route's path, which bounds the labels."""
         self._answered.labels(method, handler, f"{status // 100}xx").inc()
         self._answer_s.labels(method, handler).observe(seconds)
 
@@ -192,10 +192,10 @@ class Watch:
 def phases(request: ActiveRequest) -> dict[str, float]:
     """Seconds of a request that has a first token: `queue`, `prefill`, `decode`, `ttft`, `e2e`.
 
-    The queue is the engine's: from a request's arrival there to its first step. The prefill lasts
-    from then to the first token here, and the decode to the last one.
+    Queue time is the engine's: from a request's arrival there to its first step. Prefill lasts from
+    then to the first token received here, and decode from that to the last one.
     """
-    assert request.first_token is not None, "it has begun"
+    assert request.first_token is not None, "it has a first token"
     end = request.ended if request.ended is not None else time.monotonic()
     ttft = request.first_token - request.submitted
     queue = min(request.queue_s or 0.0, ttft)

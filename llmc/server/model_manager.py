@@ -1,10 +1,10 @@
-"""Several models of one server: loaded when they are asked for, unloaded when they are idle.
+"""Several models on one server: loaded when requested, unloaded when idle.
 
     unloaded --a request--> loading --> loaded --idle, or its memory is needed--> unloaded
                                \\--> failed: its error, until a later request tries again
 
-Each loaded model has its own engine processes and its own application (app.py); what the server
-has once for all of them is in several_models_app.py.
+Each loaded model has its own engine processes and its own application (app.py). Everything that the
+models share is in several_models_app.py.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ from llmc.text.tokenizer import Tokenizer, preload
 from llmc.weights.gguf.files import all_parts
 
 log = logging.getLogger(__name__)
-# Of absolute paths all but the last name: clients need not know where this machine has its models.
+# All of an absolute path but its last name: clients need not know where the models are stored.
 _FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^/\s'\"]+/)*")
 
 ModelState = Literal["unloaded", "loading", "loaded", "asleep", "failed"]
-StartEngines = Callable[[EngineConfig], EngineProcesses]  # which have not been entered
+StartEngines = Callable[[EngineConfig], EngineProcesses]  # a context manager, not yet entered
 
 RETRY_S = 10.0  # after a failure, before another request may try again
-ROOM_S = 30.0  # that a request waits for others to end, so that their model can be unloaded
+ROOM_S = 30.0  # how long a request waits for others to end, so that their model can be unloaded
 TICK_S = 0.5
-PROCESS_BYTES = 300 << 20  # of an engine process without a model: torch, above all
-MEASURE_S = 10.0  # between two looks at the memory of all models
+PROCESS_BYTES = 300 << 20  # of an engine process without a model: mostly torch
+MEASURE_S = 10.0  # between two measurements of the memory of all models
 
 
 class ServedModel:
-    """One model of the server. Its application is there once it was loaded for the first time."""
+    """One model of the server. Its application is created when it is first loaded."""
 
     def __init__(self, name: str, config: EngineConfig, error: str = "") -> None:
         self.name = name
         self.config = config
-        self.error = error  # why it could not be loaded the last time, for clients to see
+        self.error = error  # why the last load failed; shown to clients
         self.failed_at = time.monotonic() if error else 0.0
         self.used_at = 0.0
         self.num_users = 0  # requests that are being served
         self.is_loading = False
-        self.memory_bytes = 0  # that it had when it was last looked at
+        self.memory_bytes = 0  # as last measured
         self.engines: EngineProcesses | None = None
         self.app: Starlette | None = None
 
     @property
     def max_waiting(self) -> int:
-        """Requests that may wait until it is loaded."""
+        """How many requests may wait for it to load."""
         config = self.config
         return config.max_num_queued or 4 * config.max_num_seqs * config.data_parallel_size
 
@@ -78,7 +78,7 @@ class ServedModel:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether it has engine processes, which may just be restarted."""
+        """Whether it has engine processes, even if they are just being restarted."""
         return self.state in ("loaded", "asleep")
 
     @property
@@ -99,7 +99,7 @@ class ServedModel:
     async def load(
         self, start: StartEngines, settings: ServerSettings, responses: ResponseStore
     ) -> None:
-        """Raises what keeps it from that. `responses` are those of all models."""
+        """Load or wake the model; raises if it can't be. `responses` is shared by all models."""
         if self.app is not None:
             await self.app.state.sleeper.wake_up()
             return
@@ -114,7 +114,7 @@ class ServedModel:
         llm.open()
 
     def _start(self, start: StartEngines) -> tuple[EngineProcesses, EngineUp, Tokenizer | None]:
-        engines = self.engines = start(self.config)  # known, so that it can be stopped meanwhile
+        engines = self.engines = start(self.config)  # set early, so that `close` can stop it
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(engines)
@@ -128,12 +128,12 @@ class ServedModel:
         return engines, engine, tokenizer
 
     async def unload(self) -> None:
-        """End its engine processes; the next request starts them again."""
+        """Stop its engine processes; the next request restarts them."""
         assert self.app is not None, "it is loaded"
         await self.app.state.sleeper.unload()
 
     async def close(self) -> None:
-        """End all that it has."""
+        """Stop its application and engine processes."""
         app, engines = self.app, self.engines
         self.app = self.engines = None
         if app is not None:
@@ -144,7 +144,7 @@ class ServedModel:
             await asyncio.to_thread(engines.stop)
 
     async def measure(self) -> int:
-        """Bytes that its engine processes have: what the system counts, and all on a GPU."""
+        """Bytes that its engine processes use: memory counted by the system, plus that on GPUs."""
         if self.is_loading:
             return self.expected_bytes()
         llm, engines = self.llm, self.engines
@@ -158,13 +158,13 @@ class ServedModel:
         return self.memory_bytes
 
     def expected_bytes(self) -> int:
-        """What loading it will take, at least: as it was, or its weights and bare processes."""
+        """At least how much memory loading takes: as last measured, or weights and processes."""
         processes = self.config.data_parallel_size * self.config.tensor_parallel_size
         return self.memory_bytes or weight_file_bytes(self.config) + processes * PROCESS_BYTES
 
 
 class ModelManager:
-    """The models by name. `start` makes the engine processes of one."""
+    """The models by name. `start` creates a model's engine processes."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class ModelManager:
         self.responses = ResponseStore()
         self._settings = settings
         self._start = start
-        self._lock = asyncio.Lock()  # held by who unloads models, or makes room for one
+        self._lock = asyncio.Lock()  # held while unloading models or making room for one
         self._measured_at = 0.0
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._maintenance: asyncio.Task[None] | None = None
@@ -186,14 +186,14 @@ class ModelManager:
 
     @contextlib.asynccontextmanager
     async def use(self, model: ServedModel) -> AsyncIterator[Starlette]:
-        """The model's application; it is loaded first if need be, and not unloaded inside."""
+        """The model's application: loaded first if necessary, and not unloaded while in use."""
         if model.state != "loaded" and model.num_users >= model.max_waiting:
             raise QueueFullError(
-                f"{model.num_users} requests wait for {model.name} to be loaded; try again later"
+                f"{model.num_users} requests are waiting for {model.name} to load; try again later"
             )
         model.num_users += 1
         try:
-            if model.state != "asleep":  # its application says so
+            if model.state != "asleep":  # if it is, its application responds with that error
                 await self.ensure_loaded(model)
             assert model.app is not None, "it is loaded"
             yield model.app
@@ -202,7 +202,7 @@ class ModelManager:
             model.used_at = time.monotonic()
 
     async def ensure_loaded(self, model: ServedModel) -> None:
-        """ApiError 503 says what keeps the model from that."""
+        """Load the model if it is not loaded; raises ApiError 503 with the reason on failure."""
         if model.state == "loaded":
             return
         if model.state == "failed" and time.monotonic() - model.failed_at < RETRY_S:
@@ -211,12 +211,12 @@ class ModelManager:
         if task is None:
             task = self._loads[model.name] = asyncio.create_task(self._load(model))
             task.add_done_callback(partial(self._loaded, model.name))
-        await asyncio.shield(task)  # others wait for it too, and the next request is glad of it
+        await asyncio.shield(task)  # others may wait for it too, and later requests benefit
 
     def _loaded(self, name: str, task: asyncio.Task[None]) -> None:
         del self._loads[name]
         if not task.cancelled():
-            task.exception()  # seen, even if nobody waits any more
+            task.exception()  # mark it retrieved, in case nothing awaits the task any more
 
     async def _load(self, model: ServedModel) -> None:
         async with self._lock:
@@ -241,10 +241,10 @@ class ModelManager:
             model.failed_at = model.used_at
             await model.close()
             raise _failed(model)
-        log.info("%s is loaded: %.1f s", model.name, model.used_at - began)
+        log.info("%s loaded in %.1f s", model.name, model.used_at - began)
 
     async def _make_room(self, model: ServedModel) -> None:
-        """Unload the models that were used longest ago, until this one fits into the budget."""
+        """Unload the least recently used models until this one fits into the budget."""
         budget = self._settings.model_memory
         if budget is None:
             return
@@ -252,7 +252,7 @@ class ModelManager:
         if need > budget:
             raise ApiError(
                 503,
-                f"{model.name} takes {need / 2**20:.0f} MiB and all models may take "
+                f"{model.name} needs {need / 2**20:.0f} MiB, but all models together may use "
                 f"{budget / 2**20:.0f} MiB (--model-memory)",
                 code="model_memory_full",
             )
@@ -261,8 +261,8 @@ class ModelManager:
                 if time.monotonic() > deadline:
                     raise ApiError(
                         503,
-                        f"there is no memory for {model.name} within --model-memory while other "
-                        "models answer requests; try again later",
+                        f"there is not enough memory for {model.name} within --model-memory while "
+                        "other models are serving requests; try again later",
                         code="model_memory_full",
                     )
                 await asyncio.sleep(TICK_S)
@@ -272,7 +272,7 @@ class ModelManager:
         if not idle:
             return False
         oldest = min(idle, key=lambda one: one.used_at)
-        log.info("%s is unloaded: its memory is needed", oldest.name)
+        log.info("unloading %s: its memory is needed", oldest.name)
         await oldest.unload()
         return True
 
@@ -280,7 +280,7 @@ class ModelManager:
         return sum([await one.measure() for one in self.models.values()])
 
     async def sleep(self, model: ServedModel, level: int, *, aborts: bool) -> None:
-        """Until `ensure_loaded`."""
+        """Put a model to sleep until `ensure_loaded`."""
         async with self._lock:
             if model.app is not None:
                 await model.app.state.sleeper.sleep(level, aborts=aborts)
@@ -294,7 +294,7 @@ class ModelManager:
                 async with self._lock:
                     await self._maintain_once()
             except Exception:
-                log.exception("models could not be tended")
+                log.exception("the maintenance of the models failed")
 
     async def _maintain_once(self) -> None:
         timeout = self._settings.model_idle_timeout_s
@@ -304,7 +304,7 @@ class ModelManager:
                 model.error, model.failed_at = llm.failure, time.monotonic()
                 await model.close()
             elif timeout and model.is_idle() and time.monotonic() - model.used_at >= timeout:
-                log.info("%s is unloaded: it was idle for %g s", model.name, timeout)
+                log.info("unloading %s: it was idle for %g s", model.name, timeout)
                 await model.unload()
         budget, now = self._settings.model_memory, time.monotonic()
         if budget is not None and now - self._measured_at > MEASURE_S:  # caches fill with use
@@ -313,7 +313,7 @@ class ModelManager:
                 if not await self._unload_oldest():
                     break
 
-    # ---- for the server, as an AsyncLLM ----
+    # ---- for the server: the same interface as an AsyncLLM ----
 
     @property
     def loaded(self) -> list[ServedModel]:
@@ -331,7 +331,7 @@ class ModelManager:
 
     @property
     def failure(self) -> str | None:
-        """No model's failure is the server's."""
+        """Always None: a model's failure does not fail the server."""
         return None
 
     @property
@@ -339,7 +339,7 @@ class ModelManager:
         return sum(llm.num_active for llm in self._llms())
 
     async def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait for the running ones; whether all ended in time."""
+        """Reject new requests and wait for the running ones; returns whether all ended in time."""
         self.is_draining = True
         deadline = time.monotonic() + timeout
         while any(one.num_users for one in self.models.values()) and time.monotonic() < deadline:
@@ -359,7 +359,7 @@ def _failed(model: ServedModel) -> ApiError:
 
 
 def weight_file_bytes(config: EngineConfig) -> int:
-    """Of the files with weights; 0 for a model that is yet to be downloaded."""
+    """Total size of the weight files; 0 for a model that is not downloaded yet."""
     try:
         location = locate(config)
     except (LlmcError, OSError):

@@ -1,4 +1,4 @@
-"""GET /v1/models: what is served, under which names."""
+"""GET /v1/models: the served models and adapters."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def served_names(llm: AsyncLLM, names: Any) -> tuple[str, ...]:
 def not_served(wanted: str, known: Iterable[str]) -> ApiError:
     return ApiError(
         404,
-        f"model {wanted[:200]!r} is not served here; there is {', '.join(known):.1000}",
+        f"model {wanted[:200]!r} is not served here; available: {', '.join(known):.1000}",
         param="model",
         code="model_not_found",
     )
 
 
 def model_name(request: Request, wanted: str | None) -> str:
-    """The name to answer with. Absent means the served model; any other name is a 404."""
+    """The requested model's name; None means the first served one. An unknown name is a 404."""
     names: tuple[str, ...] = request.app.state.names
     if wanted is None:
         wanted = names[0]
@@ -50,7 +50,7 @@ async def get_model(request: Request) -> Response:
 
 
 def card(state: Any, name: str) -> dict[str, Any]:
-    """What is told of a model or an adapter. `state` is the application's."""
+    """The model object of a model or adapter. `state` is the application's."""
     info = state.llm.info
     adapter = state.adapters.by_name.get(name)
     return {

@@ -1,4 +1,4 @@
-"""A form with a file, read as it arrives (RFC 7578): nothing but the last piece is in memory."""
+"""Streaming parser for multipart forms (RFC 7578): only the current piece is in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llmc.server.errors import ApiError
 
-MAX_HEAD_BYTES = 8192  # of a part
+MAX_HEAD_BYTES = 8192  # of a part's headers
 MAX_PARTS = 16
 _BOUNDARY = re.compile(r'boundary=(?:"([^"\r\n]{1,70})"|([^\s;",]{1,70}))', re.IGNORECASE)
 _NAME = re.compile(rb'[;\s]name="((?:[^"\\\r\n]|\\.)*)"', re.IGNORECASE)
@@ -17,14 +17,14 @@ _FILENAME = re.compile(rb'[;\s]filename="((?:[^"\\\r\n]|\\.)*)"', re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A field begins. `filename` is None for plain ones."""
+    """The start of a field. `filename` is None for non-file fields."""
 
     name: str
     filename: str | None
 
 
 def boundary_of(content_type: str) -> bytes:
-    """ApiError 415 for another media type, 400 without a boundary."""
+    """The form's boundary; ApiError 415 for another media type, 400 without a boundary."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise ApiError(415, f"content-type must be multipart/form-data, got {kind[:80] or 'none'}")
@@ -35,14 +35,14 @@ def boundary_of(content_type: str) -> bytes:
 
 
 async def read_parts(chunks: AsyncIterator[bytes], boundary: bytes) -> AsyncIterator[Part | bytes]:
-    """Each field as a Part, and then its bytes in pieces. ApiError 400 for what is no form."""
+    """Yield each field as a Part, followed by its bytes in pieces. ApiError 400 if malformed."""
     border = b"\r\n--" + boundary
-    buffer = bytearray(b"\r\n")  # the first border stands at the very beginning
+    buffer = bytearray(b"\r\n")  # the first boundary has no line break before it
     is_inside = is_over = False
     num_parts = 0
     async for chunk in chunks:
         if is_over:
-            continue  # what follows the last border has no meaning
+            continue  # data after the last boundary is ignored
         buffer += chunk
         while not is_over:
             at = buffer.find(border)
@@ -64,7 +64,7 @@ async def read_parts(chunks: AsyncIterator[bytes], boundary: bytes) -> AsyncIter
             end = rest.find(b"\r\n\r\n")
             if end < 0:
                 if len(rest) > MAX_HEAD_BYTES:
-                    raise _broken("the head of a part is too long")
+                    raise _broken("the headers of a part are too long")
                 break
             num_parts += 1
             if num_parts > MAX_PARTS:
@@ -96,4 +96,4 @@ def _text(raw: bytes) -> str:
 
 
 def _broken(why: str) -> ApiError:
-    return ApiError(400, f"the body is no multipart form: {why}")
+    return ApiError(400, f"the body is not a valid multipart form: {why}")

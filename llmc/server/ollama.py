@@ -52,7 +52,7 @@ WIRE = Wire(
     event=_line,
     error=ollama_error,
     media_type=b"application/x-ndjson",
-    keep_alive=b"",  # a line that is no JSON would break clients
+    keep_alive=b"",  # a line that is not JSON would break clients
 )
 
 
@@ -93,7 +93,7 @@ async def embed(request: Request) -> GenerationResponse | Response:
 
 
 async def embeddings(request: Request) -> GenerationResponse | Response:
-    """Ollama's older call, for one text."""
+    """Ollama's older embedding call, for one text."""
     body = await read_body(request, OldEmbedBody)
     model_name(request, body.model and body.model.removesuffix(":latest"))
 
@@ -110,7 +110,7 @@ async def _embedded(
     params: PoolingParams,
     made: Callable[[list[list[float]], int], dict[str, Any]],
 ) -> GenerationResponse | Response:
-    """Without a text there is nothing to compute: clients load a model that way."""
+    """Embed the texts. With no texts nothing is computed: clients use that to load a model."""
     state = request.app.state
     llm: AsyncLLM = state.llm
     info = llm.inputs.need_pooling("embed")
@@ -159,7 +159,7 @@ async def show(request: Request) -> Response:
 
 
 def _capabilities(llm: AsyncLLM) -> list[str]:
-    """In Ollama's words, which has none for a classifier."""
+    """The model's capabilities in Ollama's terms, which have none for a classifier."""
     if llm.info.pooling is not None:
         return ["embedding"] if llm.info.pooling.task == "embed" else []
     tokenizer = llm.tokenizer
@@ -176,7 +176,7 @@ async def version(request: Request) -> Response:
 
 
 async def _raw_turn(request: Request, body: ChatBody) -> Turn:
-    """The prompt as it is, without a chat template."""
+    """A turn from the verbatim prompt, without a chat template."""
     return await _plain_turn(request, body, body.messages[-1]["content"])
 
 
@@ -190,7 +190,7 @@ async def _plain_turn(request: Request, body: ChatBody, prompt: Prompt) -> Turn:
 
 
 async def _infill_turn(request: Request, body: ChatBody, suffix: str) -> Turn:
-    """What comes between the prompt and the suffix, by the model's marks."""
+    """A turn that fills in between the prompt and the suffix, with the model's special tokens."""
     llm: AsyncLLM = request.app.state.llm
     llm.inputs.need_generation()
     (prompt,), ends = await llm.prepare.infill([body.messages[-1]["content"]], suffix)
@@ -199,7 +199,7 @@ async def _infill_turn(request: Request, body: ChatBody, suffix: str) -> Turn:
 
 
 def _loaded(request: Request, body: OllamaBody, said: dict[str, Any]) -> Response:
-    """The answer to a call without a prompt, by which clients load a model."""
+    """The response to a call without a prompt, which clients use to load a model."""
     name = model_name(request, body.model and body.model.removesuffix(":latest"))
     head = {"model": name, "created_at": _now(), **said}
     line = {**head, "done": True, "done_reason": "load"}
@@ -209,7 +209,7 @@ def _loaded(request: Request, body: OllamaBody, said: dict[str, Any]) -> Respons
 
 
 def card(name: str, created: int, info: ModelInfo | None) -> dict[str, Any]:
-    """What is told of a model. `info` None: it was not loaded yet."""
+    """Ollama's description of a model. `info` is None until the model is loaded."""
     return {
         "name": name,
         "model": name,
@@ -228,7 +228,7 @@ def card(name: str, created: int, info: ModelInfo | None) -> dict[str, Any]:
 
 
 class OllamaCall:
-    """Builds the answer of one call: a line for each piece, and a last one with the times."""
+    """Builds the response to one call: a line per piece, and a last line with the timings."""
 
     wire = WIRE
 
@@ -237,7 +237,7 @@ class OllamaCall:
         self.stream = body.stream
         self._turn = turn
         self._reader = turn.reader()
-        self._calls: list[dict[str, Any]] = []  # of which the last may be incomplete
+        self._calls: list[dict[str, Any]] = []  # the last one may be incomplete
         self._shows_reasoning = body.shows_reasoning
         self._is_chat = isinstance(body, OllamaChatBody)
 
@@ -247,7 +247,7 @@ class OllamaCall:
                 yield from self._lines(found)
 
     def last_chunks(self, stream: Stream) -> Iterable[dict[str, Any]]:
-        yield from self._told_calls()
+        yield from self._complete_calls()
         yield {**self._said(), **self._end(stream)}
 
     def body(self, stream: Stream) -> dict[str, Any]:
@@ -262,13 +262,13 @@ class OllamaCall:
             yield self._said(thinking=found.reasoning)
         if found.content:
             yield self._said(found.content)
-        for call in found.calls:  # told as a whole
+        for call in found.calls:  # sent only when complete
             if call.name is not None:
-                yield from self._told_calls()
+                yield from self._complete_calls()
                 self._calls.append({"name": call.name, "arguments": ""})
             self._calls[-1]["arguments"] += call.arguments
 
-    def _told_calls(self) -> Iterable[dict[str, Any]]:
+    def _complete_calls(self) -> Iterable[dict[str, Any]]:
         while self._calls:
             call = self._calls.pop(0)
             yield self._said(tool_calls=[_call(call["name"], call["arguments"])])

@@ -1,4 +1,4 @@
-"""Bodies of Ollama's API, and the chat call that each one is."""
+"""Request bodies of Ollama's API, and their translation to chat calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = {
     "max_tokens": "options.num_predict",
     **{name: f"options.{name}" for name in ("stop", "temperature", "top_p", "top_k", "seed")},
 }
-# Options of Ollama's runner that have no effect here, or that ask for nothing.
+# Options of Ollama's runner that are ignored (FREE) or must have a neutral value (NEUTRAL).
 FREE = frozenset(
     (
         *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa"),
@@ -31,7 +31,7 @@ NEUTRAL: Mapping[str, float] = {
     "mirostat": 0,
     "tfs_z": 1,
     "typical_p": 1,
-    "repeat_last_n": -1,  # penalties look at the whole context
+    "repeat_last_n": -1,  # penalties cover the whole context
 }
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -72,17 +72,17 @@ class OllamaOptions(BaseModel):
         return kept
 
     def fields(self) -> dict[str, Any]:
-        """As a ChatBody has them."""
+        """The options under a ChatBody's names."""
         given = self.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True)
         if self.repeat_penalty is not None:
             given["repetition_penalty"] = self.repeat_penalty
-        if self.num_predict is not None and self.num_predict >= 0:  # below: until the end
+        if self.num_predict is not None and self.num_predict >= 0:  # negative: no limit
             given["max_tokens"] = self.num_predict
         return given
 
 
 class OllamaBody(Body):
-    """What both calls share. Streams unless asked not to."""
+    """The fields shared by chat and generate. They stream by default."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "template": (None, ""),
@@ -97,14 +97,14 @@ class OllamaBody(Body):
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
 
-    keep_alive: Any = None  # the model stays loaded
+    keep_alive: Any = None  # ignored: the model stays loaded
 
     @property
     def shows_reasoning(self) -> bool:
         return self.think is not False
 
     def chat_of(self, messages: list[dict[str, Any]], **rest: Any) -> ChatBody:
-        """The chat call of these messages."""
+        """The equivalent chat call for these messages."""
         fields: dict[str, Any] = {
             **(self.options.fields() if self.options is not None else {}),
             "model": self.model and self.model.removesuffix(":latest"),
@@ -121,7 +121,7 @@ class OllamaBody(Body):
             fields["reasoning_effort"] = self.think
         if self.think is not None:
             thinks = self.think is not False
-            # What templates call it.
+            # Templates use either name.
             fields["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
         return ChatBody.model_validate(fields, strict=True)
 
@@ -142,7 +142,7 @@ class GenerateBody(OllamaBody):
     """POST /api/generate."""
 
     prompt: str = ""
-    images: list[str] | None = None  # in base64
+    images: list[str] | None = None  # base64
     suffix: str | None = None
     system: str | None = None
     raw: bool = False
@@ -150,7 +150,7 @@ class GenerateBody(OllamaBody):
     def chat(self) -> ChatBody:
         if self.images and (self.raw or self.suffix):
             raise InvalidRequestError(
-                "images go with a prompt that is rendered as a chat, not with raw or suffix",
+                "images need a prompt that is rendered as a chat; leave out raw and suffix",
                 param="images",
             )
         content = _with_images("images", self.images, self.prompt) if self.images else self.prompt
@@ -166,7 +166,7 @@ class EmbedBody(Body):
     input: str | Annotated[list[str], Field(max_length=MAX_INPUTS)] = ""
     truncate: bool = True
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    options: OllamaOptions | None = None  # none has an effect on a vector
+    options: OllamaOptions | None = None  # ignored: they don't affect embeddings
     keep_alive: Any = None
 
     @property
@@ -185,12 +185,12 @@ class OldEmbedBody(Body):
 class ShowBody(Body):
     """POST /api/show."""
 
-    name: str | None = None  # an older name of `model`
+    name: str | None = None  # older name of `model`
     verbose: Any = None
 
 
 def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of a chat: calls have no ids in Ollama's, and results name the tool."""
+    """An Ollama message as a chat message: its calls have no ids, and results name the tool."""
     made = {key: value for key, value in message.items() if key not in ("images", "tool_name")}
     if made.get("role") == "tool":
         name = message.get("tool_name")
@@ -210,10 +210,10 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_images(where: str, images: Any, content: Any) -> list[dict[str, Any]]:
-    """Parts of a chat: images in base64 come before the text."""
+    """Content parts of a chat message: base64 images first, then the text."""
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
         raise InvalidRequestError(
-            f"{where} must be a list of images in base64, got {images!r:.80}", param=where
+            f"{where} must be a list of base64 images, got {images!r:.80}", param=where
         )
     urls = [{"url": f"data:image;base64,{image}"} for image in images]
     text = [{"type": "text", "text": content}] if isinstance(content, str) and content else []

@@ -1,4 +1,4 @@
-"""GET /openapi.json: the API described from the same models and routes that serve it."""
+"""GET /openapi.json: the API, described from the same models and routes that serve it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ ERROR = {
     },
 }
 
-# The errors of other protocols, by the beginning of their paths (server/errors.py).
+# The errors of other protocols, by path prefix (server/errors.py).
 ERRORS: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/messages": (
         "AnthropicError",
@@ -138,7 +138,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# The same key in either header; the operator's routes need another one (server/guard.py).
+# The same key in either header; the operator's routes need a different key (server/guard.py).
 SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -196,7 +196,7 @@ def describe(routes: list[Any], served: Served) -> dict[str, Any]:
 
 
 def _is_served(path: str, served: Served) -> bool:
-    """Whether it answers at all: the others say in a 400 or 404 what the server was started for."""
+    """Whether this server supports the route; the others always respond with a 400 or 404."""
     if path.startswith(BATCH_PATHS):
         return served.has_batches
     pooling = served.pooling
@@ -216,7 +216,7 @@ def _operation(route: Any, path: str) -> dict[str, Any]:
         "operationId": route.name,
         "summary": (route.endpoint.__doc__ or route.name.replace("_", " ")).strip(),
         "responses": {
-            "200": {"description": "the answer"},
+            "200": {"description": "the response"},
             "default": {"description": "an error", "content": failure},
         },
     }

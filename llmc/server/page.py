@@ -1,10 +1,11 @@
 """GET /: a page to chat with the model and to watch the engine; GET /docs: one about the API.
 
-Both are made of files in web/; /docs is drawn from /openapi.json.
+Both consist of files in web/; /docs is rendered from /openapi.json.
 
-Its files hold no secrets and need no key; what they call does. The policy that they are sent with
-(https://www.w3.org/TR/CSP3/) allows nothing from elsewhere, no script or style in the markup, and
-no string to become markup (Trusted Types): a model's text can't do anything in the browser.
+The files contain no secrets and need no key; the routes that they call do. They are served with a
+content security policy (https://www.w3.org/TR/CSP3/) that allows nothing from other origins, no
+inline script or style, and no string as markup (Trusted Types), so a model's output can't run
+anything in the browser.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ async def page(request: Request) -> Response:
 
 
 async def docs(request: Request) -> Response:
-    """The API, described for people."""
+    """The API documentation page."""
     return _answer("docs.html")
 
 
 async def page_file(request: Request) -> Response:
-    """A script or the style of the page."""
+    """A script or stylesheet of the page."""
     name = request.path_params["name"]
     if name not in _files():
-        raise ApiError(404, f"there is no file {name[:80]!r} of the page")
+        raise ApiError(404, f"the page has no file {name[:80]!r}")
     return _answer(name)
 
 
@@ -73,7 +74,7 @@ def _answer(name: str) -> Response:
 
 @cache
 def _files() -> dict[str, tuple[str, bytes]]:
-    """Type and content by name, so that no path of a request ever reaches the file system."""
+    """Type and content by name, so that a request's path never reaches the file system."""
     found = {}
     for file in (files("llmc.server") / "web").iterdir():
         media_type = _TYPES.get(file.name[file.name.rfind(".") :])

@@ -1,6 +1,6 @@
-"""/v1/embeddings, /pooling, /classify, /score and /rerank: vectors and what is made of them.
+"""/v1/embeddings, /pooling, /classify, /score and /rerank: vectors and scores from pooling models.
 
-body -> texts -> Input (one a vector) -> GenerationResponse -> `made` of the vectors
+body -> texts -> Input (one per vector) -> GenerationResponse -> `made` of the vectors
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ async def create_embedding(request: Request) -> GenerationResponse:
 
 
 async def create_pooling(request: Request) -> GenerationResponse:
-    """Vectors of texts or of their tokens: without a `task` as the model makes them."""
+    """Vectors of texts or of their tokens. The default `task` is the model's own."""
     body = await read_body(request, PoolingBody)
     llm: AsyncLLM = request.app.state.llm
     model = model_name(request, body.model)
@@ -110,7 +110,7 @@ async def create_pooling(request: Request) -> GenerationResponse:
 
 
 async def classify(request: Request) -> GenerationResponse:
-    """Probabilities of a classifier's labels."""
+    """The probabilities of a classifier's labels."""
     body = await read_body(request, InputBody)
     llm: AsyncLLM = request.app.state.llm
     model, info = model_name(request, body.model), llm.inputs.need_pooling("classify")
@@ -129,7 +129,7 @@ async def classify(request: Request) -> GenerationResponse:
 
 
 async def score(request: Request) -> GenerationResponse:
-    """How well texts fit together."""
+    """Similarity or relevance scores of pairs of texts."""
     body = await read_body(request, ScoreBody)
     llm: AsyncLLM = request.app.state.llm
     model = model_name(request, body.model)
@@ -147,7 +147,7 @@ async def score(request: Request) -> GenerationResponse:
 
 
 async def rerank(request: Request) -> GenerationResponse:
-    """Documents, the one that fits the query best first."""
+    """Documents sorted by relevance to a query, best first."""
     body = await read_body(request, RerankBody)
     llm: AsyncLLM = request.app.state.llm
     model = model_name(request, body.model)
@@ -180,7 +180,7 @@ def params_of(body: PooledBody, dimensions: int | None = None) -> PoolingParams:
 async def respond(
     request: Request, body: InputBody, given: str | list[Any], made: Made
 ) -> GenerationResponse:
-    """The answer to texts or token ids."""
+    """The response for texts or token ids."""
     llm: AsyncLLM = request.app.state.llm
     prompts: list[Prompt] = [*split_inputs(given, name="input", most=MAX_INPUTS)]
     if not body.add_special_tokens:
@@ -195,13 +195,13 @@ async def respond(
 
 
 def check_vectors(sources: Sequence[Input], llm: AsyncLLM, param: str) -> None:
-    """Raises InvalidRequestError where the vectors of all tokens would be too many."""
+    """Raises InvalidRequestError if the per-token vectors would have too many values."""
     info = llm.inputs.need_pooling()
     tokens = sum(len(source.prompt_token_ids) for source in sources) if info.of_tokens else 0
     if tokens * info.size > MAX_TOKEN_VALUES:
         raise InvalidRequestError(
-            f"{tokens} tokens have {tokens * info.size} values, {info.size} each; a call can have "
-            f"at most {MAX_TOKEN_VALUES}. Send fewer texts in a call",
+            f"{tokens} tokens have {tokens * info.size} values ({info.size} each); the limit for a "
+            f"call is {MAX_TOKEN_VALUES}. Send fewer texts in a call",
             param=param,
         )
 
@@ -217,7 +217,7 @@ def submit(
 
 
 def written(values: array[float], encoding: str) -> list[float] | str:
-    """As a list of numbers, or as base64 of little-endian float32."""
+    """Encode values as a list of numbers, or as base64 of little-endian float32."""
     if encoding == "float":
         return list(values)
     if sys.byteorder == "big":

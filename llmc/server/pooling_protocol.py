@@ -1,4 +1,4 @@
-"""Bodies of the routes that return vectors and scores, with the names that clients know."""
+"""Request bodies of the routes that return vectors and scores, with the field names of clients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from llmc.engine.admission import MAX_CACHE_SALT
 from llmc.pooling import Task
 from llmc.server.protocol import Body, Int64
 
-MAX_INPUTS = 2048  # texts of one call, as OpenAI's clients split them
-MAX_TOKEN_VALUES = MAX_INPUTS * 4096  # in an answer with a vector of each token
+MAX_INPUTS = 2048  # texts per call; OpenAI's clients split larger inputs at this size
+MAX_TOKEN_VALUES = MAX_INPUTS * 4096  # in a response with a vector per token
 
 Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
 _CHAT: Mapping[str, tuple[Any, ...]] = {
@@ -27,7 +27,7 @@ _CHAT: Mapping[str, tuple[Any, ...]] = {
 
 
 class PooledBody(Body):
-    """What all of them share."""
+    """The fields that they all share."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = _CHAT
 
@@ -35,11 +35,11 @@ class PooledBody(Body):
     use_activation: bool | None = None
     priority: Int64 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None
-    user: Any = None  # without effect
+    user: Any = None  # ignored
 
 
 class InputBody(PooledBody):
-    """POST /classify: texts, or token ids, as completions take prompts."""
+    """POST /classify: texts or token ids, in the same forms as a completion's prompt."""
 
     input: str | list[Any]
     add_special_tokens: bool = True
@@ -56,13 +56,13 @@ class EmbeddingBody(InputBody):
 
 
 class PoolingBody(EmbeddingBody):
-    """POST /pooling: whatever the model is served for, which `task` may name."""
+    """POST /pooling: the task that the model is served for; `task`, if given, must match it."""
 
     task: Task | None = None
 
 
 class ScoreBody(PooledBody):
-    """POST /score: one text against many, or one by one."""
+    """POST /score: one text against many, or pairs of texts."""
 
     text_1: Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
     text_2: Texts = Field(validation_alias=AliasChoices("text_2", "documents", "data_2"))
@@ -75,7 +75,7 @@ class Document(BaseModel):
 
 
 class RerankBody(PooledBody):
-    """POST /rerank: documents in the order in which they fit the query."""
+    """POST /rerank: documents sorted by relevance to the query."""
 
     query: str
     documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_INPUTS)]

@@ -1,7 +1,7 @@
-"""Bodies of requests: the fields that are served, those that change nothing, and all others.
+"""Request bodies: supported fields, fields accepted without effect, and unsupported fields.
 
-A field that is not listed is refused by name, and so is a known one that llmc can't honour: a
-silent 200 would be a wrong answer. Nulls count as absent.
+A field that is not listed is rejected by name, and so is a known field that llmc does not support:
+ignoring it silently would give a wrong answer. Nulls count as absent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 MAX_TOOLS = 128
 
-# Known fields that llmc does not do, with the values that ask for nothing.
+# Known fields that llmc does not support, with the values that have no effect.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -46,7 +46,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 
 class Body(BaseModel):
-    """What all bodies share: strict types, finite numbers, no unknown fields."""
+    """The base of all bodies: strict types, finite numbers, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
@@ -56,7 +56,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, data: Any) -> Any:
-        """Drop nulls and unsupported fields without effect; refuse the other unsupported fields."""
+        """Drop nulls and unsupported fields without effect; reject the other unsupported ones."""
         kept = {}
         for name, value in data.items():
             if name in cls.UNSUPPORTED and name not in cls.model_fields:
@@ -80,11 +80,11 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # padding of another service's stream; nothing to do
+    include_obfuscation: bool = False  # accepted and ignored: we never pad the stream
 
 
 class StructuredOutputsBody(BaseModel):
-    """Exactly one of these; what they mean is checked by llmc.structured_outputs."""
+    """Exactly one of these fields; llmc.structured_outputs validates their values."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -97,7 +97,7 @@ class StructuredOutputsBody(BaseModel):
 
 
 class GenerationBody(Body):
-    """Fields of chat and plain completions alike. Unset ones take the model's own defaults."""
+    """Fields shared by chat and plain completions. Unset ones use the model's defaults."""
 
     SAMPLING_FIELDS: ClassVar[tuple[str, ...]] = (
         *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
@@ -160,14 +160,14 @@ class GenerationBody(Body):
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(
                 400,
-                "prompt_logprobs come with a whole answer; leave stream out",
+                "prompt_logprobs can't be streamed; leave stream out",
                 param="prompt_logprobs",
             )
         return self
 
 
 class LoadAdapterBody(BaseModel):
-    """An adapter to serve; its path is relative to --runtime-lora-dir, or inside of that."""
+    """An adapter to load; its path is relative to --runtime-lora-dir, or absolute inside it."""
 
     model_config = ConfigDict(extra="forbid")
 

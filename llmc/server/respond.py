@@ -1,6 +1,6 @@
-"""Runs one generation call: submit, answer as JSON or as a stream, abort when the client is gone.
+"""Runs one generation call: submit, respond with JSON or a stream, abort if the client disconnects.
 
-client gone ----------> work cancelled -> requests aborted -> blocks free
+client disconnects ---> work cancelled -> requests aborted -> blocks freed
 reader stalled -------> the same after `stalled_reader_s`
 error before the first token -> an HTTP status;  after it -> an error event in the stream
 """
@@ -31,10 +31,10 @@ Deltas = Sequence[tuple[int, CompletionDelta]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """How a protocol writes the events of a stream."""
+    """How a protocol encodes the events of a stream."""
 
     event: Callable[[dict[str, Any]], bytes]
-    error: Callable[[ApiError], dict[str, Any]]  # the event of an error after the first event
+    error: Callable[[ApiError], dict[str, Any]]  # the event for an error once the stream started
     media_type: bytes = b"text/event-stream; charset=utf-8"
     keep_alive: bytes = b": keep-alive\n\n"
     done: bytes = b""
@@ -45,7 +45,7 @@ def unnamed_event(value: dict[str, Any]) -> bytes:
 
 
 def named_event(value: dict[str, Any]) -> bytes:
-    """Its name is its `type`."""
+    """A server-sent event named after its `type`."""
     name: str = value["type"]
     return b"event: " + name.encode() + b"\n" + unnamed_event(value)
 
@@ -54,7 +54,7 @@ OPENAI = Wire(event=unnamed_event, error=error_body, done=b"data: [DONE]\n\n")
 
 
 class Call(Protocol):
-    """What differs between the protocols: how the answer is built, and how a stream is written."""
+    """The protocol-specific part: how the response is built, and how a stream is encoded."""
 
     sources: Sequence[Input]
     stream: bool
@@ -67,7 +67,7 @@ class Call(Protocol):
         """Events after the end, such as the usage."""
 
     def body(self, stream: Stream) -> dict[str, Any]:
-        """The whole answer of a call that does not stream."""
+        """The whole response of a call that does not stream."""
 
 
 class GenerationResponse:
@@ -100,7 +100,7 @@ class GenerationResponse:
             ends.add(asyncio.create_task(events.tend(self._settings)))
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():  # the client is gone
+            if not work.done():  # the client disconnected
                 scope["state"]["log_status"] = CLIENT_CLOSED
         finally:
             for task in ends:
@@ -150,16 +150,16 @@ class GenerationResponse:
                 await events.send(self._call.last_chunks(stream))
             except Exception as exc:
                 if not events.started:
-                    raise  # nothing is sent yet, so this still becomes a status
+                    raise  # nothing was sent yet, so the error can still set the HTTP status
                 await events.send([self._call.wire.error(as_api_error(exc))])
         await events.done()
 
 
 class EventSender:
-    """Events to one reader, which may be slow, and which long silence would lose.
+    """Sends events to one reader, which may be slow or disconnect after a long silence.
 
     A separate timer handles both (`tend`): a timeout around every event would cost more than
-    the event.
+    the event itself.
     """
 
     def __init__(self, send: Send, wire: Wire) -> None:
@@ -171,7 +171,7 @@ class EventSender:
             (b"x-accel-buffering", b"no"),
         ]
         self._last = time.monotonic()
-        self._pending = 0  # sends that the reader has not taken
+        self._pending = 0  # sends not completed yet
         self.started = False
 
     async def send(self, events: Iterable[dict[str, Any]]) -> None:
@@ -181,7 +181,7 @@ class EventSender:
         await self._write(self._wire.done, more=False)
 
     async def tend(self, settings: ServerSettings) -> None:
-        """Sends a comment when it has long been quiet; returns when the reader has stalled."""
+        """Send a comment after a long silence; return when the reader has stalled."""
         pause = min(settings.keep_alive_s, settings.stalled_reader_s) / 4
         while True:
             await asyncio.sleep(pause)

@@ -57,8 +57,8 @@ def _store(request: Request) -> ResponseStore:
     if request.app.state.settings.api_workers > 1:
         raise ApiError(
             400,
-            "responses are not kept by a server with --api-workers, as its processes share no "
-            "memory; send the whole conversation as input",
+            "responses are not stored by a server with --api-workers, because its processes share "
+            "no memory; send the whole conversation as input",
             param="previous_response_id",
             code="unsupported_parameter",
         )
@@ -71,7 +71,7 @@ def _caller(request: Request) -> str:
 
 
 class ResponseCall:
-    """Builds one response: items of reasoning, text and calls, in the order of the answer."""
+    """Builds one response: items of reasoning, text and calls, in the order generated."""
 
     def __init__(self, turn: Turn, body: ResponsesBody) -> None:
         self.sources: Sequence[Input] = [turn.source]
@@ -90,9 +90,9 @@ class ResponseCall:
 
     def chunks(self, stream: Stream, deltas: Deltas) -> Iterable[dict[str, Any]]:
         if not self._num_events:
-            begun = self._response("in_progress", [])
-            yield self._event("response.created", response=begun)
-            yield self._event("response.in_progress", response=begun)
+            started = self._response("in_progress", [])
+            yield self._event("response.created", response=started)
+            yield self._event("response.in_progress", response=started)
         for _, delta in deltas:
             for found in self._reader.read(delta):
                 yield from self._events(found)
@@ -252,7 +252,7 @@ def _call_item(call_id: str | None, name: str, arguments: str) -> dict[str, Any]
 
 
 def _as_message(read: Answer) -> dict[str, Any]:
-    """The answer as the conversation goes on from it."""
+    """The answer as a chat message, from which the conversation can continue."""
     message: dict[str, Any] = {"role": "assistant", "content": read.content}
     if read.reasoning:
         message["reasoning_content"] = read.reasoning

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's Responses API, and the chat call that each one is."""
+"""Request bodies of OpenAI's Responses API, and their translation to chat calls."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NAMES = {
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
 }
-INCLUDABLE = ("reasoning.encrypted_content",)  # there is no such content, so nothing to do
+INCLUDABLE = ("reasoning.encrypted_content",)  # accepted without effect: we have no such content
 
 
 class ResponsesTool(BaseModel):
-    """A function that the model may call; tools that OpenAI runs itself are refused."""
+    """A function that the model may call; OpenAI's built-in tools are rejected."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -56,7 +56,7 @@ class ReasoningConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     effort: str | None = None
-    summary: Any = None  # reasoning is shown as it is
+    summary: Any = None  # ignored: reasoning is shown in full
     generate_summary: Any = None
 
 
@@ -103,11 +103,11 @@ class ResponsesBody(Body):
     service_tier: Any = None
 
     def chat(self, before: Sequence[Mapping[str, Any]]) -> ChatBody:
-        """The chat call that this is. `before`: the messages of the response it goes on from."""
+        """The equivalent chat call. `before`: the messages up to the previous response."""
         for index, name in enumerate(self.include or ()):
             if name not in INCLUDABLE:
                 raise InvalidRequestError(
-                    f"include[{index}] is {name!r:.80}; this server includes nothing more",
+                    f"include[{index}] is {name!r:.80}, which is not supported by this server",
                     param=f"include[{index}]",
                 )
         said = [*before, *self.messages()]
@@ -131,8 +131,8 @@ class ResponsesBody(Body):
         return ChatBody.model_validate(fields, strict=True)
 
     def messages(self) -> list[dict[str, Any]]:
-        """The input as messages of a chat. What one answer had, reasoning, text and calls, is one
-        message there."""
+        """The input as chat messages. The reasoning, text and calls of one answer are merged into
+        one message."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         made: list[dict[str, Any]] = []
@@ -192,7 +192,7 @@ def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
         case "reasoning":
             return {"role": "assistant", "reasoning_content": _reasoning(where, item)}
     raise InvalidRequestError(
-        f"{where} has type {kind!r:.80}; this server takes message, function_call, "
+        f"{where} has type {kind!r:.80}; this server accepts message, function_call, "
         "function_call_output and reasoning",
         param=where,
     )
@@ -223,14 +223,14 @@ def _image(where: str, part: Any) -> str | None:
     url = part.get("image_url")
     if not isinstance(url, str):
         raise InvalidRequestError(
-            f"{where}.image_url must be a data URL, got {url!r:.80} (a file_id is not served)",
+            f"{where}.image_url must be a data URL, got {url!r:.80} (file_id is not supported)",
             param=where,
         )
     return url
 
 
 def _reasoning(where: str, item: Mapping[str, Any]) -> str:
-    """Its content, or else its summary."""
+    """The item's content, or its summary if it has none."""
     found = ""
     for name in ("summary", "content"):
         parts = [] if item.get(name) is None else item[name]
@@ -241,7 +241,7 @@ def _reasoning(where: str, item: Mapping[str, Any]) -> str:
 
 
 def _continues(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    """Whether two messages in a row are parts of one answer: reasoning, then text, then calls."""
+    """Whether two consecutive messages are one answer: reasoning, then text, then calls."""
     order = ("reasoning_content", "content", "tool_calls")
     done = max(index for index, part in enumerate(order) if part in last)
     begins = min(index for index, part in enumerate(order) if part in message)

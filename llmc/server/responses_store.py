@@ -1,4 +1,4 @@
-"""Responses that may be asked for again, or gone on from: in memory, the oldest go first."""
+"""Stored responses, to be retrieved or continued later: in memory, the oldest evicted first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_STORED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """`messages`: the whole conversation up to its answer, without instructions."""
+    """`messages`: the whole conversation, answer included, without instructions."""
 
     response: Mapping[str, Any]
     messages: Sequence[Mapping[str, Any]]
@@ -24,7 +24,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Of one process. A caller finds what was made with the same key."""
+    """The responses of one process. A caller sees only those created with the same key."""
 
     def __init__(self, max_stored: int = MAX_STORED, max_bytes: int = MAX_STORED_BYTES) -> None:
         self._max_stored = max_stored
@@ -46,14 +46,13 @@ class ResponseStore:
             self._num_bytes -= oldest.num_bytes
 
     def get(self, response_id: str, caller: str, *, param: str | None = None) -> StoredResponse:
-        """ApiError 404 where there is none, or it is another caller's."""
+        """A response by id; ApiError 404 if there is none or it belongs to another caller."""
         found = self._stored.get(response_id)
         if found is None or found.caller != caller:
             raise ApiError(
                 404,
-                f"there is no response {response_id[:80]!r}; they are kept in memory, the last "
-                f"{self._max_stored} of at most {self._max_bytes // 2**20} MiB, unless store is "
-                "false",
+                f"there is no response {response_id[:80]!r}; the last {self._max_stored} responses "
+                f"are kept in memory, up to {self._max_bytes // 2**20} MiB, unless store is false",
                 param=param,
             )
         return found

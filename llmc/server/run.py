@@ -1,9 +1,9 @@
 """From settings to a listening server and back to a clean exit.
 
-`bind_socket` comes before the model is loaded, so that a taken port is reported at once. The
-first SIGTERM or SIGINT drains: the port stays open and answers 503, running requests end, and
-the exit code is 0. A second signal drops requests that still run. When the engine is dead for good,
-the server ends with EngineDeadError.
+`bind_socket` runs before the model is loaded, so that a taken port is reported at once. The first
+SIGTERM or SIGINT starts draining: the port stays open and answers 503, running requests finish, and
+the exit code is 0. A second signal drops running requests. If the engine is permanently dead, the
+server exits with EngineDeadError.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from llmc.server.batch_runner import BatchRunner
 from llmc.server.settings import ServerSettings
 from llmc.server.throughput import log_throughput
 
-if TYPE_CHECKING:  # the tracer reads the environment that several API processes are to have
+if TYPE_CHECKING:  # importing these reads the environment, which --api-workers must set first
     from llmc.server.model_manager import ModelManager
     from llmc.server.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 2048  # connections that wait to be accepted
-HEAD_TIMEOUT_S = 30.0  # from opening, or from the last answer, to the end of a request's head
+BACKLOG = 2048  # connections waiting to be accepted
+HEAD_TIMEOUT_S = 30.0  # from opening, or from the last response, to the end of a request's headers
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -50,7 +50,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = found[0]
     sock = socket.socket(family, kind, protocol)
     try:
-        # A port whose old connections are still dying may be taken again; one that listens, not.
+        # Allows reusing a port with connections in TIME_WAIT, but not one with a listener.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except (OSError, OverflowError) as exc:
@@ -68,20 +68,20 @@ def serve(
     on_ready: Callable[[], None] | None = None,
     companions: Companions | None = None,
 ) -> None:
-    """Serve until a signal ends it. `on_ready` is called once requests are accepted."""
+    """Serve until a signal. `on_ready` is called once requests are accepted."""
     server = Server(app, settings, on_ready=on_ready, companions=companions)
     server.run(sockets=[sock or bind_socket(settings.host, settings.port)])
     server.check()
 
 
 def check_certificates(settings: ServerSettings) -> None:
-    """ConfigError where the files of HTTPS can't be used, before a model is loaded for them."""
+    """Raises ConfigError if the HTTPS files can't be used; called before a model is loaded."""
     if not settings.ssl_certfile:
         return
 
     def no_password() -> str:
         file = settings.ssl_keyfile or settings.ssl_certfile
-        raise ConfigError(f"the key in {file} has a password, which nobody can type; take it off")
+        raise ConfigError(f"the key in {file} has a password, which is not supported; remove it")
 
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -98,16 +98,16 @@ class Companions(Protocol):
     """Other processes that serve on the same socket (server/workers.py)."""
 
     def end(self) -> None:
-        """Drain, as after a signal. The second time: drop requests that still run."""
+        """Drain, as after a signal. The second call drops running requests."""
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether all have ended in time."""
+        """Wait for them to exit; returns whether all did in time."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with draining, and with our limits."""
+    """uvicorn's server with draining and our limits."""
 
-    _logs_throughput = True  # of the whole engine, by one process
+    _logs_throughput = True  # the whole engine's, so only one process logs it
 
     def __init__(
         self,
@@ -130,10 +130,11 @@ class Server(uvicorn.Server):
             ssl_ca_certs=settings.ssl_ca_certs,
             ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
             h11_max_incomplete_event_size=settings.max_header_bytes,
-            # One connection at a time where others accept from the same socket, for even shares.
+            # If other processes accept from the same socket, accept one connection at a time, so
+            # that they are distributed evenly.
             backlog=BACKLOG if settings.api_workers == 1 else 1,
             timeout_keep_alive=settings.idle_connection_s,
-            timeout_graceful_shutdown=2,  # after draining there is nothing left to wait for
+            timeout_graceful_shutdown=2,  # after draining nothing is left to wait for
         )
         super().__init__(config)
         self._llm: AsyncLLM | ModelManager = app.state.llm
@@ -162,17 +163,17 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Unlike uvicorn, keep answering while draining, and exit 0 afterwards."""
+        """Unlike uvicorn, keep responding while draining, and exit with 0 afterwards."""
         self.end()
 
     def end(self) -> None:
-        """Drain and exit; the second time drop requests that still run."""
+        """Drain and exit; the second call drops running requests."""
         self._num_signals += 1
         if self._companions is not None:
             self._companions.end()
 
     def check(self) -> None:
-        """Raises EngineDeadError when that is why the server ended."""
+        """Raises EngineDeadError if the server stopped because the engine is dead."""
         if self._llm.failure is not None and not self._num_signals:
             raise EngineDeadError(f"the engine has stopped: {self._llm.failure}")
 
@@ -208,7 +209,7 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """One connection. h11 limits how large the head of a request is; this adds a deadline."""
+    """One connection. h11 limits the size of a request's headers; this adds a deadline."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -219,7 +220,7 @@ class Connection(H11Protocol):
         self._await_head()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """No warnings, which any client could fill the log with: the answer names the problem."""
+        """No warnings: any client could flood the log, and the response names the problem."""
 
     def _await_head(self) -> None:
         self._head_deadline = self.loop.time() + HEAD_TIMEOUT_S
@@ -240,10 +241,10 @@ def _cannot_bind(host: str, port: int, exc: Exception) -> ConfigError:
         )
     if code == errno.EACCES:
         return ConfigError(
-            f"port {port} on {host} needs more rights than this user has; use one above 1023"
+            f"this user is not allowed to use port {port} on {host}; choose one above 1023"
         )
     if code == errno.EADDRNOTAVAIL:
-        return ConfigError(f"{host} is no address of this machine; check --host")
+        return ConfigError(f"{host} is not an address of this machine; check --host")
     return ConfigError(f"can't listen on {host}:{port}: {exc}")
 
 

@@ -1,4 +1,4 @@
-"""The calls that run in this process, by the request ids that their clients know."""
+"""The calls running in this process, by the request ids that their clients know."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from llmc.async_llm import AsyncLLM, Stream
 
 
 class RunningCalls:
-    """Several calls may have one id: clients choose theirs."""
+    """Running calls by request id. Several calls can share an id, as clients may choose it."""
 
     def __init__(self) -> None:
         self._streams: dict[str, list[Stream]] = {}
@@ -25,7 +25,7 @@ class RunningCalls:
         return request_id in self._streams
 
     def abort(self, request_id: str, llm: AsyncLLM) -> None:
-        """Their readers see finish_reason "abort"."""
+        """Abort the calls with this id; their clients see finish_reason "abort"."""
         for stream in self._streams.get(request_id, ()):
             for request in stream.requests:
                 llm.abort(request.request_id)

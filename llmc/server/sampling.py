@@ -1,4 +1,4 @@
-"""A request's fields -> SamplingParams, over the defaults that the model recommends."""
+"""A request's fields -> SamplingParams, on top of the model's recommended defaults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def sampling_params(
     logprobs: int | None,
     **rest: Any,
 ) -> SamplingParams:
-    """`max_tokens` None: until the context is full. `rest`: what only one kind of body has."""
+    """The sampling parameters of a request.
+
+    `max_tokens` None: until the context is full. `rest`: fields that only one kind of body has.
+    """
     options: dict[str, Any] = inputs.generation_defaults()
     for name in body.SAMPLING_FIELDS:
         value = getattr(body, name)
@@ -40,18 +43,17 @@ def sampling_params(
 
 
 def priority(llm: AsyncLLM, body: GenerationBody | PooledBody) -> int:
-    """The caller's priority; refused where it has no effect."""
+    """The caller's priority; InvalidRequestError if the server does not schedule by priority."""
     if body.priority and llm.config.scheduling_policy != "priority":
         raise InvalidRequestError(
-            "priority needs a server that was started with --scheduling-policy priority; "
-            "leave it out",
+            "priority needs a server started with --scheduling-policy priority; leave it out",
             param="priority",
         )
     return body.priority
 
 
 def cache_salt(request: Request, body: GenerationBody | PooledBody | None) -> str | None:
-    """The caller's salt; with --salt-by-api-key also that of the key, which no caller can forge."""
+    """The caller's salt; with --salt-by-api-key, combined with the key, so it can't be forged."""
     given = None if body is None else body.cache_salt
     owner: str | None = getattr(request.state, "cache_owner", None)
     if owner is None:
@@ -61,7 +63,7 @@ def cache_salt(request: Request, body: GenerationBody | PooledBody | None) -> st
 
 
 def _by_token(bias: dict[str, float]) -> dict[int, float]:
-    """JSON has no integer keys: "50256" is one."""
+    """Integer keys from JSON's string keys: "50256" -> 50256."""
     by_token = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):

@@ -1,10 +1,11 @@
-"""What /openapi.json says beyond the types of a body's fields: rules that the server checks itself.
+"""Rules in /openapi.json beyond the types of a body's fields, which the server checks itself.
 
-pydantic describes the models (server/protocol.py and its siblings). Added to that are nulls, which
-count as absent; fields that are known and refused, with the values that ask for nothing; the shapes
-of messages, which the server reads as they come; and the limits of the served model.
-Rules between two fields, and what only a template, a grammar or a tokenizer can refuse, no schema
-says: such a request is a 400 that names the field.
+pydantic describes the models (server/protocol.py and its siblings). This module adds nulls, which
+count as absent; known but unsupported fields, with their values that have no effect; the structure
+of messages, which pydantic does not check; and the limits of the served model.
+
+A schema does not express rules between two fields, or what only a template, a grammar or a
+tokenizer can reject: such a request gets a 400 that names the field.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Served:
     vocab_size: int
     max_model_len: int
     by_priority: bool = False
-    pooling: PoolingInfo | None = None  # for vectors, not for text
-    reads_nothing: bool = False  # an empty text has tokens: those that begin and end every text
-    infills: bool = False  # the tokenizer has marks for text in the middle
+    pooling: PoolingInfo | None = None  # the model returns vectors, not text
+    reads_nothing: bool = False  # an empty text has tokens: the special ones of every text
+    infills: bool = False  # the tokenizer has fill-in-the-middle tokens
     reads_images: bool = False
     has_batches: bool = False
     extra_args: Sequence[str] = ()
@@ -71,9 +72,9 @@ def _content(*kinds: str, images: Sequence[Schema] = ()) -> Schema:
 NULL: Schema = {"type": "null"}
 NONE_GIVEN = _const(None, [])
 NAME: Schema = {"type": "string", "minLength": 1}
-# JSON in a text, which a schema can't ask for: at least not just any text.
+# JSON in a string. A schema can't require that, but contentMediaType documents it.
 ARGUMENTS: Schema = {"type": "string", "contentMediaType": "application/json"}
-# That the bytes are an image in one of the formats that are read, no schema can ask for.
+# A schema can't require that the bytes are an image in a supported format.
 DATA_URL: Schema = {"type": "string", "pattern": "^data:[^,]*;base64,[A-Za-z0-9+/]+={0,2}$"}
 BASE64: Schema = {"type": "string", "contentEncoding": "base64"}
 REASONING = {name: _any(TEXT, NULL) for name in ("reasoning_content", "reasoning", "thinking")}
@@ -241,7 +242,7 @@ TEMPLATE_KWARGS: Schema = {
     "propertyNames": {"not": _const(*sorted(RESERVED))},
 }
 CHOICE = _list(NAME, minItems=1, maxItems=MAX_CHOICES)
-# By field, in every body that has it with these meanings.
+# Rules by field, for every body that has the field with this meaning.
 FIELDS: Mapping[str, Schema] = {
     "stop": _any(STOP, _list(STOP, maxItems=MAX_STOP_STRINGS)),
     "logit_bias": {
@@ -260,7 +261,7 @@ FIELDS: Mapping[str, Schema] = {
 
 
 def _of_bodies(served: Served) -> Mapping[str, Mapping[str, Schema]]:
-    """By body and field."""
+    """Rules by body and field."""
     images = served.reads_images
     chat = _list(_chat_messages(images), minItems=1)
     allowed_tools = _object(
@@ -288,12 +289,12 @@ def _of_bodies(served: Served) -> Mapping[str, Mapping[str, Schema]]:
 
 
 def refine(schemas: dict[str, Schema], bodies: Sequence[type[BaseModel]], served: Served) -> None:
-    """Add the rules to `schemas`, pydantic's by the names of the models."""
+    """Add the rules to `schemas`, pydantic's schemas by model name."""
     limits, of_bodies = _limits(served), _of_bodies(served)
     for body in bodies:
         schema = schemas[body.__name__]
         properties: dict[str, Schema] = schema.get("properties", {})
-        # of the body and of those that it is derived from
+        # The rules of the body and of its base classes.
         rules: dict[str, Schema] = {}
         for base in reversed(body.__mro__):
             rules |= _rules(base, limits, of_bodies.get(base.__name__, {}))
@@ -330,7 +331,7 @@ def _rules(
 
 
 def _limits(served: Served) -> dict[str, Schema]:
-    """Rules that the served model makes."""
+    """Rules that depend on the served model."""
     token: Schema = {"type": "integer", "minimum": 0, "maximum": served.vocab_size - 1}
     text: Schema = {"type": "string", "minLength": 1}
     length: Schema = {"type": "integer", "minimum": 1, "maximum": served.max_model_len - 1}
@@ -359,14 +360,14 @@ def _limits(served: Served) -> dict[str, Schema]:
 
 
 def _pooling_limits(served: Served, ids: Schema) -> dict[str, Schema]:
-    """Those of a model that returns vectors. Its `ids` may be cut."""
+    """Rules of a model that returns vectors. `ids` has no upper limit, as they can be truncated."""
     pooling = served.pooling
     if pooling is None:
         return {}
     size: Schema = {"type": "integer", "minimum": 1, "maximum": pooling.size}
     cut: Schema = {"type": "integer", "minimum": 1, "maximum": served.max_model_len}
     text = TEXT if served.reads_nothing else NAME
-    alone = text if pooling.task == "embed" else TEXT  # of a pair, which others read together
+    alone = text if pooling.task == "embed" else TEXT  # others encode the texts of a pair together
     document = {**_object(("text",), text=alone), "additionalProperties": False}
     several = {"minItems": 1, "maxItems": MAX_INPUTS}
     texts = _any(alone, _list(alone, **several))
@@ -383,7 +384,7 @@ def _pooling_limits(served: Served, ids: Schema) -> dict[str, Schema]:
 
 
 def _kept(given: Schema, rule: Schema) -> Schema:
-    """The rule, with the words and the default of the field."""
+    """The rule, with the field's title and default."""
     return {**rule, **{key: given[key] for key in ("title", "default") if key in given}}
 
 
@@ -398,7 +399,7 @@ def _allow_nulls(schema: Schema, body: type[Body]) -> None:
         if name not in body.model_fields:
             schema["properties"][name] = {
                 **_const(*neutral),
-                "description": "not supported; these values ask for nothing",
+                "description": "not supported; these values have no effect",
             }
 
 

@@ -1,4 +1,4 @@
-"""Options of the HTTP server, with the limits that keep one client from hurting the others."""
+"""Options of the HTTP server, including limits that protect clients from one another."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    uds: str | None = None  # a Unix socket's path, in place of host and port
-    ssl_certfile: str | None = None  # PEM: serve HTTPS; its chain, and its key if it is in there
+    uds: str | None = None  # a Unix socket's path, instead of host and port
+    ssl_certfile: str | None = None  # PEM: serve HTTPS; the chain, and optionally the key
     ssl_keyfile: str | None = None  # PEM
-    ssl_ca_certs: str | None = None  # PEM: clients need a certificate that one of these signed
-    root_path: str = ""  # where a proxy shows the server, such as /llm; taken off where it is sent
-    stream_interval: int = 1  # tokens of a choice between two events of a stream
-    api_workers: int = 1  # processes that answer HTTP; more than one share the socket
-    served_model_names: Sequence[str] = ()  # the first is shown; empty: the model's own name
-    lora_modules: Mapping[str, str] = field(default_factory=dict)  # directories by adapters' names
-    runtime_lora_dir: str | None = None  # adapters inside may be loaded over HTTP; None: none
-    model_idle_timeout_s: float | None = None  # several models: then an idle one is unloaded
-    model_memory: int | None = None  # bytes that several models may take together; None: any
-    batch_dir: str | None = None  # folder of files and batches; None: there are none
-    api_keys: Sequence[str] = ()  # empty: anyone who reaches the port
-    admin_api_key: str | None = None  # for the operator's routes; None: nobody may use them
+    ssl_ca_certs: str | None = None  # PEM: clients need a certificate signed by one of these CAs
+    root_path: str = ""  # prefix under which a proxy serves us, such as /llm; stripped if present
+    stream_interval: int = 1  # tokens per choice between two events of a stream
+    api_workers: int = 1  # processes that serve HTTP; several share the socket
+    served_model_names: Sequence[str] = ()  # the first appears in responses; empty: its own name
+    lora_modules: Mapping[str, str] = field(default_factory=dict)  # adapter name -> directory
+    runtime_lora_dir: str | None = None  # adapters in it can be loaded over HTTP; None: none can
+    model_idle_timeout_s: float | None = None  # several models: unload one idle for this long
+    model_memory: int | None = None  # bytes that several models may use together; None: no limit
+    batch_dir: str | None = None  # folder of files and batches; None: disabled
+    api_keys: Sequence[str] = ()  # empty: no key is needed
+    admin_api_key: str | None = None  # for the operator's routes; None: they are disabled
     profile_dir: str = "profiles"  # where /stop_profile writes
-    salt_by_api_key: bool = False  # callers of different keys share no cached prefixes
+    salt_by_api_key: bool = False  # callers with different keys share no cached prefixes
     allowed_hosts: Sequence[str] = ()  # further Host names to accept on loopback without keys
     allowed_origins: Sequence[str] = ()  # of web pages that may call: scheme://host:port, or *
     max_body_bytes: int = 8 * 1024 * 1024
-    max_image_body_bytes: int = 32 * 1024 * 1024  # in its place, for a model that reads images
+    max_image_body_bytes: int = 32 * 1024 * 1024  # used instead for a model that reads images
     max_header_bytes: int = 64 * 1024
     max_headers: int = 100
     body_timeout_s: float = 30.0
-    keep_alive_s: float = 15.0  # a comment on a quiet stream
+    keep_alive_s: float = 15.0  # silence after which a stream gets a comment
     stalled_reader_s: float = 30.0  # then the client is disconnected and its request aborted
     idle_connection_s: int = 30
     shutdown_timeout_s: float = 30.0
     access_log: bool = True
-    vllm_metrics: bool = False  # /metrics has vLLM's names too
-    otlp_traces_endpoint: str | None = None  # URL that takes OTLP over HTTP; None: no traces
+    vllm_metrics: bool = False  # /metrics also uses vLLM's names
+    otlp_traces_endpoint: str | None = None  # URL of an OTLP/HTTP collector; None: no traces
     ui: bool = True  # the page at /
-    certificate: bool = False  # the architecture's check runs, or has run, beside the server
+    certificate: bool = False  # the architecture check runs, or has run, alongside the server
 
     @property
     def scheme(self) -> str:
@@ -73,9 +73,7 @@ class ServerSettings:
                 "traces need OpenTelemetry's SDK and exporter: pip install 'llmc-engine[otel]'"
             )
         if self.admin_api_key is not None and self.admin_api_key in ("", *self.api_keys):
-            raise ConfigError(
-                "admin_api_key must not be empty, nor one of the keys that clients have"
-            )
+            raise ConfigError("admin_api_key must not be empty or one of the clients' keys")
         if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
             raise ConfigError(f"root_path must be like /llm/v2, got {self.root_path!r}")
         for name in ("stream_interval", "api_workers"):
@@ -87,12 +85,13 @@ class ServerSettings:
             raise ConfigError(f"model_idle_timeout must be more than 0 seconds, got {timeout}")
         if self.runtime_lora_dir is not None and self.api_workers > 1:
             raise ConfigError(
-                "adapters can't be loaded at run time into several API processes; leave "
-                "--runtime-lora-dir or --api-workers out"
+                "adapters can't be loaded at run time with several API processes; leave out "
+                "--runtime-lora-dir or --api-workers"
             )
         if self.batch_dir is not None and self.api_workers > 1:
             raise ConfigError(
-                "files and batches are of one API process; leave --batch-dir or --api-workers out"
+                "files and batches need a single API process; leave out --batch-dir or "
+                "--api-workers"
             )
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
@@ -103,9 +102,9 @@ class ServerSettings:
 
 
 def has_opentelemetry() -> bool:
-    """Whether the packages of the extra `otel` are there."""
+    """Whether the packages of the extra `otel` are installed."""
     try:
         needed = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
         return all(importlib.util.find_spec(name) is not None for name in needed)
-    except ModuleNotFoundError:  # of a parent package
+    except ModuleNotFoundError:  # a parent package is missing
         return False

@@ -1,7 +1,7 @@
-"""The application of a server of several models: which model a request is for, and all of them.
+"""The application of a server with several models: forwards each request to the right one.
 
 Guard -> forward: the body's "model" -> ModelManager.use -> that model's router (app.py)
-      -> /v1/models, /health, /metrics ...: of the whole server, here
+      -> /v1/models, /health, /metrics ...: for the whole server, answered here
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmc.server.model_manager import ModelManager, ServedModel
 from llmc.server.settings import ServerSettings
 from llmc.server.vllm_metrics import vllm_registry
 
-LATEST = ":latest"  # which Ollama's clients put behind a name
+LATEST = ":latest"  # the suffix that Ollama's clients add to a name
 
 
 def create_several_models_app(manager: ModelManager, settings: ServerSettings) -> Starlette:
@@ -47,7 +47,7 @@ def create_several_models_app(manager: ModelManager, settings: ServerSettings) -
 
 
 class Forwarded:
-    """The ASGI response that a model's own application gives. `body` was read already."""
+    """The ASGI response of a model's own application. `body` was already read."""
 
     def __init__(self, manager: ModelManager, model: ServedModel, body: bytes) -> None:
         self._manager = manager
@@ -67,9 +67,9 @@ class Forwarded:
 
 
 async def forward(request: Request) -> Forwarded:
-    """The answer of the model that the body names, or the query of a GET."""
+    """Forward to the model named in the body, or in the query of a GET."""
     manager: ModelManager = request.app.state.manager
-    request.scope["endpoint"] = _ENDPOINTS[request.url.path]  # by which the answer is counted
+    request.scope["endpoint"] = _ENDPOINTS[request.url.path]  # the metrics count by endpoint
     if request.method == "POST":
         body = await read_bytes(request)
         given = parse_object(body)
@@ -81,7 +81,7 @@ async def forward(request: Request) -> Forwarded:
 
 
 async def watch_engine(request: Request) -> Any:
-    """What the engine of a loaded model does. Nobody who watches keeps it loaded."""
+    """A loaded model's engine state, as events. Listening does not keep the model loaded."""
     model = _asked(request)
     if model.app is None:
         raise ApiError(503, f"{model.name} is not loaded", code="model_not_loaded")
@@ -106,7 +106,7 @@ def _named(manager: ModelManager, name: Any) -> ServedModel:
 
 
 def _asked(request: Request) -> ServedModel:
-    """The one that a query names; else the first one that is loaded, or the first one."""
+    """The model named in the query, or the first loaded one, or the first one."""
     manager: ModelManager = request.app.state.manager
     if name := request.query_params.get("model"):
         return _named(manager, name)
@@ -128,7 +128,7 @@ async def get_model(request: Request) -> Response:
 
 
 def _card(request: Request, model: ServedModel) -> dict[str, Any]:
-    """What is not known before the first time that it is loaded is null."""
+    """The model object; fields that are unknown until the model is first loaded are null."""
     state = request.app.state
     card = {
         "id": model.name,
@@ -163,7 +163,7 @@ async def tags(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """200 as long as the server answers: a model's failure is its own."""
+    """200 as long as the server responds: a model's failure does not affect the others."""
     return json_response({"status": "ok"})
 
 
@@ -174,7 +174,7 @@ async def ready(request: Request) -> Response:
 
 
 async def load(request: Request) -> Response:
-    """How much there is to do, by model and in all."""
+    """The current load, by model and in total."""
     manager: ModelManager = request.app.state.manager
     stats = manager.stats()
     each = {
@@ -193,7 +193,7 @@ async def load(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    """What runs, by model; no keys."""
+    """What is running, by model; no keys."""
     manager: ModelManager = request.app.state.manager
     each = {
         model.name: {
@@ -209,7 +209,7 @@ async def server_info(request: Request) -> Response:
 
 
 async def operate(request: Request) -> Response:
-    """A profile or a reset, of the model that the query names, or of each loaded one."""
+    """Profile or reset the model named in the query, or each loaded one."""
     operation = request.url.path.removeprefix("/")
     messages = {}
     for model in _chosen(request):
@@ -221,7 +221,7 @@ async def operate(request: Request) -> Response:
 
 
 async def abort_requests(request: Request) -> Response:
-    """End calls; their clients get what there is, with finish_reason "abort"."""
+    """Abort calls. Their clients get the output so far, with finish_reason "abort"."""
     body = await read_body(request, AbortBody)
     manager: ModelManager = request.app.state.manager
     apps = [model.app for model in manager.models.values() if model.app is not None]
@@ -230,7 +230,7 @@ async def abort_requests(request: Request) -> Response:
 
 
 async def go_to_sleep(request: Request) -> Response:
-    """Of the model that the query names, or of each one that was loaded: until it is woken."""
+    """Put the model named in the query, or every loaded one, to sleep until it is woken."""
     level, aborts = sleep.wanted(request)
     manager: ModelManager = request.app.state.manager
     for model in _chosen(request):
@@ -283,7 +283,7 @@ OWN: Mapping[str, app.Endpoint] = {
     "/is_sleeping": is_sleeping,
     "/v1/engine/events": watch_engine,
 }
-ABSENT = ("/v1/files", "/v1/batches", "/v1/load_lora", "/v1/unload_lora")  # for one model alone
+ABSENT = ("/v1/files", "/v1/batches", "/v1/load_lora", "/v1/unload_lora")  # single-model only
 ROUTES = tuple(
     (
         verbs,
@@ -300,7 +300,7 @@ _ENDPOINTS = {path: call for _, path, call in app.ROUTES}
 
 
 class AllModelsMetrics:
-    """The metrics of all loaded models as one text: their samples differ in `model_name`."""
+    """The metrics of all loaded models as one text; samples are labeled with `model_name`."""
 
     def __init__(self, manager: ModelManager, settings: ServerSettings) -> None:
         self._manager = manager

@@ -1,8 +1,8 @@
-"""/sleep, /wake_up, /is_sleeping: memory that an idle server gives back, and takes again.
+"""/sleep, /wake_up, /is_sleeping: release an idle server's memory, and allocate it again.
 
-Level 1 keeps the weights: an engine on a CPU returns the memory of its caches and stays. Level 2
-ends the engine process, and waking starts it again; so does level 1 where caches can't be returned
-in place (GPUs, several ranks).
+Level 1 keeps the weights: an engine on a CPU frees the memory of its caches and keeps running.
+Level 2 stops the engine process, and waking restarts it. Level 1 also does so if caches can't be
+freed in place (GPUs, several ranks).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ MODES = ("abort", "wait")
 
 
 class Sleeper:
-    """Puts one model to sleep, and wakes it. `engines` None: its engine is in this process."""
+    """Puts one model to sleep and wakes it. `engines` None: its engine is in this process."""
 
     def __init__(self, llm: AsyncLLM, engines: EngineProcesses | None) -> None:
         self._llm = llm
         self._engines = engines
         self._lock = asyncio.Lock()
         self.level = 0  # 0: awake
-        self.is_unloaded = False  # rather than asleep: the next request wakes it (model_manager.py)
+        self.is_unloaded = False  # unlike a sleeping one, the next request wakes it
 
     async def sleep(self, level: int, *, aborts: bool) -> None:
-        """Requests that run are aborted, or waited for; new ones are refused."""
+        """Go to sleep: abort running requests or wait for them, and reject new ones."""
         async with self._lock:
             ends = level == 2 or not _keeps_process(self._llm)
             if ends and self._engines is None:
                 raise ApiError(
-                    400, "the engine is in the server's own process, which can't be ended"
+                    400, "the engine runs in the server's own process, which can't be stopped"
                 )
             await self._llm.stop_admitting(aborts=aborts)
             self.is_unloaded = False
@@ -49,7 +49,7 @@ class Sleeper:
                     self._llm.is_asleep = self.level > 0
 
     async def unload(self) -> None:
-        """Level 2 for a model without requests, which the next one ends."""
+        """Level 2 for a model without requests; the next request wakes it."""
         self.level, self.is_unloaded, self._llm.is_asleep = 2, True, True
         async with self._lock:
             await self._llm.stop_admitting(aborts=False)
@@ -62,8 +62,8 @@ class Sleeper:
             await self._llm.operate("give_back_caches")
 
     async def wake_up(self) -> None:
-        """Returns when requests are taken again. ApiError 503 says what kept the engine from
-        starting: then it sleeps on."""
+        """Return once requests are accepted again. If the engine fails to start, raises ApiError
+        503 with the reason, and the model stays asleep."""
         async with self._lock:
             if self._engines is not None and not self._llm.is_alive:
                 try:
@@ -78,7 +78,7 @@ def _keeps_process(llm: AsyncLLM) -> bool:
 
 
 def wanted(request: Request) -> tuple[int, bool]:
-    """-> the level of sleep, and whether requests that run are aborted."""
+    """The requested sleep level, and whether to abort running requests."""
     level = request.query_params.get("level", "1")
     mode = request.query_params.get("mode", "abort")
     if level not in LEVELS:
@@ -89,14 +89,14 @@ def wanted(request: Request) -> tuple[int, bool]:
 
 
 async def go_to_sleep(request: Request) -> Response:
-    """Give memory back. Requests that run are aborted, or waited for with mode=wait."""
+    """Release memory. Running requests are aborted; with mode=wait they finish first."""
     level, aborts = wanted(request)
     await _sleeper(request).sleep(level, aborts=aborts)
     return json_response({"is_sleeping": True})
 
 
 async def wake_up(request: Request) -> Response:
-    """Take memory again. Answers when requests are taken."""
+    """Allocate memory again. Responds once requests are accepted."""
     await _sleeper(request).wake_up()
     return json_response({"is_sleeping": False})
 

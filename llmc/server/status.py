@@ -12,7 +12,7 @@ from llmc.server.errors import ApiError, json_response
 
 
 async def health(request: Request) -> Response:
-    """200 as long as the engine lives, or sleeps."""
+    """200 as long as the engine is alive or asleep."""
     llm: AsyncLLM = request.app.state.llm
     if llm.is_asleep:
         return json_response({"status": "asleep"})
@@ -21,7 +21,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 when a request sent now can expect an answer."""
+    """200 if a request sent now can expect a response."""
     llm: AsyncLLM = request.app.state.llm
     if llm.is_asleep:
         raise EngineAsleepError(f"{llm.info.name} is asleep")

@@ -1,4 +1,4 @@
-"""The fields of a body that ask for a grammar -> one StructuredOutputs.
+"""The fields of a body that request structured outputs -> one StructuredOutputs.
 
 response_format | structured_outputs | guided_json, guided_regex, guided_choice, guided_grammar
 """
@@ -25,13 +25,13 @@ FORMATS = ("text", "json_object", "json_schema")
 
 
 def structured_outputs(body: GenerationBody) -> StructuredOutputs | None:
-    """None for free text. InvalidRequestError for a wrong grammar, or more than one."""
+    """None for free text. InvalidRequestError for an invalid grammar, or more than one."""
     if body.response_format is not None:
         _check_keys("response_format", body.response_format, ("type", "json_schema"))
     fields = _asking(body)
     if len(fields) > 1:
         raise InvalidRequestError(
-            f"{' and '.join(fields)} both ask for a grammar; give one of them", param=fields[1]
+            f"{' and '.join(fields)} can't be combined; send only one of them", param=fields[1]
         )
     if not fields:
         return None
@@ -41,11 +41,11 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputs | None:
 
 @contextmanager
 def blaming(body: GenerationBody) -> Iterator[None]:
-    """Errors about the grammar name the field that it came in."""
+    """Make errors about the grammar name the field that it came from."""
     try:
         yield
     except InvalidRequestError as exc:
-        # Where no field asks for one, the limit of the reasoning does.
+        # If no field requests a grammar, it comes from the limit on reasoning tokens.
         [field, *_] = _asking(body) or ["thinking_token_budget"]
         if field != "structured_outputs" and (exc.param or "").startswith("structured_outputs"):
             text = str(exc).replace(str(exc.param), field, 1)

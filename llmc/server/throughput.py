@@ -1,4 +1,4 @@
-"""A line of throughput in the server's log every ten seconds, while requests are served."""
+"""Logs a line about throughput every ten seconds while requests are being served."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERVAL_S = 10.0
 
 
 async def log_throughput(read: Callable[[], EngineStats], interval_s: float = INTERVAL_S) -> None:
-    """Logs the throughput since the last line, nothing while idle. Runs until cancelled."""
+    """Log the throughput since the last line; nothing while idle. Runs until cancelled."""
     before, then = read(), time.monotonic()
     while True:
         await asyncio.sleep(interval_s)
@@ -27,8 +27,8 @@ async def log_throughput(read: Callable[[], EngineStats], interval_s: float = IN
 
 
 def throughput_line(before: EngineStats, after: EngineStats, seconds: float) -> str | None:
-    """None when nothing ran between the two and nothing runs or waits now."""
-    # An engine that was started anew counts from 0.
+    """The log line, or None if nothing ran in between and nothing is running or waiting now."""
+    # A restarted engine counts from 0.
     prompt = max(0, after.num_prompt_tokens - before.num_prompt_tokens)
     generated = max(0, after.num_generated_tokens - before.num_generated_tokens)
     if not (prompt or generated or after.num_running or after.num_waiting):

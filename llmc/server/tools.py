@@ -1,6 +1,6 @@
-"""The fields of a chat call about tools, and the calls in its answer.
+"""The tool fields of a chat call, and the tool calls in its answer.
 
-tools, tool_choice, parallel_tool_calls -> ToolUse -> one parser for each choice of the answer
+tools, tool_choice, parallel_tool_calls -> ToolUse -> one parser per choice of the answer
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """What a call may do with tools, and the format in which the model does it."""
+    """Which tools a call may use, and the format in which the model calls them."""
 
     form: ToolFormat
-    tools: Sequence[Mapping[str, Any]]  # as the template takes them
+    tools: Sequence[Mapping[str, Any]]  # in the form that templates expect
     schemas: Mapping[str, Mapping[str, Any]]  # of the parameters, by the function's name
     parallel: bool
-    grammar: StructuredOutputs | None  # of an answer that must call
+    grammar: StructuredOutputs | None  # for an answer that must call a tool
 
     def parser(self, *, streams: bool) -> ToolParser:
         return ToolParser(self.form, self.schemas, streams=streams, parallel=self.parallel)
 
     def applied(self, source: Input, tokenizer: Tokenizer) -> Input:
-        """With the special tokens that mark calls in the text, so that the parser sees them."""
+        """The input with its call markers (special tokens) kept in the text, for the parser."""
         return source.showing(_marks(self.form, tokenizer).values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What tool_choice says: whether the answer may or must call, and which functions."""
+    """The parsed tool_choice: whether the answer may or must call, and which functions."""
 
-    mode: str  # of CHOICES
+    mode: str  # one of CHOICES
     names: Sequence[str] | None = None  # None: all
-    is_one: bool = False  # one call at most
+    is_one: bool = False  # at most one call
 
 
 async def tool_use(
     llm: AsyncLLM, body: ChatBody, answer: StructuredOutputs | None
 ) -> ToolUse | None:
-    """None for a call without tools. InvalidRequestError names the field that is wrong.
+    """The tool use of a call; None without tools. InvalidRequestError names the invalid field.
 
-    `answer` is the grammar of an answer that calls none.
+    `answer` is the grammar of an answer that calls no tool.
     """
     tools = template_tools(body.tools)
     choice = _choice(body.tool_choice, [tool["function"]["name"] for tool in tools])
@@ -80,8 +80,8 @@ async def tool_use(
 def _schema_of(answer: StructuredOutputs | None) -> str | None:
     if answer is not None and answer.kind not in ("json", "json_object"):
         raise InvalidRequestError(
-            f"tools go with an answer in JSON, not with a {answer.kind}; leave one of them out, or "
-            "set tool_choice to none",
+            f"tools can be combined with a JSON answer, not with a {answer.kind}; leave one of "
+            "them out, or set tool_choice to none",
             param="tools",
         )
     return None if answer is None else answer.text
@@ -89,7 +89,7 @@ def _schema_of(answer: StructuredOutputs | None) -> str | None:
 
 @contextmanager
 def blaming_tools() -> Iterator[None]:
-    """Errors about the grammar of an answer that must call name the field that it comes from."""
+    """Make errors about the grammar of a tool call name the field that it comes from."""
     try:
         yield
     except InvalidRequestError as exc:
@@ -100,18 +100,18 @@ def blaming_tools() -> Iterator[None]:
 
 
 def template_tools(given: Sequence[ToolBody] | None) -> list[dict[str, Any]]:
-    """Tools as templates take them; checks what pydantic did not."""
+    """Tools in the form that templates expect; checks what pydantic did not."""
     tools = [tool.model_dump(exclude_none=True) for tool in given or ()]
     seen: set[str] = set()
     for index, tool in enumerate(tools):
         where, function = f"tools[{index}].function", tool["function"]
         if function["name"] in seen:
             raise InvalidRequestError(
-                f"{where}.name is {function['name']!r}, as another tool's; give each its own",
+                f"{where}.name is {function['name']!r}, like another tool's; names must be unique",
                 param=f"{where}.name",
             )
         seen.add(function["name"])
-        # Templates ask for these without asking whether they are there.
+        # Templates use these fields without checking that they exist.
         function.setdefault("description", "")
         parameters = function.setdefault("parameters", {"type": "object", "properties": {}})
         kind = parameters.get("type", "object")
@@ -152,7 +152,7 @@ def _choice(given: str | dict[str, Any] | None, names: Sequence[str]) -> Choice:
 
 
 def _allowed(given: Any, names: Sequence[str]) -> Choice:
-    """Only some of the tools, all of which the model sees, as its cached prompt has them."""
+    """Allow only some tools. The prompt still lists all, so that its cached prefix stays valid."""
     mode = given.get("mode") if isinstance(given, dict) else None
     tools = given.get("tools") if isinstance(given, dict) else None
     if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
@@ -165,7 +165,7 @@ def _allowed(given: Any, names: Sequence[str]) -> Choice:
 
 
 def _function(given: Any, names: Sequence[str]) -> str:
-    """The name of a function that is among the tools."""
+    """The name of the chosen function, which must be among the tools."""
     function = given.get("function") if isinstance(given, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or given.get("type") != "function":
@@ -176,8 +176,8 @@ def _function(given: Any, names: Sequence[str]) -> str:
         )
     if name not in names:
         raise InvalidRequestError(
-            f"tool_choice names {name!r:.80}, which tools has not; it has "
-            f"{', '.join(names)[:200] or 'nothing'}",
+            f"tool_choice names {name!r:.80}, which is not in tools; tools are "
+            f"{', '.join(names)[:200] or 'none'}",
             param="tool_choice",
         )
     return name

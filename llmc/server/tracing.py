@@ -1,10 +1,10 @@
-"""OpenTelemetry traces (extra `otel`): one span for each generation call.
+"""OpenTelemetry traces (extra `otel`): one span per generation call.
 
 Attributes follow the semantic conventions for generative AI
-(https://opentelemetry.io/docs/specs/semconv/gen-ai/); the times of the call's phases, which these
-don't have, are `gen_ai.latency.*` in seconds, as vLLM names them. A `traceparent` header
-(https://www.w3.org/TR/trace-context/) makes the span a part of the caller's trace. No text of a
-prompt or an answer is recorded.
+(https://opentelemetry.io/docs/specs/semconv/gen-ai/). These do not cover the durations of a call's
+phases, which are `gen_ai.latency.*` in seconds, with vLLM's names. A `traceparent` header
+(https://www.w3.org/TR/trace-context/) makes the span part of the caller's trace. The text of
+prompts and answers is not recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SERVICE = "llmc"
 _TEXT_PATHS = ("/v1/completions", "/api/generate")
-# Our phases by vLLM's names.
+# Our phases -> vLLM's names.
 _LATENCIES = {
     "queue": "time_in_queue",
     "prefill": "time_in_model_prefill",
@@ -44,7 +44,7 @@ _SAMPLING = {
 
 
 class Tracer:
-    """Makes the spans of a server and hands them to `provider`'s exporters."""
+    """Creates the server's spans and passes them to `provider`'s exporters."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -52,13 +52,13 @@ class Tracer:
 
     @classmethod
     def to(cls, endpoint: str) -> Tracer:
-        """Spans go to a collector, in batches, by OTLP over HTTP (protobuf)."""
+        """A tracer that sends spans in batches to a collector, by OTLP over HTTP (protobuf)."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go before
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
         resource = Resource({"service.name": SERVICE}).merge(Resource.create())
         provider = TracerProvider(resource=resource)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
@@ -92,7 +92,7 @@ class Tracer:
         return CallSpan(span)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 
@@ -113,9 +113,9 @@ class CallSpan:
         if error is None and stream is not None and stream.error is not None:
             error = InvalidRequestError(stream.error)
         if isinstance(error, Exception):
-            told = as_api_error(error)
-            span.set_attribute("error.type", code_of(told))
-            span.set_status(Status(StatusCode.ERROR, told.shown))
+            api_error = as_api_error(error)
+            span.set_attribute("error.type", code_of(api_error))
+            span.set_status(Status(StatusCode.ERROR, api_error.shown))
         span.end()
 
 
@@ -141,7 +141,7 @@ def _answer_attributes(stream: Stream) -> dict[str, Any]:
         "gen_ai.usage.output_tokens": sum(r.num_output_tokens for r in requests),
         "gen_ai.usage.cache_read.input_tokens": sum(r.num_cached_tokens for r in requests),
     }
-    begun = [phases(r) for r in requests if r.first_token is not None]
-    for phase, name in _LATENCIES.items() if begun else ():
-        found[f"gen_ai.latency.{name}"] = max(times[phase] for times in begun)
+    started = [phases(r) for r in requests if r.first_token is not None]
+    for phase, name in _LATENCIES.items() if started else ():
+        found[f"gen_ai.latency.{name}"] = max(times[phase] for times in started)
     return found

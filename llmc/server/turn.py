@@ -1,4 +1,4 @@
-"""The one chat call behind every protocol: a ChatBody, checked and rendered, and its answer split.
+"""The chat call behind every protocol: checks and renders a ChatBody, and splits the answer.
 
 protocol's body -> ChatBody -> prepare_turn -> Turn -> GenerationResponse
 answer's text -> Turn.reader() or Turn.read() -> reasoning, content, calls -> protocol's answer
@@ -36,21 +36,21 @@ MAY_LACK_CONTENT = ("assistant",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionCall:
-    """A whole call of a function; `arguments` are JSON."""
+    """A complete function call; `arguments` is JSON."""
 
     id: str
     name: str
     arguments: str
 
     def fields(self) -> dict[str, Any]:
-        """As a message of a chat has it."""
+        """The call as a chat message's JSON."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The parts of a whole answer."""
+    """The parts of a complete answer."""
 
     reasoning: str
     content: str
@@ -59,17 +59,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One call that passed all checks: what is generated from, and how the answer is read."""
+    """One call that passed all checks: the input, and how to parse the answer."""
 
     llm: AsyncLLM
-    model: str  # the name to answer with
+    model: str  # the name to respond with
     source: Input
     use: ToolUse | None = None  # of tools
     priority: int = 0
 
     @property
     def splits(self) -> bool:
-        """Whether an answer may have more parts than its content."""
+        """Whether an answer can have other parts besides its content."""
         return self.use is not None or self.source.reasoning is not None
 
     def reader(self, *, streams: bool = True) -> AnswerReader:
@@ -79,7 +79,7 @@ class Turn:
         reader = self.reader(streams=False)
         was_cut = completion.finish_reason == "length"
         deltas = (reader.push(completion.text), reader.finish(was_cut=was_cut))
-        calls: dict[int, FunctionCall] = {}  # by their place
+        calls: dict[int, FunctionCall] = {}  # by index
         for call in (call for delta in deltas for call in delta.calls):
             if call.name is not None:
                 assert call.id is not None, "it comes with the name"
@@ -94,7 +94,7 @@ class Turn:
         )
 
     def num_reasoning_tokens(self, stream: Stream) -> int:
-        """Tokens of the reasoning so far, of all completions."""
+        """Number of reasoning tokens so far, over all completions."""
         reasoning = self.source.reasoning
         if reasoning is None:
             return 0
@@ -112,7 +112,7 @@ class Turn:
 
 
 class AnswerReader:
-    """Splits the text of one answer, which comes in pieces, into its parts."""
+    """Splits the text of one answer, which arrives in pieces, into its parts."""
 
     def __init__(self, turn: Turn, *, streams: bool) -> None:
         reasoning, use = turn.source.reasoning, turn.use
@@ -124,7 +124,7 @@ class AnswerReader:
         return self._tools is not None and self._tools.num_calls > 0
 
     def read(self, delta: CompletionDelta) -> Iterator[Delta]:
-        """What a completion's new text brought, and at its end what was held back."""
+        """The parts in a completion's new text, and at its end the text that was held back."""
         yield self.push(delta.text)
         if delta.finish_reason is not None:
             yield self.finish(was_cut=delta.finish_reason == "length")
@@ -138,7 +138,7 @@ class AnswerReader:
         return delta
 
     def finish(self, *, was_cut: bool = False) -> Delta:
-        """The answer has ended, by itself or since no more tokens were allowed."""
+        """Flush at the end of the answer. `was_cut`: it hit the token limit."""
         said, text = self._reasoning.finish() if self._reasoning is not None else ("", "")
         if self._tools is None:
             return Delta(content=text, reasoning=said)
@@ -147,14 +147,14 @@ class AnswerReader:
         return Delta(content=first.content + last.content, reasoning=said, calls=calls)
 
 
-# The address of the image that a part is, as its protocol holds one; None: it is no image.
+# The image URL of a content part, in its protocol's format; None if it is not an image.
 ImageOf = Callable[[str, Any], str | None]
 
 
 def text_parts(
     where: str, content: Any, kinds: Sequence[str], image_of: ImageOf | None = None
 ) -> str | list[dict[str, Any]]:
-    """The text or the parts of a message, as a chat takes them. `kinds`: the types of text."""
+    """A message's text or parts in chat format. `kinds`: the protocol's types of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -170,15 +170,15 @@ def text_parts(
 def content_part(
     where: str, part: Any, kinds: Sequence[str], image_of: ImageOf | None = None
 ) -> dict[str, Any]:
-    """One part of a message; all but text and images is refused by name."""
+    """One part of a message; parts other than text and images are rejected."""
     url = None if image_of is None else image_of(where, part)
     if url is not None:
         return {"type": "image_url", "image_url": {"url": url}}
     kind = part.get("type") if isinstance(part, dict) else part
     if kind not in kinds:
         raise InvalidRequestError(
-            f"{where} has type {kind!r:.80}; this server takes text ({', '.join(kinds)})"
-            f"{' and images' if image_of is not None else ' alone'} there",
+            f"{where} has type {kind!r:.80}; this server accepts text ({', '.join(kinds)})"
+            f"{' and images' if image_of is not None else ' only'} there",
             param=where,
         )
     text = part.get("text")
@@ -189,7 +189,7 @@ def content_part(
 
 @contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about a field of a ChatBody name the field of the protocol that it came from."""
+    """Make errors about a ChatBody's field name the protocol's field that it came from."""
     try:
         yield
     except InvalidRequestError as exc:
@@ -203,7 +203,10 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 async def prepare_turn(request: Request, body: ChatBody) -> Turn:
-    """InvalidRequestError names the field of `body` that is wrong; ApiError 404 the model."""
+    """Check a chat call and render its prompt.
+
+    InvalidRequestError names the invalid field of `body`; ApiError 404 an unknown model.
+    """
     llm: AsyncLLM = request.app.state.llm
     model = model_name(request, body.model)
     llm.inputs.need_generation()
@@ -259,7 +262,7 @@ async def prepare_messages(
         messages,
         sampling,
         tools=tools,
-        # Whatever was asked, a new turn can't begin inside the one that is continued.
+        # A new turn can't begin inside the one that is continued, whatever was requested.
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
         template_kwargs=extra,

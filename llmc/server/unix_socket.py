@@ -1,6 +1,6 @@
-"""`--uds PATH`: a socket in the file system in place of a port, for a proxy on the same machine.
+"""`--uds PATH`: a Unix socket instead of a port, for a proxy on the same machine.
 
-Who may connect is who may write to the file: with the usual umask, its owner alone.
+Anyone who can write to the file can connect: with the usual umask, only its owner.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from llmc.errors import ConfigError
 
 @contextlib.contextmanager
 def unix_socket(path: str) -> Iterator[socket.socket]:
-    """A socket bound to `path`, which is removed afterwards. ConfigError when the path exists."""
+    """A socket bound to `path`, which is removed afterwards. ConfigError if `path` is in use."""
     _clear(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         try:
             sock.bind(path)
         except OSError as exc:
-            raise ConfigError(f"can't make the socket {path!r}: {exc}; check --uds") from None
+            raise ConfigError(f"can't create the socket {path!r}: {exc}; check --uds") from None
         sock.setblocking(False)
         yield sock
     finally:
@@ -37,7 +37,7 @@ def _clear(path: str) -> None:
     if not os.path.lexists(path):
         return
     if not _is_socket(path):
-        raise ConfigError(f"{path!r} is there and is no socket; give --uds another path")
+        raise ConfigError(f"{path!r} exists and is not a socket; give --uds another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -48,7 +48,7 @@ def _clear(path: str) -> None:
             raise ConfigError(f"the socket {path!r} can't be used: {exc}; check --uds") from None
         else:
             raise ConfigError(
-                f"another server listens on {path!r}; stop it, or give --uds another path"
+                f"another server is listening on {path!r}; stop it, or give --uds another path"
             )
 
 

@@ -1,7 +1,7 @@
-"""The same metrics under vLLM's names, for dashboards and autoscalers that were made for them.
+"""The same metrics under vLLM's names, for dashboards and autoscalers built for vLLM.
 
-vLLM publishes its Grafana dashboards in examples/observability of its repository; NAMES are those
-of its metrics that llmc has. HTTP metrics have no prefix there. Others get the label `engine`.
+vLLM publishes its Grafana dashboards in examples/observability of its repository; NAMES lists those
+of its metrics that llmc has. HTTP metrics have no prefix there; the others get the label `engine`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ENGINE = "0"
 
 
 class Shown(Protocol):
-    """Such as a CollectorRegistry."""
+    """A source of metrics, such as a CollectorRegistry."""
 
     def collect(self) -> Iterable[Metric]: ...
 
 
 def vllm_registry(shown: Shown) -> CollectorRegistry:
-    """What `shown` has, renamed, and the metrics of this process."""
+    """The metrics of `shown`, renamed, and the metrics of this process."""
     registry = CollectorRegistry()
     registry.register(_Renamed(shown))
     ProcessCollector(registry=registry)

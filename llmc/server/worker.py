@@ -1,8 +1,8 @@
 """An additional API process: `python -P -m llmc.server.worker`, started by server/workers.py.
 
-A second frontend on the same listening socket and the same engine process. It reads the engine's
-state, and when to end, from its standard input; when that closes, the main process has died, and
-this one ends too.
+A second frontend on the same listening socket and the same engine process. From its standard input
+it reads the engine's state and the order to end. When that closes, the main process has died, and
+this one exits too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class EngineWatch:
-    """What the main process says of one engine. A server_processes.ProcessWatch."""
+    """The state of one engine, as sent by the main process. A server_processes.ProcessWatch."""
 
     def __init__(self, processes: ServerProcesses) -> None:
         self._processes = processes
@@ -53,7 +53,7 @@ class EngineWatch:
 
 
 class MainProcess:
-    """The main process's messages, line by line."""
+    """Reads the main process's messages, line by line."""
 
     def __init__(self, order: WorkerOrder) -> None:
         self.watches = {one.name: EngineWatch(one) for one in order.processes}
@@ -62,7 +62,7 @@ class MainProcess:
         self._thread.start()
 
     def wait_for_engines(self) -> list[EngineUp]:
-        """Those that are up, once there is one: at the start there may be none for a moment."""
+        """Wait until an engine is up (at first there may be none); returns all that are up."""
         known = threading.Event()
 
         def listen(processes: ServerProcesses) -> None:
@@ -93,7 +93,7 @@ def main() -> int:
         return 0
     order: WorkerOrder = from_line(line, WorkerOrder)
     set_up_logging(order.log_level, order.log_format)
-    # Before prometheus_client is imported, which reads it then.
+    # Must be set before prometheus_client is imported, which reads it then.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = order.metrics_folder
     parent = MainProcess(order)
     _serve(order, _connect(order, parent), parent)
@@ -126,7 +126,7 @@ def _serve(order: WorkerOrder, llm: AsyncLLM, parent: MainProcess) -> None:
         _logs_throughput = False
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """Not from a signal: uvicorn has replaced our handlers by this one."""
+            """Ignore signals: uvicorn has replaced our handlers with this one."""
 
     def ready() -> None:
         loop = asyncio.get_running_loop()

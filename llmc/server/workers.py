@@ -2,8 +2,8 @@
 
     main process: Workers --WorkerOrder, ServerProcesses, End--> worker processes (server/worker.py)
 
-The kernel gives each connection to one of them. They share the engine process, and the metrics
-through files. One that dies loses its own connections only, and is restarted.
+The kernel gives each connection to one of them. They share the engine process, and share metrics
+through files. If one dies, only its own connections are lost, and it is restarted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llmc.server.settings import ServerSettings
 log = logging.getLogger(__name__)
 
 WORKER_MODULE = "llmc.server.worker"
-END_S = 3.0  # for a worker that is to end at once
+END_S = 3.0  # for a worker that must end at once
 POLL_S = 0.05
 
 
@@ -38,7 +38,7 @@ class WorkerOrder:
     socket_fd: int
     settings: ServerSettings
     config: EngineConfig
-    processes: Sequence[ServerProcesses]  # one for each engine
+    processes: Sequence[ServerProcesses]  # one per engine
     metrics_folder: str
     log_level: str
     log_format: str
@@ -46,14 +46,14 @@ class WorkerOrder:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Drain and end; a second one: end at once."""
+    """Drain and exit; a second one means exit at once."""
 
 
 MakeOrder = Callable[[str, Sequence[ServerProcesses]], WorkerOrder]
 
 
 class Workers:
-    """A context manager: at its end no worker is left."""
+    """The worker processes, as a context manager: on exit all of them have ended."""
 
     def __init__(
         self,
@@ -109,12 +109,12 @@ class Workers:
     def _running(self) -> Sequence[Child]:
         return list(self._children.values())
 
-    # ---- a thread for each worker ----
+    # ---- one thread per worker ----
 
     def _run(self, name: str) -> None:
         number = 0
         while not self._is_closing.is_set():
-            # The engine must never take a worker for the one that died before it.
+            # The engine must never mistake a worker for its predecessor that died.
             frontend = name if number == 0 else f"{name}.{number}"
             why = self._live(name, frontend, is_restart=number > 0)
             if self._is_closing.is_set():
@@ -136,9 +136,9 @@ class Workers:
             self._children[name] = child  # only now, since the order must be its first line
             self._engines.report_process(name, child.pid, restarted=is_restart)
             if self._is_closing.is_set():
-                return "it was not needed any more"
+                return "it was no longer needed"
             for _ in child.reports():
-                log.info("%s answers", name)
+                log.info("%s is ready", name)
             why = child.wait()
             del self._children[name]
         self._engines.report_process(name, None)
@@ -154,7 +154,7 @@ def order_maker(
     log_level: str,
     log_format: str,
 ) -> MakeOrder:
-    """Orders that differ in the worker's name and in the processes at its start."""
+    """Makes orders that differ only in the worker's name and the processes at its start."""
 
     def make(name: str, processes: Sequence[ServerProcesses]) -> WorkerOrder:
         return WorkerOrder(

@@ -112,7 +112,7 @@ def load_images(model: LoadedModel, cache: ProgramCache) -> ImageModel | NoImage
 
 def _unwanted(source: ModelSource) -> str | None:
     if not any(part in _SEES for part in source.facts.unused_parts):
-        return "it reads text alone"
+        return "it reads text only"
     if source.config.max_images == 0:
         return "limit_mm_per_prompt (--limit-mm-per-prompt) allows none"
     if source.pooling is not None:

@@ -202,7 +202,7 @@ def _start(config: EngineConfig, clock: PhaseClock, processes: RankProcesses | N
             images = load_images(model, programs)
             detail.append("refused" if isinstance(images, NoImages) else "read")
     else:
-        images = NoImages(reason="it reads text alone")
+        images = NoImages(reason="it reads text only")
     drafting = _speculation_config(config, model)
     compiled_models, models = [compiled], [model]
     in_flight = [2 if pick_async(config.async_scheduling, device) else 1]

@@ -4,8 +4,8 @@ One `Detokenizer` serves one sequence:
 
     ids -> IncrementalDecoder -> whole characters -> StopFinder -> text that is safe to show
 
-Both parts hold back what may still change: the decoder an incomplete character, the finder a tail
-that may grow into a stop string. Work per token is bounded, however long the output gets.
+Both parts hold back text that may still change: the decoder an incomplete character, the finder a
+suffix that could become a stop string. Work per token is bounded, however long the output gets.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from dataclasses import dataclass
 
 from llmc.text.tokenizer import Tokenizer
 
-# Prompt tokens that the decoder sees before the output, so that its first token is spelled as in
-# the middle of a text (some tokenizers drop the leading space of the first).
+# Prompt tokens that the decoder sees before the output, so that the first output token is decoded
+# as in the middle of a text (some tokenizers drop the leading space of the first token).
 CONTEXT_TOKENS = 6
-# A character has at most four bytes, so at most four tokens. More pending ones are broken output.
+# A character has at most four bytes, so at most four tokens. Many more pending ones mean that the
+# output is invalid.
 MAX_PENDING_TOKENS = 32
 REPLACEMENT = "\ufffd"
 
 
 class IncrementalDecoder:
-    """Turns tokens into text as soon as the text can't change any more.
+    """Turns tokens into text as soon as the text can no longer change.
 
     Keeps a short window of ids. Tokens before `_read` have been shown; decoding the window with
     and without the new ones gives the new text in its context. (tokenizers' DecodeStream does the
-    same, but not for tokenizers in Python, and it fails for good on an "invalid prefix".)
+    same, but not for tokenizers in Python, and it can't recover from an "invalid prefix".)
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class IncrementalDecoder:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that `token_ids` completed; incomplete characters wait for the next call."""
-        if len(token_ids) > MAX_PENDING_TOKENS // 2:  # else many at once would look like broken
+        if len(token_ids) > MAX_PENDING_TOKENS // 2:  # many at once would look like invalid output
             half = len(token_ids) // 2
             return self.push(token_ids[:half]) + self.push(token_ids[half:])
         self._window.extend(i for i in token_ids if i not in self._skipped)
@@ -64,7 +65,7 @@ class IncrementalDecoder:
         return after[len(before) :]
 
     def flush(self) -> str:
-        """Whatever is pending, complete or not. A half character becomes U+FFFD."""
+        """All pending text, complete or not. An incomplete character becomes U+FFFD."""
         if len(self._window) == self._read:
             return ""
         before, after = self._texts()
@@ -89,10 +90,10 @@ class StopMatch:
 
 
 class StopFinder:
-    """Looks for stop strings in text that arrives in pieces of any size.
+    """Searches for stop strings in text that arrives in pieces of any size.
 
-    The one that is complete first wins, and of two complete at the same place the longer one, so
-    the result does not depend on how the text was cut into tokens.
+    The one that is complete first wins, and of two that end at the same place the longer one, so
+    the result does not depend on how the text is split into tokens.
     """
 
     def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
@@ -101,7 +102,7 @@ class StopFinder:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, StopMatch | None]:
-        """Returns text that is safe to show, and the match that ends the sequence."""
+        """Returns the text that is safe to show, and the match that ends the sequence, if any."""
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
@@ -117,7 +118,7 @@ class StopFinder:
         return held
 
     def _tail_length(self, text: str) -> int:
-        """Length of the longest end of `text` that is the beginning of a stop string."""
+        """Length of the longest suffix of `text` that is the beginning of a stop string."""
         longest = 0
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(text)), longest, -1):
@@ -128,7 +129,7 @@ class StopFinder:
 
 
 class Detokenizer:
-    """Text of one generated sequence, with stop strings found and cut off."""
+    """The text of one generated sequence, up to the first stop string."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
-        shown_ids: frozenset[int] = frozenset(),  # of special tokens that are never skipped
+        shown_ids: frozenset[int] = frozenset(),  # special tokens that are never skipped
         min_tokens: int = 0,
     ) -> None:
         self._decoder = IncrementalDecoder(
@@ -148,11 +149,11 @@ class Detokenizer:
             shown_ids=shown_ids,
         )
         self._finder = StopFinder(stop, include=include_stop)
-        self._tokens_before_stop = min_tokens  # stop strings don't count in the first ones
+        self._tokens_before_stop = min_tokens  # stop strings in the first tokens don't count
         self.stopped_by: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """New text that may be shown. Once `stopped_by` is set the text has ended."""
+        """New text that can be shown. Once `stopped_by` is set, the text has ended."""
         if self.stopped_by is not None:
             return ""
         shown = ""
@@ -164,7 +165,7 @@ class Detokenizer:
         return shown + self._search(self._decoder.push(token_ids))
 
     def finish(self) -> str:
-        """The rest of the text when the sequence has ended: nothing is held back any more."""
+        """The remaining text, when the sequence has ended."""
         if self.stopped_by is not None:
             return ""
         shown = self._search(self._decoder.flush())

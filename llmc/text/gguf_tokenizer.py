@@ -1,8 +1,8 @@
-"""The tokenizer that a GGUF file describes -> the files that transformers' tokenizers load.
+"""The tokenizer described in a GGUF file -> the files that transformers' tokenizers load.
 
-Vocabularies are of three kinds: byte-level BPE, SentencePiece BPE and unigram. How text is split
-before BPE is a separate rule, which a file only names (`tokenizer.ggml.pre`): gguf_splits.json
-has the rules, and the names of the kinds.
+There are three kinds of vocabulary: byte-level BPE, SentencePiece BPE and unigram. How text is
+split before BPE is a separate rule, which a file only names (`tokenizer.ggml.pre`).
+gguf_splits.json has the rules and the names of the kinds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llmc.errors import CheckpointError, reason_of
 
 log = logging.getLogger(__name__)
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types
 _SPACE = "\u2581"
 _TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
@@ -32,7 +32,7 @@ def _rules() -> Mapping[str, Any]:
 
 
 def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> bool:
-    """False where the file has none. CheckpointError for one that can't be used."""
+    """Write the tokenizer's files; False if there is none. CheckpointError if it is unusable."""
     from transformers import PreTrainedTokenizerFast
 
     source = _Vocabulary(metadata)
@@ -60,13 +60,13 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> bool:
 
 
 class _Vocabulary:
-    """`tokenizer.ggml.*`, each field checked where it is asked for."""
+    """The fields `tokenizer.ggml.*`, each checked when it is read."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._data = metadata
         kind = self._get("model", "")
         if not isinstance(kind, str):
-            raise CheckpointError("tokenizer.ggml.model is no text")
+            raise CheckpointError("tokenizer.ggml.model is not a string")
         self.kind = _rules()["kinds"].get(kind, kind)
 
     def _get(self, key: str, default: Any = None) -> Any:
@@ -75,7 +75,7 @@ class _Vocabulary:
     def _list(self, key: str, kind: type | tuple[type, ...]) -> list[Any]:
         value = self._get(key, [])
         if not isinstance(value, list) or not all(isinstance(v, kind) for v in value):
-            raise CheckpointError(f"tokenizer.ggml.{key} is no list of the right kind")
+            raise CheckpointError(f"tokenizer.ggml.{key} is not a list of the right type")
         return value
 
     @property
@@ -89,25 +89,26 @@ class _Vocabulary:
             return None
         if type(number) is not int or not 0 <= number < len(tokens):
             raise CheckpointError(
-                f"tokenizer.ggml.{key}_token_id is {str(number)[:80]}, of {len(tokens)} tokens"
+                f"tokenizer.ggml.{key}_token_id is {str(number)[:80]}, but there are "
+                f"{len(tokens)} tokens"
             )
         return tokens[number]
 
     def template(self) -> str | None:
-        """The chat template, if it can be one."""
+        """The chat template, if there is one. CheckpointError if it is not valid Jinja."""
         from jinja2 import Environment, TemplateSyntaxError
 
         template = self._data.get("tokenizer.chat_template")
         if template is None:
             return None
         if not isinstance(template, str) or "\0" in template:
-            raise CheckpointError("tokenizer.chat_template is no text")
+            raise CheckpointError("tokenizer.chat_template is not a string")
         try:
-            # read, not run; transformers has one tag more, which marks what an assistant says
+            # Parsed, not run. transformers adds a tag, which marks the assistant's messages.
             Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TAG.sub("", template))
         except (TemplateSyntaxError, RecursionError) as e:
             raise CheckpointError(
-                f"tokenizer.chat_template is no Jinja template: {reason_of(e)}"
+                f"tokenizer.chat_template is not a Jinja template: {reason_of(e)}"
             ) from e
         return template
 
@@ -120,12 +121,12 @@ class _Vocabulary:
         }
         if self.kind not in makers:
             raise CheckpointError(
-                f"the file's tokenizer is of kind {self.kind[:80]!r}, of which llmc reads "
-                f"{', '.join(_rules()['kinds'])}; give another with --tokenizer DIR"
+                f"the file's tokenizer is of kind {self.kind[:80]!r}; llmc supports "
+                f"{', '.join(_rules()['kinds'])}; use another with --tokenizer DIR"
             )
         tokens = self.tokens
         if not tokens or len(set(tokens)) != len(tokens):
-            raise CheckpointError("tokenizer.ggml.tokens is empty or has a token twice")
+            raise CheckpointError("tokenizer.ggml.tokens is empty or has duplicates")
         backend, adds_bos = makers[self.kind]()
         self._add_special(backend)
         self._add_ends(backend, adds_bos)
@@ -137,7 +138,7 @@ class _Vocabulary:
         rule = self._get("pre", "default")
         split = _rules()["splits"].get(rule)
         if split is None:
-            log.warning("unknown rule %r of splitting text: the common one is used", rule)
+            log.warning("unknown pre-tokenizer rule %r: using the most common one", rule)
             split = _rules()["splits"]["gpt-2"]
         splits = [
             pre_tokenizers.Split(Regex(_rules()["patterns"].get(p, p)), behavior="isolated")
@@ -187,16 +188,18 @@ class _Vocabulary:
         return backend, True
 
     def _respelled(self) -> list[str]:
-        """Some vocabularies spell runs of spaces as they are, where text has the mark instead."""
+        """Replace runs of spaces, as spelled in some vocabularies, by the marker used in text."""
         known = set(self.tokens)
         marks = (_SPACE * len(t) if t and not t.strip(" ") else t for t in self.tokens)
         return [m if m not in known else t for m, t in zip(marks, self.tokens, strict=True)]
 
     def _implied(self, vocab: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-        """Merges in the order of the scores of what they make; equal ones by their ids."""
+        """Merges ordered by the scores of their results; equal ones by id."""
         scores = self._list("scores", (int, float))
         if len(scores) != len(vocab):
-            raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} of {len(vocab)} scores")
+            raise CheckpointError(
+                f"tokenizer.ggml.scores has {len(scores)} scores for {len(vocab)} tokens"
+            )
         if self._data.get("general.architecture") in _rules()["merged_by_id"]:
             scores = [-i for i in range(len(vocab))]
         found = []
@@ -219,7 +222,7 @@ class _Vocabulary:
         tokens, scores = self.tokens, self._list("scores", (int, float))
         if len(scores) != len(tokens):
             raise CheckpointError(
-                f"tokenizer.ggml.scores has {len(scores)} of {len(tokens)} scores"
+                f"tokenizer.ggml.scores has {len(scores)} scores for {len(tokens)} tokens"
             )
         unknown = self._unknown(tokens)
         backend = Tokenizer(
@@ -238,12 +241,12 @@ class _Vocabulary:
         return backend, False
 
     def _add_special(self, backend: Any) -> None:
-        """Control tokens are special; those of users stay whole too."""
+        """Add control tokens as special ones, and user-defined tokens as unsplittable ones."""
         from tokenizers import AddedToken
 
         kinds = self._list("token_type", int)
         if kinds and len(kinds) != len(self.tokens):
-            raise CheckpointError("tokenizer.ggml.token_type has not one entry a token")
+            raise CheckpointError("tokenizer.ggml.token_type does not have one entry per token")
         for token, kind in zip(self.tokens, kinds, strict=False):
             if kind == _CONTROL:
                 backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
@@ -251,7 +254,7 @@ class _Vocabulary:
                 backend.add_tokens([AddedToken(token, normalized=False, special=False)])
 
     def _add_ends(self, backend: Any, adds_bos: bool) -> None:
-        """Tokens that stand before and behind every prompt."""
+        """Add the tokens before and after every prompt."""
         from tokenizers import processors
 
         first = self.token("bos") if self._get("add_bos_token", adds_bos) else None

@@ -1,9 +1,9 @@
-"""Images and the text around them -> token ids and what the model's towers read, by its processor.
+"""Prepares images and text with the model's processor: token ids and the vision tower's inputs.
 
     text with a placeholder for each image, images -> Prepared: ids, ImageInputs with their digests
 
-Each image is processed alone, so that its digest and its rows do not depend on the others of a
-prompt. Whether the processor means the same with several is proved at start-up
+Each image is processed separately, so that its digest and its rows do not depend on other images
+in the prompt. That the processor gives the same result for several images is verified at start-up
 (startup/images.py).
 """
 
@@ -20,9 +20,9 @@ import numpy as np
 from llmc.errors import InvalidRequestError
 from llmc.image_input import ImageInput, ImageTensor
 
-# What processors return besides tensors of images.
+# Outputs of processors that are not image tensors.
 _TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-# What a processor's arithmetic raises for an image that it can't read, such as one of a pixel.
+# Exceptions that processors raise for images that they can't handle, such as one of a single pixel.
 _PROCESSOR_FAULTS = (ValueError, TypeError, RuntimeError, IndexError, ArithmeticError, OSError)
 
 Encode = Callable[[str], list[int]]
@@ -34,7 +34,7 @@ class CantRead(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A prompt with images: its ids, in which `spans` of the images have their place."""
+    """A prompt with images: its token ids, and the images with their `spans` in them."""
 
     token_ids: list[int]
     images: tuple[ImageInput, ...]
@@ -42,39 +42,39 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Processed:
-    """An image before its place in a prompt is known."""
+    """A processed image whose position in the prompt is not known yet."""
 
     digest: bytes
     tensors: Mapping[str, ImageTensor]
-    replacement: str  # what stands for its placeholder in the text
+    replacement: str  # the text that replaces its placeholder
     num_rows: int
 
 
 class ImagePreparer:
-    """`row_token` is the id whose embedding the rows of images replace. Calls come one at a time:
-    processors are not made for several threads."""
+    """Prepares prompts with images. `row_token`: the id whose embeddings the image rows replace.
+
+    Calls are serialized, because processors are not thread-safe.
+    """
 
     def __init__(self, processor: Any, row_token: int) -> None:
         self.placeholder: str = getattr(processor, "image_token", None) or ""
         if not self.placeholder or not hasattr(processor, "get_text_with_replacements"):
-            raise CantRead(
-                f"{type(processor).__name__} does not say what stands for an image in a text"
-            )
+            raise CantRead(f"{type(processor).__name__} does not define a placeholder for images")
         self._processor = processor
         self._row_token = row_token
         self._lock = threading.Lock()
 
     def prepare(self, text: str, images: Sequence[Any], encode: Encode) -> Prepared:
-        """`images` are PIL images in RGB; `encode` gives the ids of a text.
+        """Prepare a prompt. `images` are PIL images in RGB; `encode` tokenizes a text.
 
-        Raises InvalidRequestError where the text has another number of placeholders, or the
-        processor can't read an image.
+        Raises InvalidRequestError if the number of placeholders differs, or the processor can't
+        handle an image.
         """
         found = text.count(self.placeholder)
         if found != len(images):
             raise InvalidRequestError(
-                f"the prompt has {self.placeholder!r}, which stands for an image, {found} times, "
-                f"and {len(images)} images are given; there must be as many",
+                f"the prompt has the image placeholder {self.placeholder!r} {found} times, but "
+                f"{len(images)} images are given; the numbers must match",
                 param="images",
             )
         with self._lock:
@@ -97,7 +97,7 @@ class ImagePreparer:
             )
         except _PROCESSOR_FAULTS as exc:
             raise InvalidRequestError(
-                f"the model's processor can't read an image of {image.width} x {image.height} "
+                f"the model's processor can't handle an image of {image.width} x {image.height} "
                 f"pixels: {str(exc)[:200]}",
                 param="images",
             ) from exc
@@ -120,7 +120,7 @@ class ImagePreparer:
         places = np.flatnonzero(np.asarray(token_ids) == self._row_token)
         if len(places) != sum(one.num_rows for one in processed):
             raise InvalidRequestError(
-                "the prompt has tokens that stand for an image in places without one",
+                "the prompt has image tokens in places without an image",
                 param="images",
             )
         images, first = [], 0
@@ -132,13 +132,13 @@ class ImagePreparer:
 
 
 def _spans(places: Any) -> tuple[tuple[int, int], ...]:
-    """Places in rising order, as runs (first, count)."""
+    """Ascending positions as runs of (first, count)."""
     runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1) if len(places) else []
     return tuple((int(run[0]), len(run)) for run in runs)
 
 
 def _packed(value: Any) -> ImageTensor:
-    """Numbers in float32, int64 or bool, as bytes."""
+    """Values as bytes, in float32, int64 or bool."""
     array = np.asarray(value)
     kind = {"f": np.float32, "i": np.int64, "u": np.int64, "b": np.bool_}[array.dtype.kind]
     array = np.ascontiguousarray(array, dtype=kind)

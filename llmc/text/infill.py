@@ -1,7 +1,7 @@
-"""Prompts for text in the middle: what comes before and after it, between a model's own marks.
+"""Fill-in-the-middle prompts: the text before and after the gap, between the model's own tokens.
 
-A model that was trained for this has tokens for it, which its tokenizer lists among the added ones.
-Their names tell them apart, and the order that goes with them.
+A model trained for this has special tokens for it among its tokenizer's added tokens. Their names
+identify them, and the order in which they are used.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from llmc.text.tokenizer import Tokenizer, check_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfillMarks:
-    """Ids of the tokens before the text's beginning, before its end, and before the answer.
+    """The ids of the tokens before the prefix, before the suffix, and before the answer.
 
-    Without `middle` the end of the text comes first, and the answer follows on its beginning.
-    `ends` may not stand in an answer: it is over there.
+    Without `middle`, the suffix comes first and the answer follows the prefix. The tokens `ends`
+    end the answer.
     """
 
     prefix: int
@@ -29,7 +29,7 @@ class InfillMarks:
     ends: frozenset[int]
 
 
-# Names of the three, without case and signs. The last kind puts the end of the text first.
+# Names of the three, in lower case and letters only. The last kind puts the suffix first.
 _KINDS = (
     ("fim prefix", "fim suffix", "fim middle"),
     ("fim begin", "fim hole", "fim end"),
@@ -41,10 +41,10 @@ _NO_LETTERS = re.compile(r"[^a-z]+")
 
 
 def find_marks(added: Mapping[str, int]) -> InfillMarks | None:
-    """The marks among a tokenizer's added tokens; None where the model has none."""
+    """The fill-in-the-middle tokens among a tokenizer's added tokens; None if it has none."""
     found: dict[str, int] = {}
     for text, token in added.items():
-        if not text[:1].isalpha():  # a mark is written in brackets
+        if not text[:1].isalpha():  # such tokens are written in brackets
             found.setdefault(_NO_LETTERS.sub(" ", text.lower()).strip(), token)
     for prefix, suffix, middle in _KINDS:
         if prefix in found and suffix in found and (not middle or middle in found):
@@ -69,12 +69,12 @@ def has_marks(tokenizer: Tokenizer) -> bool:
 
 
 def need_marks(tokenizer: Tokenizer, name: str) -> InfillMarks:
-    """Raises InvalidRequestError for a model without marks; `name` is the model's."""
+    """The tokens of a model called `name`; raises InvalidRequestError if it has none."""
     marks = _marks_of(tokenizer)
     if marks is None:
         raise InvalidRequestError(
-            f"{name} has no tokens for text in the middle (such as <|fim_prefix|>), so suffix "
-            "can't be served; leave it out, or ask a chat model in words",
+            f"{name} has no fill-in-the-middle tokens (such as <|fim_prefix|>), so suffix "
+            "is not supported; leave it out, or instruct a chat model in words",
             param="suffix",
             code="unsupported_parameter",
         )
@@ -89,12 +89,12 @@ def infill_prompt(
     *,
     add_special_tokens: bool = True,
 ) -> list[int]:
-    """Token ids after which the model writes what comes between the texts."""
+    """The token ids of a prompt to which the model responds with the text in between."""
     check_text(before, "prompt")
     check_text(after, "suffix")
     start = (
         tokenizer.encode("") if add_special_tokens else []
-    )  # a BOS token, where the tokenizer begins texts with one
+    )  # a BOS token, if the tokenizer adds one
     first = [marks.prefix, *tokenizer.encode(before, add_special_tokens=False)]
     last = [marks.suffix, *tokenizer.encode(after, add_special_tokens=False)]
     start = start if start == [tokenizer.bos_token_id] else []

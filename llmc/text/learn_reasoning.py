@@ -1,9 +1,9 @@
-"""A chat template -> the ReasoningFormat that it writes, or None where it has none.
+"""Learns the ReasoningFormat that a chat template writes, or None if it has none.
 
-A conversation whose answer has made-up reasoning is rendered, and what stands around that is the
-format. Of templates that only take reasoning out of the history the marks are those of the empty
-reasoning that ends a prompt without thinking; or the template names them: both are in its text or
-in the vocabulary, or the prompt ends with one.
+Renders a conversation whose answer has made-up reasoning; the text around that is the format. Some
+templates only strip reasoning from the history. Their marks are those of the empty reasoning at the
+end of a prompt without thinking, or are named in the template: both are in its text or in the
+vocabulary, or the prompt ends with the first one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from llmc.text.reasoning import ReasoningFormat
 
-# (messages, add_generation_prompt, enable_thinking) -> text; None when the template refuses them.
+# (messages, add_generation_prompt, enable_thinking) -> text; None if the template rejects them.
 Render = Callable[[Sequence[Mapping[str, Any]], bool, bool | None], str | None]
 
-KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, by different templates
+KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, in different templates
 USER, THOUGHT, ANSWER = "zuserz", "zthoughtz", "zanswerz"
 _MARK = r"<[^<>\s]+>|\[[^\[\]\s]+\]|\u25c1[^\u25c1\u25b7\s]+\u25b7"
 _NAMED = re.compile(
@@ -28,7 +28,7 @@ _NAMED = re.compile(
 def learn_reasoning(
     render: Render, template: str, added_tokens: Collection[str]
 ) -> ReasoningFormat | None:
-    """`added_tokens`: those of the vocabulary that stand for marks."""
+    """Learn the format of a template. `added_tokens`: the vocabulary's tokens that can be marks."""
     question = [{"role": "user", "content": USER}]
     prompt = render(question, True, None)
     if prompt is None:
@@ -46,7 +46,7 @@ def learn_reasoning(
 def _written(
     render: Render, prompt: str, key: str, find_marks: Callable[[str], list[str]]
 ) -> ReasoningFormat | None:
-    """From what the template writes around the reasoning of the field `key`."""
+    """The format, from the text that the template writes around the reasoning in field `key`."""
     answer = {"role": "assistant", "content": ANSWER, key: THOUGHT}
     text = render([{"role": "user", "content": USER}, answer], False, None)
     if text is None:
@@ -60,7 +60,7 @@ def _written(
         same += 1
     begin = text[same:at].strip()
     before = find_marks(text[:at])
-    if not begin and before:  # the prompt has it already
+    if not begin and before:  # the prompt already ends with it
         begin = before[-1] if text[:at].rstrip().endswith(before[-1]) else ""
     between = text[at + len(THOUGHT) : after].strip()
     end = next(iter(find_marks(between)), "")
@@ -74,7 +74,7 @@ def _written(
 def _emptied(
     thinking: str | None, not_thinking: str | None, find_marks: Callable[[str], list[str]]
 ) -> ReasoningFormat | None:
-    """From what a prompt without thinking has at its end, and one with thinking has not."""
+    """The format, from the end of a prompt without thinking that one with thinking lacks."""
     if thinking is None or not_thinking is None:
         return None
     ends = [text[text.rfind(USER) :] for text in (thinking, not_thinking)]
@@ -86,7 +86,7 @@ def _emptied(
 
 
 def _named(template: str, prompt: str, added_tokens: Collection[str]) -> ReasoningFormat | None:
-    """From the first pair of marks that the template names, both known."""
+    """The format, from the first pair of marks in the template that are both known."""
     for opening, name, closing in _NAMED.findall(template):
         begin, end = f"{opening}{name}{closing}", f"{opening}/{name}{closing}"
         known = (mark in template or mark in added_tokens for mark in (begin, end))

@@ -1,7 +1,7 @@
-"""The model's own processor: what makes pixel values of an image and placeholders of its text.
+"""Loads the model's processor, which computes pixel values of images and fills in placeholders.
 
-Processors of models that also read videos ask for a part for them, which needs torchvision. Where
-that is not installed they are loaded without it: llmc reads no video.
+Processors of models that also accept videos have a part for them, which needs torchvision. If that
+is not installed, they are loaded without this part, as llmc does not support videos.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from unittest import mock
 
 
 class _NoVideo:
-    """Stands where transformers looks for the class of a processor's part for videos."""
+    """Replaces the class of a processor's video part when transformers looks it up."""
 
     @staticmethod
     def from_pretrained(*_: Any, **__: Any) -> None:
-        """There is none."""
+        """Return None: there is no video part."""
 
 
 @contextmanager
 def without_video() -> Iterator[None]:
-    """Inside, processors are made without their part for videos, if torchvision is missing."""
+    """Inside, processors are created without their video part if torchvision is missing."""
     if find_spec("torchvision") is not None:
         yield
         return
@@ -51,8 +51,8 @@ def without_video() -> Iterator[None]:
 
 
 def load_processor(folder: Path) -> Any:
-    """transformers' processor of a checkpoint. Raises OSError, ValueError, ImportError and what
-    else transformers raises where there is none that works here."""
+    """transformers' processor of a checkpoint. If there is none that works here, raises OSError,
+    ValueError, ImportError or whatever else transformers raises."""
     from transformers import AutoProcessor
 
     with without_video():

@@ -1,6 +1,6 @@
 """`ReasoningFormat`: how one model marks its reasoning; learned by learn_reasoning.py.
 
-begin REASONING end answer_begin ANSWER          begin may be the end of the prompt already
+begin REASONING end answer_begin ANSWER          the prompt may already end with `begin`
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from llmc.errors import InvalidRequestError
 from llmc.text.tokenizer import Tokenizer
 
-TAIL_TOKENS = 64  # of a prompt, in which its last mark is looked for
+TAIL_TOKENS = 64  # at the end of a prompt, searched for the last mark
 _SPACE = r"/\s{0,8}/"
 
 
@@ -28,24 +28,24 @@ class ReasoningFormat:
     key: str | None = None  # the field of a message whose reasoning the template writes
 
     def marks(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """The tokens of the vocabulary's own that stand in the marks, with their ids."""
+        """The vocabulary's added tokens that occur in the marks, with their ids."""
         whole = "\n".join((self.begin, self.end, self.answer_begin))
         return {text: i for text, i in tokenizer.added_tokens.items() if text in whole}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """The reasoning of one answer: its marks, and whether the prompt has begun it."""
+    """The reasoning of one answer: its marks, and whether the prompt already opened it."""
 
     form: ReasoningFormat
     starts: Literal["inside", "before"]
     marks: Mapping[str, int]
 
     def preamble(self, max_tokens: int | None = None) -> str:
-        """What comes before an answer that follows a grammar, in Lark; `@answer` is the latter.
+        """The Lark grammar of the reasoning before an answer; `@answer` is the answer's grammar.
 
-        `max_tokens`: of the reasoning, whose end is then forced. InvalidRequestError where marks
-        that are no tokens make that impossible.
+        `max_tokens`: limit of the reasoning, at which its end is forced. InvalidRequestError if
+        that is impossible because the marks are not single tokens.
         """
         form, rules = self.form, []
         if max_tokens is not None:
@@ -66,8 +66,8 @@ class Reasoning:
         return "\n".join((f"start: ({begin} {' '.join(parts)})? @answer", *rules, ""))
 
     def free_answer(self) -> str:
-        """A grammar, in Lark, of any answer behind a preamble with a limit: reasoning can't begin
-        in it."""
+        """The Lark grammar of any answer after a preamble with a limit; it can't start reasoning
+        again."""
         self._check_limit()
         banned = "*" if self.starts == "inside" else f"^{self.marks[self.form.begin]}"
         return f"start: <[{banned}]>*\n"
@@ -76,13 +76,13 @@ class Reasoning:
         needed = {self.form.end} if self.starts == "inside" else {self.form.begin, self.form.end}
         if not needed <= self.marks.keys():
             raise InvalidRequestError(
-                "thinking_token_budget needs a model whose marks of reasoning are single tokens; "
+                "thinking_token_budget needs a model whose reasoning marks are single tokens; "
                 f"this one's are {self.form.begin!r} and {self.form.end!r}; leave it out",
                 param="thinking_token_budget",
             )
 
     def num_tokens(self, token_ids: Sequence[int], reasoning: str, tokenizer: Tokenizer) -> int:
-        """Tokens of an answer that are its `reasoning`, marks included where they are tokens."""
+        """How many of an answer's tokens are `reasoning`, including marks that are tokens."""
         if not reasoning:
             return 0
         end = self.marks.get(self.form.end)
@@ -91,7 +91,7 @@ class Reasoning:
         return token_ids.index(end) + 1 if end in token_ids else len(token_ids)
 
     def _literal(self, text: str) -> str:
-        """A text as a sequence of strings and tokens."""
+        """A mark as a sequence of strings and tokens."""
         if not self.marks:
             return json.dumps(text, ensure_ascii=False)
         longest_first = sorted(map(re.escape, self.marks), key=len, reverse=True)
@@ -109,8 +109,8 @@ def find_reasoning(
     prompt_token_ids: Sequence[int],
     continued: Mapping[str, Any] | None = None,
 ) -> Reasoning | None:
-    """None where the prompt itself has ended the reasoning. `continued`: the message that the
-    answer goes on from."""
+    """The reasoning of the answer; None if the prompt already closes it. `continued`: the message
+    that the answer continues."""
     if continued is not None:
         text = continued.get("content")
         text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
@@ -127,33 +127,33 @@ def find_reasoning(
 
 
 class ReasoningParser:
-    """Splits the text of one answer, which comes in pieces, into reasoning and the rest."""
+    """Splits the text of one answer, which arrives in pieces, into reasoning and the rest."""
 
     def __init__(self, reasoning: Reasoning) -> None:
         self._form = reasoning.form
         self._is_inside = reasoning.starts == "inside"
         self._text = ""
-        self._is_over = False  # the text
+        self._is_over = False  # whether the text has ended
         self._found: list[tuple[str, str]] = []
         self._steps = self._split()
 
     def push(self, text: str) -> tuple[str, str]:
         """(reasoning, rest) that `text` completed."""
         self._text += text
-        return self._go_on()
+        return self._advance()
 
     def finish(self) -> tuple[str, str]:
-        """The text has ended: nothing is held back any more."""
+        """Flush at the end of the text."""
         self._is_over = True
-        return self._go_on()
+        return self._advance()
 
-    def _go_on(self) -> tuple[str, str]:
+    def _advance(self) -> tuple[str, str]:
         next(self._steps, None)
         found, self._found = self._found, []
         return "".join(one for one, _ in found), "".join(one for _, one in found)
 
     def _split(self) -> Generator[None, None, None]:
-        # Models may repeat the mark that the prompt has written.
+        # Models may repeat the mark that the prompt already contains.
         has_mark = yield from self._skip(self._form.begin)
         if has_mark or self._is_inside:
             yield from self._skip_space()
@@ -167,10 +167,10 @@ class ReasoningParser:
             yield
 
     def _reasoning(self) -> Generator[None, None, None]:
-        """Up to the end's mark. White space before it is left out, so it waits."""
+        """Read up to the end mark. White space before it is dropped, so it is held back."""
         end = self._form.end
         while (at := self._text.find(end)) < 0:
-            keep = 0 if self._is_over else _half_of(end, self._text)
+            keep = 0 if self._is_over else _partial_length(end, self._text)
             ready = self._text[: len(self._text) - keep].rstrip()
             self._found.append((ready, ""))
             self._text = self._text[len(ready) :]
@@ -182,7 +182,7 @@ class ReasoningParser:
         self._text = self._text[at + len(end) :]
 
     def _skip(self, mark: str) -> Generator[None, None, bool]:
-        """Reads white space and `mark` if they come next; else nothing is read."""
+        """Read white space and `mark` if they come next; otherwise nothing."""
         while not self._is_over and mark.startswith(self._text.lstrip()[: len(mark)]):
             if self._text.lstrip().startswith(mark):
                 break
@@ -200,7 +200,7 @@ class ReasoningParser:
         self._text = rest
 
 
-def _half_of(mark: str, text: str) -> int:
-    """Length of the longest end of `text` that may become `mark`."""
+def _partial_length(mark: str, text: str) -> int:
+    """Length of the longest suffix of `text` that could become `mark`."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((length for length in lengths if text.endswith(mark[:length])), 0)

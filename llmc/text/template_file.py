@@ -1,4 +1,4 @@
-"""A chat template that the user gives instead of the model's own: a file, or the text itself."""
+"""A chat template given by the user to replace the model's: a file, or the text itself."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from llmc.errors import ConfigError
 
 MAX_BYTES = 1024 * 1024
-# a tag of transformers' own, which plain Jinja does not know
+# a tag added by transformers, which plain Jinja does not know
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 def read_template(given: str) -> str:
-    """`given` is a path, or a template where it holds a brace. ConfigError says what is wrong."""
+    """The template. `given` is a path, or the text if it has a brace. ConfigError if invalid."""
     text = given if "{" in given else _read(Path(given).expanduser())
-    # tags that templates of models use; what they do is transformers' part, when one is rendered
+    # An extension whose tags models' templates use; transformers implements them when rendering.
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         environment.parse(_GENERATION.sub("", text))
     except jinja2.TemplateSyntaxError as e:
-        raise ConfigError(f"the chat template has a mistake in line {e.lineno}: {e.message}") from e
+        raise ConfigError(f"the chat template has an error in line {e.lineno}: {e.message}") from e
     return text
 
 
@@ -34,5 +34,5 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(
-            f"the chat template {str(path)!r} can't be read ({e}); give a Jinja file"
+            f"the chat template {str(path)!r} can't be read ({e}); pass a Jinja file"
         ) from e

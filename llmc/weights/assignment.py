@@ -1,7 +1,7 @@
-"""Which stored tensors make up each parameter, by transformers' own conversion rules.
+"""Determines which stored tensors make up each parameter, by transformers' own conversion rules.
 
-They say how a checkpoint's names and layouts map to the parameters of the module (renamed prefixes,
-experts stored one by one and stacked in the module).
+They map a checkpoint's names and layouts to the module's parameters (renamed prefixes, experts
+stored one by one but stacked in the module).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llmc.weights.parameters import describe_parameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """A stored tensor that a converter takes, as the converter knows it."""
+    """A stored tensor used by a converter, under the names that the converter knows."""
 
     name: str
     pattern: str
@@ -29,14 +29,17 @@ class _Source:
 
 
 class Assignment:
-    """`direct`: parameters that are stored as they are. `unexpected`: tensors without a place."""
+    """Stored tensors assigned to parameters.
+
+    `direct`: parameters stored without conversion. `unexpected`: tensors that no parameter uses.
+    """
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, Readable]) -> None:
         self._module = module
         self._converters: dict[str, Any] = {}  # first target name -> transformers converter
-        self._sources: dict[str, list[_Source]] = {}  # of those, in their order
+        self._sources: dict[str, list[_Source]] = {}  # first target name -> its sources, in order
         self._target_of: dict[str, str] = {}  # every converted name -> first target name
-        self._joins: dict[Any, tuple[int, ...] | None] = {}  # layers are alike
+        self._joins: dict[Any, tuple[int, ...] | None] = {}  # a cache, as layers are alike
         parameters = describe_parameters(module)
         self.shapes = parameters.shapes
         self._aliases = parameters.aliases
@@ -52,7 +55,7 @@ class Assignment:
             rename_source_key,
         )
 
-        module: Any = self._module  # a PreTrainedModel, whose class would be imported here
+        module: Any = self._module  # a PreTrainedModel; Any avoids importing the class
         rules = get_model_conversion_mapping(module)
         renamings = [r for r in rules if isinstance(r, WeightRenaming)]
         converters = [r for r in rules if isinstance(r, WeightConverter)]
@@ -77,25 +80,25 @@ class Assignment:
 
     @property
     def converted(self) -> Sequence[str]:
-        """Parameters that are made of several stored tensors, or of one in another layout."""
+        """Parameters made from several stored tensors, or from one in a different layout."""
         return tuple(self._target_of)
 
     def find(self, name: str) -> Readable | None:
-        """The tensor that is the parameter."""
+        """The stored tensor of a parameter that needs no conversion, or None."""
         for alias in self._aliases.get(name, (name,)):
             if alias in self.direct:
                 return self.direct[alias]
         return None
 
     def convertible(self, name: str) -> str | None:
-        """The name under which a converter makes the parameter."""
+        """The name under which a converter creates the parameter, or None."""
         for alias in self._aliases.get(name, (name,)):
             if alias in self._target_of:
                 return alias
         return None
 
     def convert(self, name: str) -> dict[str, Tensor]:
-        """The parameter of this name, and others that are made with it."""
+        """The parameter of this name, and those converted together with it."""
         first = self._target_of[name]
         readers = [_reader(source.tensor) for source in self._sources[first]]
         try:
@@ -111,9 +114,9 @@ class Assignment:
         return {name: v[0] if isinstance(v, list) else v for name, v in made.items()}
 
     def joined(self, name: str) -> tuple[Readable, ...]:
-        """The tensors whose rows, one tensor after the other, are the rows of the parameter.
+        """The tensors whose concatenated rows are the rows of the parameter.
 
-        () where the parameter takes more than that: it is tried with rows that bear numbers.
+        () if the conversion does more than that, which is determined by converting numbered rows.
         """
         alias = self.convertible(name)
         if alias is None:
@@ -131,7 +134,7 @@ class Assignment:
         shapes = [source.tensor.shape for source in self._sources[first]]
         if not all(len(shape) == 2 and shape[1] == self.shapes[name][-1] for shape in shapes):
             return None
-        starts: dict[int, int] = {}  # first row -> the tensor that it is of
+        starts: dict[int, int] = {}  # first row -> its tensor
         numbered: list[Tensor] = []
         total = 0
         for i, (count, _) in enumerate(shapes):
@@ -161,7 +164,7 @@ class Assignment:
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Sort key under which layer 10 follows layer 9, as transformers' converters expect."""
+    """A sort key that puts layer 10 after layer 9, as transformers' converters expect."""
     return [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")]
 
 

@@ -1,7 +1,7 @@
-"""The tensors of a safetensors checkpoint, read one at a time straight into their place.
+"""The tensors of a safetensors checkpoint, read one at a time directly into their destination.
 
-Headers are validated by the safetensors library; data is read with plain file reads, never
-mapped, so that what is resident is what is used.
+Headers are validated by the safetensors library. Data is read with plain file reads, never
+memory-mapped, so that only used memory is resident.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _COMPARED_AT_ONCE = 4 << 20  # bytes
-_READ_AT_ONCE = 16 << 20  # bytes of rows of which a part is taken
+_READ_AT_ONCE = 16 << 20  # bytes of whole rows, when only a part of each row is used
 
 
 class Readable(Protocol):
-    """A weight that can be read: a stored tensor, or one that several make up."""
+    """A weight that can be read: a stored tensor, or one made up of several."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it is read."""
+        """The dtype in which it is read."""
 
     def read(self, out: Tensor | None = None) -> Tensor:
-        """Into `out` (contiguous, of the same shape and dtype) when given."""
+        """Read the weight, into `out` (contiguous, of the same shape and dtype) if given."""
 
     def equals(self, other: Readable) -> bool:
-        """Whether both are the same; where that would take arithmetic, they are not."""
+        """Whether both are the same; False if comparing them would take arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where one tensor lies. `read()` copies it into memory."""
+    """The location of one tensor in a file. `read()` copies it into memory."""
 
     name: str
     file: Path
@@ -69,7 +69,7 @@ class StoredTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def read(self, out: Tensor | None = None) -> Tensor:
-        """The tensor in its stored dtype; into `out` (contiguous, same bytes) when given."""
+        """The tensor in its stored dtype, written into `out` (contiguous, same size) if given."""
         if out is None:
             out = staging(self.shape, self.dtype)
         if self.num_bytes == 0:
@@ -87,7 +87,7 @@ class StoredTensor:
         return out
 
     def rows(self, start: int, count: int) -> StoredTensor:
-        """Some of its rows, along the first dimension."""
+        """Some of its rows along the first dimension."""
         size = self.num_bytes // max(1, self.shape[0])
         shape = (count, *self.shape[1:])
         return replace(self, offset=self.offset + start * size, shape=shape)
@@ -122,8 +122,8 @@ class SomeOf:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def of_joined(self, first: int, shape: tuple[int, ...]) -> SomeOf | None:
-        """The same of one of the matrices whose rows, end to end, are those of the whole: of the
-        one that begins with row `first`. None where it has no part in it."""
+        """The part that falls into one of the matrices whose concatenated rows make up the whole:
+        the one that starts at row `first`. None if they don't overlap."""
         rows = len(self.shape) - 2
         if self.dim != rows:
             return SomeOf(shape=shape, dim=1, ranges=self.ranges)
@@ -133,7 +133,7 @@ class SomeOf:
         return SomeOf(shape=shape, dim=0, ranges=own) if own else None
 
     def take(self, stored: StoredTensor) -> Tensor:
-        """What it is of a plain tensor, in the dtype that is stored."""
+        """This part of a plain tensor, in its stored dtype."""
         length = sum(length for _, length in self.ranges)
         size = (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
         out = staging(size, stored.dtype)
@@ -141,9 +141,9 @@ class SomeOf:
         return out
 
     def read(self, stored: Readable, out: Tensor) -> None:
-        """Into `out`; of a plain tensor some rows at a time, so that it is never whole in memory.
+        """Read into `out`; a plain tensor some rows at a time, so that it is never whole in memory.
 
-        What is stored in another form is made whole first, and let go of.
+        A tensor stored in another form is first read whole, and then freed.
         """
         if not isinstance(stored, StoredTensor):
             out.copy_(self.of(stored.read()))
@@ -160,9 +160,9 @@ class SomeOf:
 
 
 def staging(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor for data on its way, in its own pages, which go back the moment it is dropped.
+    """A tensor for temporary data, in its own memory pages, which are released when it is freed.
 
-    Freed malloc memory of this size stays in the process as holes between the weights.
+    With malloc, freed memory of this size would stay in the process as holes between the weights.
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if num_bytes < mmap.PAGESIZE:
@@ -187,8 +187,8 @@ def open_checkpoint(path: Path) -> dict[str, StoredTensor]:
         return open_file(path / others[0])
     if list(path.glob("*.bin")) or list(path.glob("*.pt")):
         raise CheckpointError(
-            f"{path.name!r} holds only pickled weights, none of them named pytorch_model*.bin; "
-            "take a checkpoint in safetensors"
+            f"{path.name!r} contains only pickled weights, none of them named "
+            "pytorch_model*.bin; use a checkpoint in safetensors"
         )
     raise CheckpointError(
         f"{path.name!r} has no model.safetensors and no model.safetensors.index.json; "
@@ -211,7 +211,7 @@ def _open_sharded(path: Path, index: Path) -> dict[str, StoredTensor]:
         tensors.update(open_file(path / name))
     missing = [n for n in weight_map if n not in tensors]
     if missing:
-        raise CheckpointError(f"no shard holds {', '.join(missing[:5])}, though the index says so")
+        raise CheckpointError(f"the index lists {', '.join(missing[:5])}, but no shard has them")
     return tensors
 
 
@@ -223,7 +223,9 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
             size = int.from_bytes(f.read(8), "little")
             header = json.loads(f.read(size))
     except (SafetensorError, OSError, ValueError) as e:
-        raise CheckpointError(f"{file.name} is no whole safetensors file: {str(e)[:200]}") from e
+        raise CheckpointError(
+            f"{file.name} is not a complete safetensors file: {str(e)[:200]}"
+        ) from e
     tensors = {}
     for name, entry in header.items():
         if name == "__metadata__":

@@ -1,4 +1,4 @@
-"""Recipes -> tensors: every weight is made once, in its final form, from a checkpoint or drawn."""
+"""Recipes -> tensors: creates each weight once, in its final form, from a checkpoint or random."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from llmc.weights.quantized.quantized_tensor import QuantizedTensor
 
 log = logging.getLogger(__name__)
 
-# Drawing is slower than loading. A prime, so that of a weight that repeats no two rows are equal.
+# Drawing random values is slower than loading, so they repeat. A prime, so that no rows are equal.
 _MOST_DRAWN = 262_139
-_ROUNDED = 2**-7  # how far a table in bfloat16 may be off
+_ROUNDED = 2**-7  # tolerance for a table stored in bfloat16
 
 
 class WeightSource(Protocol):
-    """Gives the model's parameters by name."""
+    """Provides the model's parameters by name."""
 
     is_thread_safe: bool  # several threads may read parameters at once
 
@@ -47,15 +47,15 @@ class WeightSource(Protocol):
     def blocks(
         self, name: str, to: Quantization, part: SomeOf | None = None
     ) -> Iterator[dict[Part, Tensor]]:
-        """Parameter `name`, or this part of it, as it is stored, in the form of `quantized_linear`:
-        some channels at a time, those of one expert before those of the next."""
+        """Parameter `name`, or this part of it, as stored, in the layout of `quantized_linear`:
+        some channels at a time, expert by expert."""
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError unless every parameter is there with the right shape."""
+        """Raise CheckpointError unless every parameter exists with the right shape."""
 
 
 class DummyWeights:
-    """Random weights that depend on the parameter's name and the seed alone."""
+    """Random weights that depend only on the parameter's name and the seed."""
 
     is_thread_safe = True
 
@@ -63,12 +63,12 @@ class DummyWeights:
         self.seed = seed
 
     def check(self, names: Iterable[str]) -> None:
-        """Every name is there."""
+        """Every name exists."""
 
     def blocks(
         self, name: str, to: Quantization, part: SomeOf | None = None
     ) -> Iterator[dict[Part, Tensor]]:
-        raise AssertionError("no checkpoint, so no weight is stored in its own way")
+        raise AssertionError("without a checkpoint no weight is stored quantized")
 
     def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
         if part is not None:
@@ -90,7 +90,7 @@ class DummyWeights:
 
 
 def _repeat(drawn: Tensor, flat: Tensor) -> None:
-    """Fill `flat`, which begins with `drawn`, in two copies: each waits for all threads."""
+    """Fill `flat`, which begins with `drawn`, with two copies, as each waits for all threads."""
     times = flat.numel() // max(1, len(drawn))
     flat[: times * len(drawn)].view(times, len(drawn))[1:].copy_(drawn)
     rest = flat[times * len(drawn) :]
@@ -98,15 +98,16 @@ def _repeat(drawn: Tensor, flat: Tensor) -> None:
 
 
 def check_tables(source: DirectWeights | CheckpointWeights, tables: Mapping[str, float]) -> None:
-    """Raise CheckpointError where the checkpoint holds a table (`parameters.py`) that is not the
-    one computed from its config: it would not be read."""
+    """Raise CheckpointError if a table in the checkpoint (`parameters.py`) differs from the one
+    computed from its config, since the checkpoint's would not be used."""
     for name, mean in tables.items():
         for stored in source.stored(name):
             found = mean_of(stored.read())
             if not abs(found - mean) <= _ROUNDED * abs(mean):
                 raise CheckpointError(
-                    f"the checkpoint's {name} (mean {found:.6g}) is not what its config.json gives "
-                    f"({mean:.6g}), which llmc uses: set the config.json that it was trained with"
+                    f"the checkpoint's {name} (mean {found:.6g}) differs from the one computed "
+                    f"from its config.json ({mean:.6g}), which llmc uses: use the config.json "
+                    "that it was trained with"
                 )
 
 
@@ -124,14 +125,16 @@ class DirectWeights:
         return next((self._tensors[a] for a in aliases if a in self._tensors), None)
 
     def covers(self, names: Iterable[str]) -> bool:
-        """Whether every parameter is there with its shape."""
+        """Whether every parameter exists with its shape."""
         shapes = self._parameters.shapes
         return all((t := self._find(n)) is not None and t.shape == shapes[n] for n in names)
 
     def check(self, names: Iterable[str]) -> None:
         missing = [n for n in names if not self.covers((n,))]
         if missing:
-            raise CheckpointError(f"the checkpoint has no fitting {', '.join(missing[:5])}")
+            raise CheckpointError(
+                f"the checkpoint has no tensors of the right shape for {', '.join(missing[:5])}"
+            )
 
     def fill(self, name: str, out: Tensor, part: SomeOf | None = None) -> None:
         stored = self._find(name)
@@ -140,7 +143,7 @@ class DirectWeights:
         _copy(stored, out, part)
 
     def stored(self, name: str) -> tuple[Readable, ...]:
-        """The tensor that a parameter is."""
+        """The stored tensor of a parameter; () if there is none."""
         found = self._find(name)
         return () if found is None else (found,)
 
@@ -151,26 +154,26 @@ class DirectWeights:
 
 
 class CheckpointWeights:
-    """Parameters of `module` out of a checkpoint's tensors.
+    """Parameters of `module` from a checkpoint's tensors.
 
-    Raises CheckpointError for parameters that are missing or have another shape, the first five
-    named. Tensors that the module has no place for are reported in the log.
+    Raises CheckpointError, with the first five names, for parameters that are missing or have the
+    wrong shape. Tensors that the module does not use are logged.
     """
 
     is_thread_safe = False  # what a conversion makes is kept until it is asked for
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, Readable]) -> None:
         self._from = Assignment(module, tensors)
-        self._converted: dict[str, Tensor] = {}  # made already, not asked for yet
+        self._converted: dict[str, Tensor] = {}  # already converted, not requested yet
         if unexpected := self._from.unexpected:
             log.warning(
-                "%d tensors of the checkpoint have no place in the model: %s",
+                "%d tensors of the checkpoint are not used by the model: %s",
                 len(unexpected),
                 ", ".join(unexpected[:5]),
             )
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError unless every parameter is there with the right shape."""
+        """Raise CheckpointError unless every parameter exists with the right shape."""
         problems = []
         for name in names:
             stored = self._from.find(name)
@@ -178,7 +181,7 @@ class CheckpointWeights:
                 problems.append(f"{name} is missing")
             elif stored is not None and stored.shape != self._from.shapes[name]:
                 problems.append(
-                    f"{name} has shape {list(stored.shape)}, config.json asks for "
+                    f"{name} has shape {list(stored.shape)} instead of "
                     f"{list(self._from.shapes[name])}"
                 )
         if problems:
@@ -202,12 +205,12 @@ class CheckpointWeights:
         if value is None or tuple(value.shape) != wanted:
             got = None if value is None else list(value.shape)
             raise CheckpointError(
-                f"{name} has shape {got} after conversion, config.json asks for {list(wanted)}"
+                f"{name} has shape {got} after conversion, but config.json requires {list(wanted)}"
             )
         out.copy_(value if part is None else part.of(value))
 
     def stored(self, name: str) -> tuple[Readable, ...]:
-        """The tensors that a kept parameter is made of."""
+        """The stored tensors of a parameter that stays quantized."""
         found = self._from.find(name)
         return self._from.joined(name) if found is None else (found,)
 
@@ -256,10 +259,10 @@ def make_weights(
     device: torch.device,
     rank: int = 0,
 ) -> dict[WeightInput, Tensor]:
-    """One recipe, filled, and those that come of the same reading: a quantized weight's scales.
+    """Create the weight of one recipe and those read together with it: a quantized one's scales.
 
-    `dtype` is that of the parameters; what is quantized is rounded from it. Of what is sharded,
-    `rank` says which part.
+    `dtype` is the parameters' dtype, from which weights are quantized. `rank` selects the shard of
+    a sharded weight.
     """
     if role.first_rank and rank:
         return {role: torch.zeros(_shape(role, shapes), dtype=dtype, device=device)}
@@ -297,14 +300,14 @@ def _low_bit(
     device: torch.device,
     rank: int,
 ) -> Iterator[dict[Part, Tensor]]:
-    """Some blocks of channels at a time: as they are stored, or quantized from what is."""
+    """Quantized blocks of some channels at a time: as stored, or quantized here."""
     if kept:
         for name, shard in role.pieces:
             yield from source.blocks(name, to, _some_of(shard, shapes[name], False, rank))
         return
     for piece in _whole_blocks(role, shapes):
         inputs = _of_inputs(piece, to, shapes)
-        if inputs is not None:  # scales are of all inputs
+        if inputs is not None:  # scales are computed over all inputs
             piece = dataclasses.replace(piece, shards=())
         made = make_weight(
             piece, shapes, dtype, source, torch.device("cpu"), passing=True, rank=rank
@@ -313,7 +316,7 @@ def _low_bit(
             channels_first = rows.T if to.transposed else rows
             depth = channels_first.shape[1]
             whole = to if inputs is None else quantization_of(to.format, CHANNELS, depth)
-            assert whole is not None, "else the weight would be plain"
+            assert whole is not None, "otherwise the weight would be plain"
             for some in channels_first.split(_rows_at_once(depth)):
                 weight, scale = quantize(some.to(device), whole)
                 parts: dict[Part, Tensor] = {"weight": weight, "scale": scale}
@@ -325,20 +328,20 @@ def _low_bit(
 def _of_inputs(
     role: WeightInput, to: Quantization, shapes: Mapping[str, tuple[int, ...]]
 ) -> Shard | None:
-    """What the parts of a recipe have in common where a rank has some of their inputs."""
+    """The shard shared by a recipe's parts if each rank has only some of their inputs."""
     _, shard = role.pieces[0]
     depth_at = len(shapes[role.parts[0]]) - (2 if to.transposed else 1)
     return shard if shard is not None and shard.dim == depth_at else None
 
 
 def _shape(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Of what a plain recipe makes."""
+    """The shape of a plain recipe's weight."""
     sizes = _sizes(role, shapes)
     return (sum(s[0] for s in sizes), *sizes[0][1:]) if sizes[0] else ()
 
 
 def _sizes(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Of its parts, as they are concatenated."""
+    """The shapes of its parts, which are concatenated."""
     sizes = []
     for name, shard in role.pieces:
         size = list(shapes[name][::-1] if role.transposed else shapes[name])
@@ -351,7 +354,7 @@ def _sizes(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> list[tup
 def _some_of(
     shard: Shard | None, shape: tuple[int, ...], transposed: bool, rank: int
 ) -> SomeOf | None:
-    """What is taken of a parameter of this shape, as it is stored."""
+    """The part of a stored parameter of this shape that a rank needs; None: all of it."""
     if shard is None:
         return None
     dim = 1 - shard.dim if transposed else shard.dim
@@ -359,7 +362,7 @@ def _some_of(
 
 
 def _whole_blocks(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> list[WeightInput]:
-    """One recipe a part, so that one part at a time is in memory, where all have whole blocks."""
+    """One recipe per part if all have whole blocks, so that only one is in memory at a time."""
     if any(len(size) == 2 and size[0] % CHANNELS for size in _sizes(role, shapes)):
         return [role]
     return [
@@ -369,7 +372,7 @@ def _whole_blocks(role: WeightInput, shapes: Mapping[str, tuple[int, ...]]) -> l
 
 
 def _rows_at_once(depth: int) -> int:
-    """Whole blocks of about 4 million values: quantizing takes a few float32 copies of them."""
+    """Rows of whole blocks with about 4 million values: quantizing makes several float32 copies."""
     return max(1, (4 << 20) // (depth * CHANNELS)) * CHANNELS
 
 
@@ -383,9 +386,9 @@ def make_weight(
     passing: bool = False,
     rank: int = 0,
 ) -> Tensor:
-    """One recipe, filled: parts read into their slices, turned as it says.
+    """Create the weight of one recipe: read its parts into their slices, transposed if required.
 
-    `passing`: the tensor is soon let go of, and its memory should go back at once.
+    `passing`: the tensor is temporary, and its memory should be released at once when it is freed.
     """
     sizes = _sizes(role, shapes)
     shape = _shape(role, shapes)

@@ -2,13 +2,13 @@
 
     base_model.model.<module>.lora_A.weight [r, K], .lora_B.weight [N, r] of the parameter
     <module>.weight [N, K]; the module's output gets scale * B A x
-    .lora_embedding_A [r, V], .lora_embedding_B [H, r] of an embedding [V, H]; x has a 1 for its row
-    .base_layer.weight: the model's own, which must be what is served
-    of E routed experts in one parameter (lora_places.py): .lora_A.weight [E r, K], expert after
-    expert, and .lora_B.weight [N, r E], rank after rank; turned, as PEFT had it for many models
-    before 0.20, [E r, N] and [K, r E], and the output gets scale * A^T B^T x
+    .lora_embedding_A [r, V], .lora_embedding_B [H, r] of an embedding [V, H]; x is one-hot
+    .base_layer.weight: a copy of the model's own, which must equal the served one
+    for E routed experts in one parameter (lora_places.py): .lora_A.weight [E r, K], expert by
+    expert, and .lora_B.weight [N, r E], rank by rank. Transposed, as PEFT stored many models
+    before 0.20: [E r, N] and [K, r E], and the output gets scale * A^T B^T x
 
-Whatever an adapter asks for beyond that is refused: it would be served wrong.
+Adapters that use any other feature are rejected, because their output would be wrong.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _KEY = re.compile(
     r"(?:base_model\.model\.)?(.+)\.(?:lora_(A|B)\.weight|lora_embedding_(A|B)|base_layer\.weight)",
     re.ASCII,
 )
-_REPEATED_GROUP = re.compile(r"\)[*+{]")  # such a pattern can take for ever
-_MOST = 1e6  # that a rank or an alpha can be
+_REPEATED_GROUP = re.compile(r"\)[*+{]")  # matching such a pattern can take forever
+_MOST = 1e6  # the largest rank or alpha
 _SINCE_0_20 = re.compile(r"0\.[2-9]\d|[1-9]")
 _MOST_PARAMETERS = 4096  # named in target_parameters
-# How A and B began; others, such as PiSSA, take a part out of the model's weights.
+# Initializations of A and B; others, such as PiSSA, subtract something from the model's weights.
 _STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 _COMPARED_AT_ONCE = 16 << 20  # bytes
-# What changes nothing in the answer, or is in the tensors anyway.
+# Fields that do not affect the output, or that the tensors already reflect.
 _HARMLESS = frozenset(
     (
         "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config",
@@ -61,7 +61,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraPart:
-    """A and B that are stored for a module; their ranks follow others of the place, if any."""
+    """The stored A and B of a module; their ranks start at `first_rank` of the place's ranks."""
 
     module: AdaptedModule
     a: StoredTensor
@@ -74,7 +74,7 @@ class LoraPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredAdapter:
-    """Its parts on each place, and copies that it has of the model's parameters."""
+    """An adapter's parts for each place, and its copies of the model's parameters."""
 
     parts: Mapping[LoraPlace, Sequence[LoraPart]]
     sizes: Mapping[LoraPlace, LoraSize]
@@ -82,7 +82,7 @@ class StoredAdapter:
 
 
 class PlainWeight(NamedTuple):
-    """A parameter of the model as it was stored but for its dtype: `rows(start, count)` gives some
+    """A parameter of the model as stored, except for its dtype. `rows(start, count)` returns some
     of its rows."""
 
     shape: tuple[int, ...]
@@ -93,23 +93,23 @@ class PlainWeight(NamedTuple):
         return PlainWeight(tuple(tensor.shape), partial(tensor.narrow, 0))
 
 
-# A [r, K] and scale * B [N, r], of experts [E, r, K] and [E, N, r].
+# A [r, K] and scale * B [N, r]; for experts [E, r, K] and [E, N, r].
 LoraWeights = dict[LoraPlace, tuple[Tensor, Tensor]]
 
 
 def open_adapter(
     adapter: LoRARequest, targets: Mapping[LoraPlace, LoraSize], parameters: Parameters
 ) -> StoredAdapter:
-    """No weight is read. `targets`: what adapters may be on, among the model's parameters.
+    """Open an adapter without reading weights. `targets`: the parameters that adapters can target.
 
-    Raises InvalidRequestError for an adapter that does not fit the model or can't be had.
+    Raises InvalidRequestError for an adapter that does not fit the model or can't be opened.
     """
     path = Path(adapter.lora_path)
     config = _read_config(adapter, path)
     _check_features(adapter, config)
     if not (path / _WEIGHTS).is_file():
         pickled = (path / "adapter_model.bin").is_file()
-        why = " but a pickled adapter_model.bin, which is not opened" if pickled else ""
+        why = " but a pickled adapter_model.bin, which is not supported" if pickled else ""
         raise _refused(adapter, f"its directory has no {_WEIGHTS}{why}; save it as safetensors")
     try:
         tensors = open_file(path / _WEIGHTS)
@@ -122,7 +122,7 @@ def open_adapter(
         if match is None:
             raise _refused(
                 adapter,
-                f"it has {key!r:.120}, which is no lora_A or lora_B of a linear or an embedding",
+                f"it has {key!r:.120}, which is not a lora_A or lora_B of a linear or an embedding",
             )
         module, linear, embedding = match.groups()
         if linear or embedding:
@@ -157,10 +157,10 @@ def read_adapter(
     dtype: torch.dtype,
     plain: Mapping[str, PlainWeight],
 ) -> LoraWeights:
-    """A and B in `dtype`. `plain`: the model's parameters that are served as they are stored.
+    """A and B in `dtype`. `plain`: the model's parameters that are served as stored.
 
-    Raises InvalidRequestError where a weight is not finite, its file has changed, or a copy of a
-    parameter is not the model's.
+    Raises InvalidRequestError if a weight is not finite, its file has changed, or a copy of a
+    parameter differs from the model's.
     """
     weights: LoraWeights = {}
     try:
@@ -179,7 +179,7 @@ def read_adapter(
 
 
 def _joined(parts: Sequence[LoraPart], size: LoraSize, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A and B of a place. What an expert has for some of its channels is zero for the others."""
+    """A and B of a place. An expert's part for some channels is zero for the others."""
     if not size.experts:
         (part,) = parts
         return part.a.read().to(dtype), (part.scale * part.b.read().float()).to(dtype)
@@ -205,7 +205,7 @@ def _joined(parts: Sequence[LoraPart], size: LoraSize, dtype: torch.dtype) -> tu
 def _check_ties(
     adapter: LoRARequest, parts: Iterable[LoraPlace], targets: Iterable[LoraPlace]
 ) -> None:
-    """Older versions of PEFT leave the head's part out, which newer ones make anew."""
+    """Reject tied adapters without a part for the head, which old PEFT versions do not save."""
     tied = {place.weight for place in targets if place.op == "embedding"}
     tied &= {place.weight for place in targets if place.op == "linear"}
     ties = {place.op for place in parts if place.weight in tied}
@@ -220,9 +220,9 @@ def _check_ties(
 def _check_copy(
     adapter: LoRARequest, name: str, copy: StoredTensor, own: PlainWeight | None
 ) -> None:
-    """PEFT puts it in the place of the model's own. A few rows are in memory at a time."""
+    """Check that a copy, which PEFT would use instead, equals the model's, some rows at a time."""
     if own is None:
-        why = "is not served as it is stored, so that the two can't be compared"
+        why = "is not served as stored, so the two can't be compared"
     elif copy.shape != own.shape:
         why = f"is {list(own.shape)} and not {list(copy.shape)}"
     else:
@@ -237,7 +237,7 @@ def _check_copy(
             return
     raise _refused(
         adapter,
-        f"it has a {name!r:.120} of its own, and the model's {why}; save it with "
+        f"it has its own copy of {name!r:.120}, and the model's {why}; save it with "
         "save_pretrained(..., save_embedding_layers=False) if the weight was not trained",
     )
 
@@ -254,8 +254,8 @@ def _read_config(adapter: LoRARequest, path: Path) -> dict[str, Any]:
         if not file.is_file():
             raise _refused(
                 adapter,
-                f"{adapter.lora_path!r:.200} is no directory with an {_CONFIG}; give a local "
-                "directory that PEFT's save_pretrained wrote",
+                f"{adapter.lora_path!r:.200} is not a directory with an {_CONFIG}; pass a local "
+                "directory written by PEFT's save_pretrained",
             )
         if file.stat().st_size > _MOST_CONFIG_BYTES:
             raise _refused(adapter, f"{_CONFIG} has {file.stat().st_size} bytes")
@@ -265,7 +265,7 @@ def _read_config(adapter: LoRARequest, path: Path) -> dict[str, Any]:
             raise
         raise _refused(adapter, f"{_CONFIG} can't be read: {reason_of(error)}") from error
     if not isinstance(config, dict):
-        raise _refused(adapter, f"{_CONFIG} holds no object")
+        raise _refused(adapter, f"{_CONFIG} is not a JSON object")
     return config
 
 
@@ -276,9 +276,11 @@ def _check_features(adapter: LoRARequest, config: Mapping[str, Any]) -> None:
         raise _refused(adapter, f"it trains biases (bias={config['bias']!r:.40})")
     asked = config.get("target_parameters") or []
     if not isinstance(asked, list) or not all(isinstance(one, str) for one in asked):
-        raise _refused(adapter, f"target_parameters in {_CONFIG} is no list of names")
+        raise _refused(adapter, f"target_parameters in {_CONFIG} is not a list of names")
     if len(asked) > _MOST_PARAMETERS:
-        raise _refused(adapter, f"target_parameters names {len(asked)}, over {_MOST_PARAMETERS}")
+        raise _refused(
+            adapter, f"target_parameters has {len(asked)} names; the limit is {_MOST_PARAMETERS}"
+        )
     start = config.get("init_lora_weights", True)
     if start is not None and start not in _STARTS:
         raise _refused(
@@ -291,7 +293,7 @@ def _check_features(adapter: LoRARequest, config: Mapping[str, Any]) -> None:
         raise _refused(
             adapter,
             f"it uses {', '.join(map(str, unknown))[:200]}; only plain LoRA on linears and "
-            "embeddings is served, with use_rslora, rank_pattern and alpha_pattern",
+            "embeddings is supported, with use_rslora, rank_pattern and alpha_pattern",
         )
 
 
@@ -302,21 +304,21 @@ def _module(
     op: AdaptedOp,
     targets: Mapping[LoraPlace, LoraSize],
 ) -> AdaptedModule:
-    """What a module of the file is on, which is among the targets."""
+    """The target of a module of the file; InvalidRequestError if it can't be adapted."""
     found = modules.find(name, op)
     if found is not None and found.place in targets:
         return found
     if modules.is_shared(name):
-        why = "one of several layers that share their weights; these take no adapters"
+        why = "one of several layers that share their weights; adapters can't target these"
     elif found is None or found.place.op != "experts":
-        why = f"no {op} of this model that takes adapters"
+        why = f"not one of this model's {op} layers that support adapters"
     elif any(place.op == "experts" for place in targets):
-        why = "part of routed experts whose code takes none"
+        why = "part of routed experts whose code does not support adapters"
     else:
         why = (
-            "part of routed experts, which take none: set max_lora_expert_rank "
-            "(--max-lora-expert-rank) to its rank, or to the sum of those of gate and up if it has "
-            "them apart (some models' experts take none at all: docs/lora.md)"
+            "part of routed experts, for which adapters are disabled: set max_lora_expert_rank "
+            "(--max-lora-expert-rank) to its rank, or to the sum of the ranks of gate and up if "
+            "they are separate (some models' experts do not support adapters: docs/lora.md)"
         )
     raise _refused(adapter, f"it is on {name!r:.120}, which is {why}")
 
@@ -327,20 +329,20 @@ def _is_turned(
     found: Sequence[tuple[AdaptedModule, Mapping[str, StoredTensor]]],
     targets: Mapping[LoraPlace, LoraSize],
 ) -> bool:
-    """Whether A of stacked experts is by outputs: all that are not square say so, or none does."""
+    """Whether A of stacked experts is over outputs (transposed), judged by non-square weights."""
     stacks = [
         (targets[module.place], pair["A"].shape)
         for module, pair in found
         if module.place.op == "experts" and module.expert is None and "A" in pair
     ]
-    told = [shape[-1:] == (size.channels,) for size, shape in stacks if size.channels != size.depth]
-    if stacks and not told and not _SINCE_0_20.match(str(config.get("peft_version"))):
+    seen = [shape[-1:] == (size.channels,) for size, shape in stacks if size.channels != size.depth]
+    if stacks and not seen and not _SINCE_0_20.match(str(config.get("peft_version"))):
         raise _refused(
             adapter,
-            "it is on square weights of routed experts alone, and was saved before PEFT 0.20, so "
-            "that inputs and outputs can't be told apart; train it with a newer PEFT",
+            "it adapts only square weights of routed experts and was saved before PEFT 0.20, so "
+            "inputs and outputs can't be distinguished; train it with a newer PEFT",
         )
-    return any(told)
+    return any(seen)
 
 
 def _part(
@@ -354,7 +356,7 @@ def _part(
 ) -> LoraPart:
     name = module.name
     if pair.keys() != {"A", "B"}:
-        raise _refused(adapter, f"of {name!r:.120} it has lora_{next(iter(pair))} alone")
+        raise _refused(adapter, f"for {name!r:.120} it has only lora_{next(iter(pair))}")
     a, b = pair["A"], pair["B"]
     rank = _number(adapter, config, "r", "rank_pattern", name)
     alpha = _number(adapter, config, "lora_alpha", "alpha_pattern", name)
@@ -362,7 +364,7 @@ def _part(
         option = "max_lora_expert_rank" if size.experts else "max_lora_rank"
         raise _refused(
             adapter,
-            f"its rank is {first_rank + rank:g} and the limit {size.max_rank}; raise {option} "
+            f"its rank is {first_rank + rank:g}, but the limit is {size.max_rank}; raise {option} "
             f"(--{option.replace('_', '-')})",
         )
     if module.expert is not None and module.expert >= size.experts:
@@ -377,8 +379,8 @@ def _part(
         wanted = " and ".join(f"[{rows:g}, {columns:g}]" for rows, columns in shapes)
         raise _refused(
             adapter,
-            f"on {name!r:.120} it has lora_A {list(a.shape)} and lora_B {list(b.shape)}, but "
-            f"rank {rank:g} and this model take {wanted}",
+            f"for {name!r:.120} it has lora_A {list(a.shape)} and lora_B {list(b.shape)}, but "
+            f"rank {rank:g} and this model require {wanted}",
         )
     for tensor in (a, b):
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
@@ -393,10 +395,10 @@ def _part(
 def _number(
     adapter: LoRARequest, config: Mapping[str, Any], name: str, patterns: str, module: str
 ) -> float:
-    """A number of the config, or another one for a module that the first fitting pattern names."""
+    """A number of the config, or the value of the first pattern that matches the module."""
     value, given = config.get(name), config.get(patterns) or {}
     if not isinstance(given, dict):
-        raise _refused(adapter, f"{patterns} in {_CONFIG} is no object")
+        raise _refused(adapter, f"{patterns} in {_CONFIG} is not an object")
     for key, other in given.items():
         if _REPEATED_GROUP.search(key):
             raise _refused(adapter, f"{patterns} has {key!r:.80}, a pattern that repeats a group")
@@ -410,4 +412,4 @@ def _number(
         least = 1 if name == "r" else -_MOST
         if least <= value <= _MOST and (name != "r" or value == int(value)):  # NaN is neither
             return float(value)
-    raise _refused(adapter, f"{name} in {_CONFIG} is {value!r:.80}, which is no such number")
+    raise _refused(adapter, f"{name} in {_CONFIG} is {value!r:.80}, which is not a valid value")

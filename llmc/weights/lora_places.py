@@ -1,10 +1,10 @@
-"""What the modules in an adapter's file are on: a parameter, and of routed experts which of them.
+"""Maps the modules in an adapter's file to parameters, and to an expert of routed experts.
 
 <module>                    the linear or embedding whose weight is <module>.weight
-<module>[.base_layer ...]   of `target_parameters`: PEFT wraps the module once for each of its
-                            parameters that is named there, in their order, the first innermost
-<experts>.<number>.<linear> one expert's part of a parameter that stacks them, as checkpoints
-                            have it that store each expert by itself
+<module>[.base_layer ...]   with `target_parameters`: PEFT wraps the module once for each of its
+                            parameters named there, in order, the first innermost
+<experts>.<number>.<linear> one expert's part of a parameter that stacks them, named as in
+                            checkpoints that store experts separately
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _NUMBER = re.compile(r"(?<=\.)\d{1,6}(?=\.)", re.ASCII)
 
 
 class LoraPlace(NamedTuple):
-    """What an adapter can be on: a parameter, as it is read by a linear or an embedding."""
+    """A target of adapters: a parameter, and the kind of op that reads it."""
 
     weight: str
     op: AdaptedOp = "linear"
 
 
 class LoraSize(NamedTuple):
-    """N and K of a place, the largest rank there, and how many experts (0: no stack of them)."""
+    """N and K of a place, its maximum rank, and the number of stacked experts (0: not stacked)."""
 
     channels: int
     depth: int
@@ -38,10 +38,10 @@ class LoraSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedModule:
-    """`name` is what PEFT compares its patterns with.
+    """`name` is the name that PEFT matches its patterns against.
 
-    `expert`: the one that it is on, and there on a part of the channels, of so many `parts`; None:
-    on all that is at `place`.
+    `expert`: the expert that it adapts, and of it only channels of part `part` of `parts`; None: it
+    adapts the whole place.
     """
 
     place: LoraPlace
@@ -52,7 +52,7 @@ class AdaptedModule:
 
 
 class AdaptedModules:
-    """`target_parameters`: those of the adapter's config."""
+    """Finds the targets of an adapter's modules. `target_parameters`: from the adapter's config."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class AdaptedModules:
         }
 
     def find(self, module: str, op: AdaptedOp) -> AdaptedModule | None:
-        """None where it can't be told, or is neither experts nor plainly a linear's weight."""
+        """A module's target; None if ambiguous, or neither experts nor a plain linear weight."""
         if op == "embedding":
             return AdaptedModule(place=LoraPlace(f"{module}.weight", op), name=module)
         parameter = self._wrapped.get(module)
@@ -90,15 +90,15 @@ class AdaptedModules:
         return AdaptedModule(place=LoraPlace(f"{module}.weight"), name=module)
 
     def is_shared(self, module: str) -> bool:
-        """Whether the module's weight is that of others too."""
+        """Whether the module's weight is shared with other modules."""
         return f"{module}.weight" in self._parameters.aliases
 
     def _of_parameter(self, name: str) -> AdaptedModule | None:
         shape = self._parameters.shapes[name]
         if len(shape) == 3:
             return AdaptedModule(place=LoraPlace(name, "experts"), name=name)
-        # A square weight may be stored the other way round, and one of several names has several
-        # readers, of which PEFT adapts one.
+        # A square weight may be stored transposed. A weight with several names is read by several
+        # modules, only one of which PEFT adapts.
         place = LoraPlace(name)
         size = self._targets.get(place)
         is_plain = size is not None and shape == size[:2] != size[1::-1]
@@ -108,7 +108,7 @@ class AdaptedModules:
 
 
 def _wrapped(parameters: Parameters, asked: Sequence[str]) -> dict[str, str]:
-    """The parameter that each of PEFT's wrappers is on, by the wrapper's name in the file."""
+    """The parameter that each of PEFT's wrappers adapts, by the wrapper's name in the file."""
     endings = tuple(f".{one}" for one in asked)
     of_module: dict[str, list[str]] = {}
     for name in parameters.shapes:

@@ -1,4 +1,4 @@
-"""What is known of a module's parameters without the module: names, shapes, ties."""
+"""Describes a module's parameters without keeping the module: names, shapes, ties."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class Parameters:
 
     `is_plain`: transformers has no rule that changes a tensor of this architecture on loading, so
     a checkpoint that has all the names has all the parameters. `tables`: the mean of each buffer
-    that is computed from the config though a checkpoint may hold it.
+    that is computed from the config, although a checkpoint may contain it.
 
-    `experts`: of a parameter that stacks routed experts, the modules that one expert's part has in
-    checkpoints where each is stored by itself, in the order of its channels. {} is the expert.
+    `experts`: for a parameter that stacks routed experts, the names of one expert's modules in
+    checkpoints that store experts separately, in the order of their channels. {} is the number of
+    the expert.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -32,8 +33,9 @@ class Parameters:
 def describe_parameters(
     module: nn.Module, computed: Mapping[str, Tensor] | None = None
 ) -> Parameters:
-    """`computed`: buffers by name that are not read from a checkpoint. Without it the module is
-    about to be filled, which asks for neither `tables` nor `experts`."""
+    """Describe a module's parameters. `computed`: buffers by name that are not read from a
+    checkpoint. It is omitted when the module is about to be filled, for which neither `tables` nor
+    `experts` are needed."""
     state = module.state_dict()
     return Parameters(
         shapes={name: tuple(p.shape) for name, p in state.items()},
@@ -62,14 +64,14 @@ def _has_converters(module: nn.Module) -> bool:
 
     if not isinstance(module, PreTrainedModel):
         return False
-    # The rules for old names apply to every model; they rename and nothing else.
+    # The rules for old names apply to every model, but only rename.
     rules = get_model_conversion_mapping(module, add_legacy=False)
     return any(not isinstance(rule, WeightRenaming) for rule in rules)
 
 
 def _experts(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Learned from how transformers takes a stack of two experts apart, whose two channels are
-    numbers: 0 and 1, 2 and 3."""
+    """Find the names of experts by letting transformers split a stack of two experts with two
+    channels each, numbered 0 and 1, 2 and 3."""
     if not _has_converters(module):
         return {}
     from transformers.core_model_loading import revert_weight_conversion
@@ -91,7 +93,7 @@ def _experts(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _template(first: str, second: str) -> str:
-    """The module's names of experts 0 and 1 -> that with {} for the number; "" if there is none."""
+    """A module's names in experts 0 and 1 -> the name with {} for the number; "" if none fits."""
     pairs = list(zip(first.split("."), second.split("."), strict=False))
     template = ".".join("{}" if pair == ("0", "1") else pair[0] for pair in pairs)
     is_it = template.replace("{}", "0") == first and template.replace("{}", "1") == second

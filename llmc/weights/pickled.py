@@ -1,7 +1,7 @@
-"""Checkpoints in torch's pickled form (.bin) -> safetensors in the cache, made once.
+"""Checkpoints in torch's pickled format (.bin) -> safetensors in the cache, converted once.
 
-A pickle can run code when it is read. So it is read by torch's restricted loader, which knows
-tensors and nothing else, in a child process that has no more memory, time and disk than it needs:
+A pickle can run code when it is loaded. So it is loaded by torch's restricted loader, which allows
+only tensors, in a child process with limits on memory, time and disk:
 `python -P -m llmc.weights.pickled FILE OUT`.
 """
 
@@ -23,14 +23,14 @@ _SPARE_BYTES = 16 << 30  # of address space, for torch itself
 
 
 def pickled_files(folder: Path) -> list[Path]:
-    """The weights of a directory that has no others."""
+    """The pickled weight files of a directory that has no other weights."""
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
         return []
     return sorted(folder.glob("pytorch_model*.bin"))
 
 
 def converted(files: list[Path], cache: Path) -> Path:
-    """A directory with the same tensors as safetensors. CheckpointError for what can't be read."""
+    """A directory with the same tensors as safetensors. CheckpointError if they can't be read."""
     stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:32]
     made = cache / "safetensors" / key
@@ -50,7 +50,7 @@ def converted(files: list[Path], cache: Path) -> Path:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         try:
             os.rename(folder, made)
-        except OSError:  # another process was as fast
+        except OSError:  # another process was faster
             if not made.is_dir():
                 raise
     finally:
@@ -59,7 +59,7 @@ def converted(files: list[Path], cache: Path) -> Path:
 
 
 def _convert(file: Path, out: Path) -> list[str]:
-    """The names of a file's tensors, which are in `out` then."""
+    """Convert a file's tensors to `out`; returns their names."""
     command = [sys.executable, "-P", "-m", __name__, str(file.resolve()), str(out)]
     try:
         done = subprocess.run(
@@ -73,14 +73,14 @@ def _convert(file: Path, out: Path) -> list[str]:
             return list(answer["names"])
         reason = str(answer["error"])
     except (ValueError, KeyError, IndexError, TypeError):
-        reason = f"its reader ended with {done.returncode}"
+        reason = f"its reader exited with code {done.returncode}"
     raise CheckpointError(
-        f"{file.name} can't be read as plain tensors: {reason}; take a checkpoint in safetensors"
+        f"{file.name} can't be read as plain tensors: {reason}; use a checkpoint in safetensors"
     )
 
 
 def main(source: str, out: str) -> int:
-    """The child: one line of JSON on stdout."""
+    """The child process: prints one line of JSON."""
     import torch
     from safetensors.torch import save_file
 
@@ -88,12 +88,12 @@ def main(source: str, out: str) -> int:
     try:
         loaded = torch.load(source, map_location="cpu", weights_only=True)
         if not isinstance(loaded, dict):
-            raise ValueError(f"it holds a {type(loaded).__name__} instead of tensors by name")
+            raise ValueError(f"it contains a {type(loaded).__name__} instead of tensors by name")
         tensors = {str(n): t.clone().contiguous() for n, t in loaded.items() if _is_plain(t)}
         if len(tensors) != len(loaded):
-            raise ValueError("it holds other things than tensors")
+            raise ValueError("it contains objects other than tensors")
         save_file(tensors, out, metadata={"format": "pt"})
-    except Exception as e:  # what a file makes a loader raise is anything
+    except Exception as e:  # a malformed file can make the loader raise anything
         sys.stdout.write(json.dumps({"error": reason_of(e)}) + "\n")
         return 1
     sys.stdout.write(json.dumps({"names": list(tensors)}) + "\n")
@@ -107,7 +107,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _limit(size: int) -> None:
-    """To a few copies of the file in memory, two on disk, and minutes of computing."""
+    """Limit this process to a few copies of the file in memory, two on disk, and CPU minutes."""
     try:
         import resource
     except ImportError:  # not a Unix

@@ -1,4 +1,4 @@
-"""The tensors of a model's directory, in whatever format they are stored there."""
+"""Opens the tensors of a model directory, in whichever format they are stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmc.weights.quantized.stored_weights import dequantized
 def open_tensors(
     folder: Path, stored: StoredQuantization | None, dtype: torch.dtype
 ) -> dict[str, Readable]:
-    """By name; no weight is read yet. Those stored quantized will be read in `dtype`.
+    """The tensors by name; no weight is read yet. Quantized ones will be read in `dtype`.
 
     Raises CheckpointError for files that are missing, truncated or inconsistent.
     """

@@ -131,9 +131,9 @@ def test_batches_that_do_not_fit_are_refused(running: Running) -> None:
     with pytest.raises(InvalidRequestError, match="exceeds the limit of 64 tokens"):
         explain(batch_size=1, context_len=62, input_len=4)
     few = running.started.info.pool_tokens
-    with pytest.raises(InvalidRequestError, match=rf"holds {few}; lower --batch-size"):
+    with pytest.raises(InvalidRequestError, match=rf"it has {few}; lower --batch-size"):
         explain(batch_size=few, context_len=40, input_len=4)
-    with pytest.raises(LlmcError, match="no step of 9 decoding requests"):
+    with pytest.raises(LlmcError, match="no step with 9 decoding requests"):
         ObservedStep(running.started, replays=False).rows(decode_of=9)
 
 
@@ -272,7 +272,7 @@ def row(kind: str, milliseconds: float, megabytes: float, gigaflop: float = 0.0)
         ),
         (
             12, [row("linear", 4, 40), row("collective", 6, 1)], "collectives",
-            "bound by what ranks tell each other: 6.00 of 10.00 ms",
+            "bound by communication between ranks: 6.00 of 10.00 ms",
         ),
     ],
 )  # fmt: skip

@@ -95,7 +95,7 @@ def test_a_missing_shard(tmp_path: Path) -> None:
 
 def test_a_tensor_that_the_index_promises_and_no_shard_holds(tmp_path: Path) -> None:
     save_sharded(tmp_path, ghost="one.safetensors")
-    refused(tmp_path, "no shard holds ghost")
+    refused(tmp_path, "the index lists ghost")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_truncated_file(tmp_path: Path, keep: int) -> None:
     file = tmp_path / "model.safetensors"
     save_file(TENSORS, file)
     file.write_bytes(file.read_bytes()[:keep])
-    refused(tmp_path, "model.safetensors is no whole safetensors file")
+    refused(tmp_path, "model.safetensors is not a complete safetensors file")
 
 
 def test_a_file_cut_after_it_was_opened(tmp_path: Path) -> None:
@@ -138,12 +138,12 @@ def test_a_file_cut_after_it_was_opened(tmp_path: Path) -> None:
 
 def test_a_header_of_absurd_size(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
-    refused(tmp_path, "no whole safetensors file")
+    refused(tmp_path, "not a complete safetensors file")
 
 
 def test_a_file_that_is_no_safetensors(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    refused(tmp_path, "no whole safetensors file")
+    refused(tmp_path, "not a complete safetensors file")
 
 
 def _with_dtype(tensor: Tensor, dtype: str, file: Path) -> None:
@@ -165,7 +165,7 @@ def test_an_unknown_dtype(tmp_path: Path) -> None:
 
 def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    refused(tmp_path, "only pickled weights", "take a checkpoint in safetensors")
+    refused(tmp_path, "only pickled weights", "use a checkpoint in safetensors")
 
 
 def test_no_weights_at_all(tmp_path: Path) -> None:

@@ -105,9 +105,9 @@ def test_a_part_that_is_no_whole_blocks_is_an_error(tmp_path: Path) -> None:
     tensor = found[f"{MODULE}.weight"]
     assert isinstance(tensor, QuantizedTensor)
     for dim, ranges, says in (
-        (0, ((0, 24),), "24 channels of 128 inputs are no whole blocks"),
-        (1, ((0, 48),), "96 channels of 48 inputs are no whole blocks"),
-        (0, ((4, 16),), "8 values are stored as one"),
+        (0, ((0, 24),), "24 channels of 128 inputs are not whole blocks"),
+        (1, ((0, 48),), "96 channels of 48 inputs are not whole blocks"),
+        (0, ((4, 16),), "8 values share one stored element"),
     ):
         part = SomeOf(shape=tensor.shape, dim=dim, ranges=ranges)
         with pytest.raises(CheckpointError, match=says):

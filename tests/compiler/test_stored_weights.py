@@ -114,14 +114,14 @@ def test_modules_of_gptq_may_have_bits_of_their_own(tmp_path: Path) -> None:
 
 def test_what_is_not_used_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    stored_weights._tell.cache_clear()
+    stored_weights._log_once.cache_clear()
     tensors, _ = fp8(None).pack(drawn())
     named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
     named["model.layers.0.self_attn.k_scale"] = torch.tensor(1.0)
     got = read_stored(tmp_path, named, fp8(None).config, torch.float32)
     assert set(got) == {f"{MODULE}.weight"}
-    assert "fp8 quantizes activations too: here the weights alone are" in caplog.text
-    assert "1 scales of the KV cache in the checkpoint are not used" in caplog.text
+    assert "fp8 quantizes activations too; llmc quantizes only the weights" in caplog.text
+    assert "1 KV cache scales in the checkpoint are not used" in caplog.text
     read_stored(tmp_path, named, fp8(None).config, torch.float32)
     assert caplog.text.count("quantizes activations") == 1
 
@@ -144,21 +144,25 @@ def typed(suffix: str, dtype: torch.dtype) -> Any:
         (gptq(4, 32), without("scales"), "up_proj.scales is missing"),
         (gptq(4, 32), without("qzeros"), "up_proj.qzeros is missing"),
         (gptq(4, 32), shaped("scales", 3, 55), "scales has shape [3, 55]"),
-        (gptq(4, 32), shaped("scales", 4, 56), "asks for [3, 56]"),
+        (gptq(4, 32), shaped("scales", 4, 56), "requires [3, 56]"),
         (gptq(4, 32), shaped("g_idx", 95), "g_idx has shape [95]"),
         (gptq(4, 32), typed("qweight", torch.int64), "qweight is int64 instead of int32"),
-        (awq(32), shaped("qzeros", 3, 6), "qzeros has shape [3, 6]; its weight asks for [3, 7]"),
-        (awq(32), shaped("qweight", 96, 7, 1), "qweight has shape [96, 7, 1] instead of 2 sizes"),
+        (awq(32), shaped("qzeros", 3, 6), "qzeros has shape [3, 6]; its weight requires [3, 7]"),
+        (
+            awq(32),
+            shaped("qweight", 96, 7, 1),
+            "qweight has shape [96, 7, 1] instead of 2 dimensions",
+        ),
         (fp8((32, 48)), without("weight_scale_inv"), "up_proj.weight_scale is missing"),
-        (fp8((32, 48)), shaped("weight_scale_inv", 2, 3), "every 32 by 48 asks for [2, 2]"),
-        (fp8(None), shaped("weight_scale", 7), "asks for one scale, or one a channel"),
+        (fp8((32, 48)), shaped("weight_scale_inv", 2, 3), "every 32 by 48 requires [2, 2]"),
+        (fp8(None), shaped("weight_scale", 7), "requires one scale, or one per channel"),
         (fp8(None), typed("weight_scale", torch.int32), "weight_scale is int32 instead of float32"),
         (pack_quantized(4, 32, symmetric=False), without("weight_zero_point"), "is missing"),
-        (pack_quantized(4, 32, symmetric=True), shaped("weight_scale", 56, 2), "asks for [56, 3]"),
+        (pack_quantized(4, 32, symmetric=True), shaped("weight_scale", 56, 2), "requires [56, 3]"),
         (
             pack_quantized(4, 32, symmetric=True),
             lambda tensors: tensors.update({"weight_shape": torch.tensor([56, 80])}),
-            "has shape [56, 12] with 4 bits a value",
+            "has shape [56, 12] with 4 bits per value",
         ),
     ],
 )
@@ -178,7 +182,7 @@ def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
     tensors["g_idx"][5] = 3
     named = {f"{MODULE}.{suffix}": t for suffix, t in tensors.items()}
     got = read_stored(tmp_path, named, gptq(4, 32).config, torch.float32)
-    with pytest.raises(CheckpointError, match="g_idx names group 3, of which there are 3"):
+    with pytest.raises(CheckpointError, match="g_idx names group 3, but there are only 3"):
         got[f"{MODULE}.weight"].read()
 
 
@@ -205,24 +209,30 @@ def grouped(**changes: Any) -> dict[str, Any]:
     ("config", "words"),
     [
         ("awq", "is 'awq' instead of an object"),
-        ({"quant_method": "hqq"}, "quant_method is 'hqq', of which llmc reads fp8"),
+        ({"quant_method": "hqq"}, "quant_method is 'hqq'; llmc supports fp8"),
         ({"bits": 4}, "quant_method is None"),
-        ({"quant_method": "gptq", "bits": 3}, "bits is 3, of which llmc reads 4, 8"),
+        ({"quant_method": "gptq", "bits": 3}, "bits is 3; llmc supports 4, 8"),
         ({"quant_method": "gptq", "bits": True}, "bits is True"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0; it must be"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "is 'marlin'"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, "no regular expression"),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}},
+            "not a valid regular expression",
+        ),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
-        ({"quant_method": "awq", "w_bit": 8}, "w_bit is 8, of which llmc reads 4"),
+        ({"quant_method": "awq", "w_bit": 8}, "w_bit is 8; llmc supports 4"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128]"),
         ({"quant_method": "fp8", "activation_scheme": "x"}, "activation_scheme is 'x'"),
-        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "must be a list of names"),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": "lm_head"},
+            "must be a list of module names",
+        ),
         (grouped(num_bits=3), "group_0.weights.num_bits is 3"),
         (grouped(strategy="tensor_group"), "strategy is 'tensor_group'"),
         (grouped(type="float"), "type is 'float', which is never packed"),
         ({**grouped(), "format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
-        ({**grouped(), "ignore": ["re:("]}, "no regular expression"),
-        ({**grouped(), "transform_config": {"a": 1}}, "transform_config asks for rotations"),
+        ({**grouped(), "ignore": ["re:("]}, "not a valid regular expression"),
+        ({**grouped(), "transform_config": {"a": 1}}, "transform_config rotates the inputs"),
         ({**grouped(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         ({**grouped(), "config_groups": {"W4A16": ["Linear"]}}, "config_groups.W4A16 is"),
     ],

@@ -92,5 +92,5 @@ def test_what_goes_wrong_while_leaving_is_not_lost() -> None:
 def test_growth_is_noticed(name: str) -> None:
     check_growth([HELD] * 6)
     grown = replace(HELD, **{name: getattr(HELD, name) + (40 * MIB if name == "rss" else 9)})
-    with pytest.raises(SoakError, match="memory grew" if name == "rss" else f"{name} are held"):
+    with pytest.raises(SoakError, match="memory grew" if name == "rss" else f"{name} in use"):
         check_growth([HELD] * 4 + [grown] * 2)

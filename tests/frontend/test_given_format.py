@@ -74,12 +74,12 @@ def test_names_texts_and_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("hermes", "tool format 'hermes' can't be read .*; give auto, generic"),
-        ("{", "the tool format is no JSON"),
+        ("hermes", "tool format 'hermes' can't be read .*; pass auto, generic"),
+        ("{", "the tool format is not valid JSON"),
         ("{}", "must be one of object, named, keyed, got None"),
         ('{"kind": "xml"}', "must be one of object, named, keyed, got 'xml'"),
         ('{"kind": "object", "begin": "x"}', "unknown fields: begin; known ones are kind, "),
-        ('{"kind": "object", "call_begin": null}', "call_begin .* must be a text, got None"),
+        ('{"kind": "object", "call_begin": null}', "call_begin .* must be a string, got None"),
         ('{"kind": "object", "arguments_as_text": 1}', "must be true or false, got 1"),
         ('{"kind": "named", "call_begin": "<call>"}', "kind named needs a mark before the name"),
         ('{"kind": "keyed", "call_begin": "<call>"}', "kind keyed needs a mark before the name"),

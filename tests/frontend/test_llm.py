@@ -315,7 +315,7 @@ def test_chat_one_and_many(llm: LLM, scripted: Scripted) -> None:
         ([{"role": 5, "content": "x"}], r"messages\[0\].role"),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
-            "accepts none: it reads text alone",
+            "accepts none: it reads text only",
         ),
         ([{"role": "user", "content": "\udc00"}], "lone surrogate"),
     ],

@@ -27,7 +27,7 @@ def test_a_file_or_the_text_itself(tmp_path: Path) -> None:
 def test_what_can_not_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere.jinja' can't be read"):
         read_template(str(tmp_path / "nowhere.jinja"))
-    with pytest.raises(ConfigError, match="mistake in line 2"):
+    with pytest.raises(ConfigError, match="error in line 2"):
         read_template("{% if x %}\n{% endfor %}")
     large = tmp_path / "large.jinja"
     large.write_bytes(b" " * (MAX_BYTES + 1))

@@ -107,8 +107,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         LLMPredictor("model", checkpoint_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="n must be 1, got 2"):
         LLMPredictor("model", sampling_params={"n": 2})
-    with pytest.raises(ConfigError, match="there is no column 'text'; there are id, prompt"):
+    with pytest.raises(ConfigError, match="there is no column 'text'; columns are id, prompt"):
         predictor(column="text")(batch("a"))
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(ConfigError, match="at byte 0: this is no line of a checkpoint"):
+    with pytest.raises(ConfigError, match="at byte 0: this is not a line of a checkpoint"):
         predictor(tmp_path)

@@ -212,9 +212,9 @@ def test_nothing_is_kept_for_a_later_call_which_another_replica_may_get() -> Non
     ("server", "said"),
     [
         ({"port": 1}, "port can't be set on Ray Serve: Serve's proxy listens"),
-        ({"batch_dir": "b"}, "batch_dir can't be set .* one replica of several"),
+        ({"batch_dir": "b"}, "batch_dir can't be set .* one of several replicas"),
         ({"api_workers": 2}, "set num_replicas"),
-        ({"ports": 1}, "no setting 'ports'; there are access_log, "),
+        ({"ports": 1}, "no setting 'ports'; settings are access_log, "),
         (
             {"api_keys": "secret"},
             "server: api_keys: 'str' instances are not allowed",

@@ -51,7 +51,7 @@ def test_an_adapter_is_a_model(live: Live) -> None:
         assert adapters.num_loads == 1
     wrong = live.complete(model="prose")
     assert wrong.status_code == 404
-    assert "there is scripted, poems" in wrong.json()["error"]["message"]
+    assert "available: scripted, poems" in wrong.json()["error"]["message"]
 
 
 def test_prefixes_are_not_shared_between_models(live: Live) -> None:

@@ -94,7 +94,7 @@ def test_a_batch_answers_as_the_routes_do(live: Live) -> None:
     [
         ([], "no requests"),
         (["{\n"], "line 1: the body is not valid JSON"),
-        ([line("a"), line("a")], "line 2: custom_id 'a' was there before"),
+        ([line("a"), line("a")], "line 2: custom_id 'a' was already used"),
         ([line("a"), line("b", "/v1/chat/completions")], "line 2: url"),
         ([line("a", prompt="count", stream=True)], "a batch can't stream"),
         ([{"custom_id": "a"}], "line 1: url"),

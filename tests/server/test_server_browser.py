@@ -214,7 +214,7 @@ def test_the_engine_is_drawn(page: Page, spoken: Live) -> None:
     finally:
         spoken.scripted.runner.delay_s = 0.0
     page.wait_for_selector("#send:visible")
-    page.wait_for_selector("#rows >> text=Nothing runs.")
+    page.wait_for_selector("#rows >> text=No requests.")
 
 
 def test_conversations_are_exported_imported_and_deleted(page: Page, spoken: Live) -> None:
@@ -227,7 +227,7 @@ def test_conversations_are_exported_imported_and_deleted(page: Page, spoken: Liv
     page.click("#delete-all")
     assert page.locator("#chat-list li").count() == 0
     page.set_input_files("#import-file", {"name": "a", "mimeType": "", "buffer": b'{"format": 1}'})
-    page.wait_for_selector("#notice >> text=was not taken")
+    page.wait_for_selector("#notice >> text=be imported")
     page.set_input_files("#import-file", {"name": "a", "mimeType": "", "buffer": kept})
     page.click("#chat-list .open")
     assert page.text_content(".assistant .body") == "Yes."

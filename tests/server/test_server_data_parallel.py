@@ -141,7 +141,7 @@ def test_the_server_goes_on_without_an_engine_that_died_too_often() -> None:
 
 def test_several_api_processes_share_several_engines(tmp_path: Path) -> None:
     with served(tmp_path, "--api-workers", "2", "--data-parallel-size", "2") as server:
-        wait_for(lambda: "api-1 answers" in server.log.read_text(), seconds=60)
+        wait_for(lambda: "api-1 is ready" in server.log.read_text(), seconds=60)
         answers = [server.complete().json()["choices"][0]["token_ids"] for _ in range(12)]
         assert answers == [PROMPT] * 12
         for _ in range(4):

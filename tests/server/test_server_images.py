@@ -88,7 +88,7 @@ def test_all_protocols_answer_as_transformers_does(live: Live) -> None:
     assert answer["response"] == said
     assert "vision" in live.post("/api/show", {}).json()["capabilities"]
     refused = live.post("/api/generate", {**whole, "raw": True})
-    assert refused.status_code == 400 and "not with raw or suffix" in refused.text
+    assert refused.status_code == 400 and "leave out raw and suffix" in refused.text
 
 
 def test_the_schema_has_the_images_of_every_protocol(live: Live) -> None:

@@ -257,7 +257,7 @@ def test_models_make_room_for_others_within_the_budget(monkeypatch: pytest.Monke
         live.check_served("b")
         monkeypatch.setattr(model_manager.ServedModel, "expected_bytes", lambda self: 3 * size)
         gone = next(name for name, state in live.states().items() if state == "unloaded")
-        assert "takes 120 MiB and all models may take 100 MiB" in live.complete(gone).text
+        assert "needs 120 MiB, but all models together may use 100 MiB" in live.complete(gone).text
 
 
 def test_requests_that_wait_for_a_model_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_a_socket_in_use_is_refused_and_left(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as used:
         used.bind(path)
         used.listen()
-        with pytest.raises(ConfigError, match="another server listens on"), unix_socket(path):
+        with pytest.raises(ConfigError, match="another server is listening on"), unix_socket(path):
             raise AssertionError("not reached")
         assert Path(path).exists()
 
@@ -62,7 +62,7 @@ def test_a_socket_in_use_is_refused_and_left(tmp_path: Path) -> None:
 def test_a_file_is_refused_and_left(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="is no socket"), unix_socket(str(path)):
+    with pytest.raises(ConfigError, match="is not a socket"), unix_socket(str(path)):
         raise AssertionError("not reached")
     assert path.read_text() == "mine"
 

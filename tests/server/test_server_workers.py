@@ -43,7 +43,7 @@ def test_an_engine_that_hangs_ends_with_a_killed_main_process(tmp_path: Path) ->
 
 def test_several_api_processes_share_an_engine_and_a_port(tmp_path: Path) -> None:
     with served(tmp_path, "--api-workers", "2") as server:
-        wait_for(lambda: "api-1 answers" in server.log.read_text(), seconds=60)
+        wait_for(lambda: "api-1 is ready" in server.log.read_text(), seconds=60)
         worker = server.children()["api"]
 
         statuses: list[Any] = []
@@ -97,7 +97,7 @@ def check_a_killed_worker(server: Served, worker: psutil.Process) -> None:
     assert stopped.wait(20)
     wait_for(lambda: sum(server.metric("num_requests_running").values()) == 8 - len(outcomes))
     assert server.complete().status_code == 200
-    wait_for(lambda: server.log.read_text().count("api-1 answers") == 2, seconds=60)
+    wait_for(lambda: server.log.read_text().count("api-1 is ready") == 2, seconds=60)
     [restarts] = [v for k, v in server.metric("process_restarts_total").items() if "api-1" in k]
     assert restarts == 1
     server.killed_threads = threads  # type: ignore[attr-defined]

@@ -129,7 +129,7 @@ def test_no_weights(tmp_path: Path) -> None:
 def test_weights_of_another_size(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path)
     write_config(tmp_path, intermediate_size=128)
-    refused(tmp_path, "does not fit its config.json", "config.json asks for [128, 32]")
+    refused(tmp_path, "does not fit its config.json", "instead of [128, 32]")
 
 
 def test_an_error_of_a_config_is_an_error_of_the_callers(tmp_path: Path) -> None:

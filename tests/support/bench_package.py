@@ -1,5 +1,5 @@
-"""Importing this makes `bench` importable, and leaves the repository's root off the path: its
-folders `kernels/`, `passes/` and `cli/` must not be found there."""
+"""Importing this makes `bench` importable without the repository's root on the path, where the
+folders `kernels/`, `passes/` and `cli/` must not be found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program straight from a model's config, without a checkpoint or a start."""
+"""Compiles a program directly from a model's config, without a checkpoint or an engine."""
 
 from __future__ import annotations
 

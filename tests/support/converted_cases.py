@@ -1,4 +1,4 @@
-"""Tiny models of architectures that GGUF files have: fields, metadata, and what is done to them."""
+"""Tiny models of architectures in GGUF files: fields, metadata, and the converter's changes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""GGUF files of tiny models as llama.cpp's converter writes them: names, layouts and metadata.
+"""Writes GGUF files of tiny models like llama.cpp's converter: names, layouts and metadata.
 
-Checked against files that its convert_hf_to_gguf.py made of the same kinds of models.
+Checked against files that its convert_hf_to_gguf.py wrote for the same kinds of models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tiny_gguf import add_words
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-STACKED = "+"  # ends names of values that make up one tensor
+STACKED = "+"  # suffix of names of values that make up one tensor
 # metadata -> the config's fields
 KEYS = {
     "context_length": ("max_position_embeddings", "n_positions"),
@@ -55,7 +55,7 @@ KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`name` is transformers'. `change` takes a parameter and its name, and gives tensors.
+    """`name` is transformers'. `change` converts a parameter and its name to tensors.
 
     Of `metadata` None is left out.
     """
@@ -70,7 +70,7 @@ class Case:
 
 
 def pairs(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
-    """Rotary halves lie side by side."""
+    """Rotary halves are interleaved."""
     heads = {"q_proj.": config.num_attention_heads, "k_proj.": config.num_key_value_heads}
     for projection, count in heads.items():
         if projection in name:
@@ -79,7 +79,7 @@ def pairs(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def pairs_and_shared(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
-    """An expert of all tokens has its gate and up matrices joined."""
+    """The gate and up matrices of the shared expert are joined."""
     if "input_linear" not in name:
         return pairs(name, value, config)
     gate, up = value.chunk(2)
@@ -94,7 +94,7 @@ def norms(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def by_kind(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
-    """Queries of all heads, then keys, then values."""
+    """The queries of all heads, then their keys, then their values."""
     if "query_key_value" in name:
         groups = getattr(config, "num_kv_heads", config.num_attention_heads)
         size = config.hidden_size // config.num_attention_heads
@@ -118,7 +118,7 @@ def scan(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def scan_or_attention(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
-    """Dense models have no name of their own for what experts of all tokens are elsewhere."""
+    """In dense models, the shared MLP of transformers is a plain MLP in the file."""
     if "_proj." in name or "shared_mlp" in name:
         found = pairs_and_shared(name, value, config)
         if config.num_local_experts:
@@ -133,7 +133,7 @@ def scan_or_attention(name: str, value: Tensor, config: Any) -> dict[str, Tensor
 
 
 def multiplied(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
-    """Weights take in the multipliers of what goes into them or comes out."""
+    """Multipliers of inputs and outputs are folded into the weights."""
     before = config.attention_in_multiplier
     factors = {
         "down_proj": config.mlp_multipliers[1],
@@ -152,13 +152,13 @@ def multiplied(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
         sizes = (inner, inner, states, states, config.mamba_n_heads)
         rows = zip(value.split(sizes), config.ssm_multipliers, strict=True)
         value = torch.cat([part * factor for part, factor in rows]) * config.ssm_in_multiplier
-    if short == "pre_ff_layernorm":  # the converter leaves out its end
+    if short == "pre_ff_layernorm":  # the converter omits its suffix
         return {name.removesuffix(".weight"): value}
     return scan(name, value * factors.get(short, 1), config)
 
 
 def latent(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
-    """Keys and values of a latent are two tensors, of which that of keys is turned."""
+    """The keys and values of a latent are two tensors; the one of keys is transposed."""
     if "kv_b_proj" not in name:
         return {name: value}
     heads = value.unflatten(0, (config.num_attention_heads, -1))
@@ -167,12 +167,12 @@ def latent(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def without_numbers(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
-    """Those of an activation lie in the metadata."""
+    """The numbers of an activation are stored in the metadata."""
     return {} if ".act_fn." in name else {name: value}
 
 
 def states(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
-    """Linear attention: queries of all heads, then keys, values and gates."""
+    """Linear attention: the queries of all heads, then keys, values and gates."""
     if name.endswith("in_proj_qkvz.weight"):
         groups, size = config.linear_num_key_heads, config.linear_key_head_dim
         values = config.linear_num_value_heads // groups * config.linear_value_head_dim
@@ -190,7 +190,7 @@ def states(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def states_by_number(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
-    """Heads of values that share a key lie apart."""
+    """Value heads that share a key head are not adjacent."""
     groups, size = config.linear_num_key_heads, config.linear_value_head_dim
     count = config.linear_num_value_heads // groups
     keys = 2 * groups * config.linear_key_head_dim
@@ -210,7 +210,7 @@ def states_by_number(name: str, value: Tensor, config: Any) -> dict[str, Tensor]
 
 
 def interleaved(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
-    """Gate and up alternate, and matrices are turned."""
+    """Gate and up alternate, and matrices are transposed."""
     if "experts.down_proj_bias" in name:
         return {name.replace("_proj_bias", "_proj.bias"): value}
     if "gate_up_proj_bias" in name:
@@ -226,12 +226,12 @@ def interleaved(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def of_backbone(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
-    """Checkpoints have another prefix."""
+    """Checkpoints use a different prefix."""
     return {k.replace("model.", "backbone.", 1): v for k, v in scan(name, value, config).items()}
 
 
 def stacked(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
-    """Projections of all inputs are one tensor. Layers that share keys have unused ones."""
+    """Projections of all inputs are one tensor. Layers with shared keys have unused tensors."""
     start, _, rest = name.partition("projections.")
     if rest and "altup" in start:
         return {f"{start}projections.weight{STACKED}": value}
@@ -264,7 +264,7 @@ def write_converted(
     kind: GGMLQuantizationType | None = None,
     packed: str = "_exps.weight",
 ) -> Path:
-    """`kind` is the type of matrices whose name has `packed`; all else is float32."""
+    """`kind` is the type of matrices whose name contains `packed`; all others are float32."""
     config: Any = module.config
     writer = GGUFWriter(path, case.architecture)
     metadata = dict(case.metadata)
@@ -328,8 +328,8 @@ def _stored(case: Case, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _named(names: Any, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A tensor's name in a file; joined matrices of experts are two there."""
-    if name.startswith(("blk.", "rope_")):  # has it already
+    """A tensor under its name in a file, where joined expert matrices are two tensors."""
+    if name.startswith(("blk.", "rope_")):  # already has it
         yield name, value
         return
     layer = next((word for word in name.split(".") if word.isdecimal()), None)

@@ -1,4 +1,4 @@
-"""More tiny models of architectures that GGUF files have, with what is theirs alone."""
+"""More tiny models of architectures in GGUF files, with their architecture-specific changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def layer_of(name: str) -> str:
 
 
 def beside(change: Change, **extra: Any) -> Change:
-    """The file has other tensors too: factors of rotary embeddings, layers for speculation."""
+    """The file also has other tensors: rotary factors, layers for speculation."""
     added = {k.replace("__", "."): torch.tensor(v, dtype=torch.float32) for k, v in extra.items()}
     return lambda name, value, config: {
         **change(name, value, config),
@@ -58,14 +58,14 @@ def joined_experts(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
         is_joined = hasattr(config, "swiglu_limit")
         return interleaved(name, value, config) if is_joined else {name: value}
     end = "bias" if name.endswith("bias") else "weight"
-    if hasattr(config, "swiglu_limit"):  # the model has them alternate, and turned
+    if hasattr(config, "swiglu_limit"):  # in the model they alternate and are transposed
         parts = interleaved(name, value, config).values()
         value = torch.cat(list(parts), dim=1)
     return {f"blk.{layer_of(name)}.ffn_gate_up_exps.{end}": value}
 
 
 def turned_experts(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
-    """Gates and ups follow one another."""
+    """Gate rows come first, then up rows."""
     start = f"blk.{layer_of(name)}.ffn" if "experts." in name else ""
     if name.endswith("experts.gate_up_proj"):
         gate, up = value.mT.chunk(2, dim=1)
@@ -74,7 +74,7 @@ def turned_experts(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def experts_in_rows(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
-    """Experts of two dimensions are three in files, and one kind of them is turned."""
+    """Two-dimensional experts have three dimensions in files, and one kind is transposed."""
     kinds = {"w1": "gate", "v1": "up", "w2": "down"}
     kind = kinds.get(name.split(".")[-1])
     if kind is None:
@@ -108,7 +108,7 @@ def sub_norms(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def llama3_factors(base: float, size: int, factor: float, length: int) -> list[float]:
-    """By wavelength: short ones stay, long ones are stretched, those between partly."""
+    """Factors by wavelength: short ones stay, long ones are stretched, others are interpolated."""
     found = []
     for i in range(0, size, 2):
         wave = 2 * math.pi * base ** (i / size)

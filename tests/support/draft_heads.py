@@ -1,4 +1,4 @@
-"""Draft heads on real runners: a drafter from the first step on, and what holds of each answer."""
+"""Draft heads on real runners: a drafter from the first step on, and checks for each answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def drafter(running: tiny_engine.Running) -> ModelRunner:
 
 
 def eager(running: tiny_engine.Running, runner: ModelRunner | None = None) -> DraftModelSpeculation:
-    """A new one around the head's runner, which drafts from the first step on."""
+    """A new one on the head's runner, which drafts from the first step on."""
     info = running.started.info
     limits = EngineLimits(
         num_blocks=info.num_blocks,
@@ -48,7 +48,7 @@ def eager(running: tiny_engine.Running, runner: ModelRunner | None = None) -> Dr
 
 
 def check_empty(engine: EngineCore) -> None:
-    """Nothing is left in either cache."""
+    """Check that nothing remains in either cache."""
     speculation = engine.scheduler.speculation
     assert isinstance(speculation, DraftModelSpeculation)
     engine.check()
@@ -70,7 +70,7 @@ def row(tokens: list[int]) -> NewRow:
 
 
 def logits_of(running: tiny_engine.Running, plan: StepPlan) -> torch.Tensor:
-    """Of the head's row that samples. What the step leaves for the next is as before."""
+    """The logits of the head's sampling row. The state for the next step is unchanged."""
     before = [state.clone() for state in running.states]
     logits = drafter(running).logits(plan)
     for state, old in zip(running.states, before, strict=True):

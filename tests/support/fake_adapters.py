@@ -1,4 +1,4 @@
-"""An AdapterLoader without adapters: they are there when the test says so."""
+"""An AdapterLoader without real adapters: they are loaded when the test says so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmc.lora_request import LoRARequest
 
 
 class Loader:
-    """Refuses adapters of the name `refused`."""
+    """Rejects adapters named `refused`."""
 
     def __init__(self, num_slots: int, *, at_once: bool = True) -> None:
         self.num_slots = num_slots

@@ -1,4 +1,4 @@
-"""A draft model over a FakeRunner: it knows what will be drawn, and is sometimes mistaken."""
+"""A draft model on a FakeRunner: it knows the target's next tokens, and is sometimes wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG = SpeculativeConfig(method="draft_model", model="draft")
 
 
 class UnsureRunner(FakeRunner):
-    """In each step a row draws with another request's seed, with probability `error_rate`."""
+    """In each step, a row samples with another request's seed, with probability `error_rate`."""
 
     knows_all_tokens = False
     error_rate = 0.2
@@ -37,7 +37,7 @@ class UnsureRunner(FakeRunner):
 
 
 def frozen() -> float:
-    """A clock by which neither steps nor drafts take any time."""
+    """A clock on which neither steps nor drafts take any time."""
     return 0.0
 
 
@@ -55,7 +55,7 @@ def speculate(
     vocab_size: int = VOCAB,
     target_vocab_size: int = VOCAB,
 ) -> tuple[DraftModelSpeculation, UnsureRunner]:
-    """Its own rows and blocks, beside those of the engine that it is for.
+    """Speculation with its own rows and blocks, separate from those of its engine.
 
     `is_eager`: it drafts from the first step on.
     """

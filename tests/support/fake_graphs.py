@@ -1,8 +1,8 @@
-"""A graph backend for the CPU that holds a runner to what a CUDA graph would need of it.
+"""A graph backend for the CPU that checks that a runner meets the requirements of CUDA graphs.
 
-A captured step is run again at every replay, into the outputs of the capture. Before that it
-fails if an input moved or was reallocated since the capture. `forbid_host_reads` fails when
-anything is read by the host meanwhile.
+A captured step is run again at every replay, into the outputs of the capture. It fails if an input
+moved or was reallocated since the capture. `forbid_host_reads` fails if the host reads anything
+meanwhile.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Recorded:
 
 
 class FakeGraphs:
-    """Records captures by shape, in order. Captures raise `error` where it is set."""
+    """Records captures by shape, in order. Captures raise `error` if it is set."""
 
     def __init__(self) -> None:
         self.captured: list[StepShape] = []
@@ -80,7 +80,7 @@ class FakeGraphs:
         return BYTES_PER_GRAPH * len(self.captured)
 
 
-# Everything by which Python learns a tensor's value: each makes the host wait for a GPU.
+# All methods by which Python reads a tensor's value: each makes the host wait for a GPU.
 _READS = {
     Tensor.item,
     Tensor.tolist,

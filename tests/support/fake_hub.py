@@ -1,4 +1,4 @@
-"""A hub on 127.0.0.1 with one model, as far as huggingface_hub asks it; it can break downloads."""
+"""A hub on 127.0.0.1 with one model, with what huggingface_hub needs; it can break downloads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
-        """Nothing on stderr."""
+        """Log nothing."""
 
     def do_HEAD(self) -> None:
         self._answer(with_body=False)

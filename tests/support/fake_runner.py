@@ -1,16 +1,15 @@
-"""A runner that checks everything, and what each request must give when it runs alone.
+"""A runner that checks everything, and the expected result of each request when it runs alone.
 
-It keeps what a real runner keeps: rows, block tables and a memory of blocks. Each slot of that
-memory holds a fingerprint of all tokens up to it, so a block that is stale, shared by writers or
-taken from the wrong prefix shows when it is read. A block that no later token sees (`layout`) may
-go to others as soon as the step that left it behind is done. The token it draws is a pure function
-of the history and the seed: whatever was batched, preempted, cached or aborted around a request,
-it must end exactly as it does alone. With `has_states` each row carries the fingerprint of what it
-has computed, as a recurrent state: it must be right before every step, and comes from a snapshot or
-from nothing.
+It has the state of a real runner: rows, block tables and a memory of blocks. Each slot of that
+memory stores a fingerprint of all tokens up to it, so reading detects a block that is stale, shared
+by writers or from the wrong prefix. A block that no later token attends to (`layout`) can be reused
+as soon as the last step that needs it is done. The sampled token is a pure function of the history
+and the seed: whatever was batched, preempted, cached or aborted around a request, it must end
+exactly as it does alone. With `has_states` each row has a fingerprint of what it has computed, like
+a recurrent state: it must be right before every step, and starts from a snapshot or from nothing.
 
-Steps are computed when they are submitted, and their outcome is returned when it is asked for.
-After a step failed, those behind it run on rows that are broken, until all have been read.
+Steps are computed when they are submitted, and their outcome is returned on request. After a step
+has failed, later steps run on broken rows, until all have been read.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def draw(
     nan: bool,
     allowed: Sequence[int] = range(VOCAB),
 ) -> int | None:
-    """The 'model': next token from the fingerprint of the history, stop tokens banned at first."""
+    """The 'model': the next token from the history's fingerprint; stop tokens banned at first."""
     if nan and last % 29 == 0:
         return None
     first = ((last >> 5) + seed) % VOCAB
@@ -71,12 +70,12 @@ def draw(
 
 
 def score(last: int, token: int) -> TokenLogprobs:
-    """What the 'model' says of a prompt token after the history that ends in `last`."""
+    """The 'model's' logprobs of a prompt token after the history that ends in `last`."""
     return TokenLogprobs(token_id=token, logprob=-float(last % 101), rank=1 + last % 7)
 
 
 def likeliest(last: int, count: int) -> TokenLogprobs:
-    """What the 'model' says may follow the history that ends in `last`; no two are alike."""
+    """The 'model's' likeliest tokens after the history that ends in `last`, without ties."""
     values = {t: -1.0 - last * (t + 3) % 1009 / 100 - t / 1e4 for t in range(VOCAB)}
     top = sorted(values, key=lambda token: -values[token])[:count]
     return TokenLogprobs(
@@ -89,7 +88,7 @@ def likeliest(last: int, count: int) -> TokenLogprobs:
 
 
 class DigitMatcher:
-    """A toy grammar: after each token only its two successors; the regex says how many tokens.
+    """A toy grammar: each token allows only its two successors; the regex gives the length.
 
     A grammar of text "n!" breaks after n tokens.
     """
@@ -109,7 +108,7 @@ class DigitMatcher:
         return sum(1 << token for token in self.allowed).to_bytes(4, "little")
 
     def accept(self, token: int) -> None:
-        assert token in self.allowed, "drawn past the mask"
+        assert token in self.allowed, "sampled a masked token"
         self._left -= 1
         self._allowed = ((token + 1) % VOCAB, (token + 2) % VOCAB)
 
@@ -134,17 +133,17 @@ class Row:
     seed: int
     stop: Sequence[int]
     blocks: list[int] = field(default_factory=list)
-    held: dict[int, int] = field(default_factory=dict)  # those that are still seen, by place
-    num_computed: int | None = None  # None until its first work says what was cached
+    held: dict[int, int] = field(default_factory=dict)  # blocks still attended to, by index
+    num_computed: int | None = None  # None until its first work states what was cached
     tokens: list[int] = field(default_factory=list)
     mask: bytes | None = None
-    broken: bool = False  # was in a step that failed, or in one behind it
+    broken: bool = False  # was in a failed step, or in a later one
     num_candidates: int = 0
     offset: int = 0  # of its positions
-    state: int = -1  # after its newest token; -1: it begins
+    state: int = -1  # after its newest token; -1: at the start
 
     def keys(self, first: int, end: int) -> list[int]:
-        """What the memory holds for tokens: texts of other positions can't read it."""
+        """The memory contents for tokens, which depend on positions: other offsets can't match."""
         prints = self.prints[first:end]
         return [value + (self.offset << 64) for value in prints] if self.offset else prints
 
@@ -168,9 +167,9 @@ class FakeStep:
 
 
 class FakeRunner:
-    """`poison` maps a request to the position whose computation raises, always."""
+    """`poison` maps a request to the position whose computation always raises."""
 
-    knows_all_tokens = True  # from its first plan, or drawn
+    knows_all_tokens = True  # from its first plan, or sampled
 
     def __init__(
         self,
@@ -192,7 +191,7 @@ class FakeRunner:
         self.max_in_flight = max_in_flight
         self.num_runtime_compiles = 0
         self.long_text_from: int | None = None
-        self.num_long = 0  # works of rows with an offset
+        self.num_long = 0  # work items of rows with an offset
         self.has_states = has_states
         self.snapshots: dict[int, int] = {}
         self.num_loaded = 0
@@ -210,7 +209,7 @@ class FakeRunner:
         self.is_broken = False
         self.num_submitted = 0
         self.num_copies = 0
-        self.num_left = 0  # blocks that the window of their row left
+        self.num_left = 0  # blocks that left their row's window
         self.num_swapped_in = 0
         self.num_computed = 0  # tokens
         self.num_scored = 0
@@ -258,9 +257,9 @@ class FakeRunner:
         assert not busy & set(plan.released_rows), "released a row that a step in flight uses"
         assert not busy & {new.row for new in plan.new_rows}, "reused a row too early"
         drafted = {work.row for work in plan.work if work.draft_token_ids}
-        assert not busy & drafted, "drafted behind a token that is not known"
+        assert not busy & drafted, "drafted after an unknown token"
         behind = [w.row for step in self.in_flight for w in step.plan.work if w.draft_token_ids]
-        assert not set(behind) & set(rows), "planned behind draft tokens"
+        assert not set(behind) & set(rows), "planned after draft tokens"
 
     def _execute(self, plan: StepPlan) -> StepResult:
         if self.is_broken:
@@ -326,7 +325,7 @@ class FakeRunner:
         return [score(row.prints[p], row.tokens[p + 1]) for p in positions]
 
     def _break_rows(self, plan: StepPlan) -> None:
-        """Rows that were released or broke hold no blocks any more."""
+        """Drop the blocks of rows that were released or broken."""
         for row in plan.released_rows:
             self._drop(row)
         for new in plan.new_rows:
@@ -366,12 +365,12 @@ class FakeRunner:
         return self.memory[block * self.block_size : (block + 1) * self.block_size]
 
     def _fill_block(self, block: int, content: list[int]) -> None:
-        assert self.holders[block] == 0, "copied into a block that somebody holds"
+        assert self.holders[block] == 0, "copied into a block that is in use"
         self.memory[block * self.block_size : (block + 1) * self.block_size] = content
 
     def _compute_drafted(self, row: Row, work: RowWork, tokens: list[int | None]) -> None:
-        """The row's own token, then each draft token as if it had been drawn. What came after the
-        first wrong one stays in the memory and must not be read."""
+        """Compute the row's own token, then each draft token as if it had been sampled. Entries
+        after the first wrong one stay in memory and must not be read."""
         assert work.sample and work.num_tokens == 1 + len(work.draft_token_ids) == work.num_samples
         one = dataclasses.replace(work, num_tokens=1, draft_token_ids=())
         drawn: list[int | None] = []
@@ -406,7 +405,7 @@ class FakeRunner:
                 self.holders[block] += 1
 
     def _leave_unseen(self, row: Row) -> None:
-        """What the tokens to come don't see is not the row's any more."""
+        """Release the row's blocks that later tokens don't attend to."""
         groups, needed = self.layout.num_groups, self._needed(row.num_computed or 0)
         for place, block in list(row.held.items()):
             if place // groups < needed[place % groups]:
@@ -425,12 +424,12 @@ class FakeRunner:
         end = work.start + work.num_tokens
         if work.entered_token_ids:
             self._enter(row, work)
-        assert end < row.num_prompt + (row.sampling.max_tokens or end), "work that no one needs"
+        assert end < row.num_prompt + (row.sampling.max_tokens or end), "unnecessary work"
         assert work.start == row.num_computed, "positions are not contiguous"
         assert end <= len(row.prints) and end * groups <= len(row.blocks) * size
         if self.long_text_from is not None:
             assert row.offset == (self.long_text_from if row.offset else 0)
-            assert row.offset or end <= self.long_text_from, "a long text as a short one"
+            assert row.offset or end <= self.long_text_from, "a long sequence treated as short"
             assert not row.offset or len(row.prints) > self.long_text_from
             self.num_long += bool(row.offset)
         if work.sample or self.knows_all_tokens:
@@ -467,7 +466,7 @@ class FakeRunner:
             row.prints.append(fingerprint(row.prints[-1], -1 if token is None else token))
 
     def _enter(self, row: Row, work: RowWork) -> None:
-        """The last tokens of the work come with it; what stood there and behind is gone."""
+        """The last tokens of the work replace the row's tokens from that position on."""
         assert row.num_computed is not None and not work.draft_token_ids
         first = work.start + work.num_tokens - len(work.entered_token_ids)
         assert first <= len(row.prints) and work.start <= row.num_computed
@@ -484,7 +483,7 @@ def allowed_by(mask: bytes) -> list[int]:
 
 
 def takes(matcher: DigitMatcher, token: int) -> bool:
-    """Whether it can go on after this token."""
+    """Whether the matcher can continue after this token."""
     matcher.accept(token)
     if matcher.is_complete:
         return True
@@ -497,7 +496,7 @@ def takes(matcher: DigitMatcher, token: int) -> bool:
 
 @dataclass
 class Outcome:
-    """What the engine said of one request."""
+    """The engine's updates about one request, combined."""
 
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -507,7 +506,7 @@ class Outcome:
     is_whole: bool = False
 
     def take(self, update: RequestUpdate) -> None:
-        assert self.finish_reason is None, "news of a request that has ended"
+        assert self.finish_reason is None, "an update about a finished request"
         self.tokens.extend(update.new_token_ids)
         self.finish_reason = update.finish_reason
         self.stop_reason = update.stop_reason
@@ -517,7 +516,7 @@ class Outcome:
 
 
 def run(core: EngineCore) -> dict[str, Outcome]:
-    """Step until all is done, with a look at the books after each; nothing may be held then."""
+    """Step until all requests are done, checking invariants; nothing may be in use at the end."""
     outcomes: dict[str, Outcome] = {}
     while core.has_work:
         for update in core.step():
@@ -528,9 +527,9 @@ def run(core: EngineCore) -> dict[str, Outcome]:
 
 
 def run_alone(message: AddRequest, seed: int, room: int, nan: bool = False) -> Outcome:
-    """What a request must give: the model and the stop rules, written down once more.
+    """The expected result of a request: an independent implementation of model and stop rules.
 
-    `room` is how many tokens it may have in all, prompt included.
+    `room` is the maximum number of tokens in total, including the prompt.
     """
     sampling, outcome = message.sampling, Outcome()
     prints = history(message.prompt_token_ids)

@@ -1,9 +1,9 @@
-"""Imported, makes triton 3.6's interpreter take a third of the time.
+"""Importing this makes triton 3.6's interpreter three times as fast.
 
-Nearly all of its time goes into descriptions: every operation describes the types of its operands,
-results and shapes anew, as objects that nothing reads afterwards. And every sum, difference and
-product of integers is computed a second time in 64 bits, for a check of overflow that is only made
-where `InterpreterOptions.debug` is on, which the interpreter sets nowhere.
+It spends nearly all of its time on descriptions: every operation creates objects for the types of
+its operands, results and shapes, which nothing reads afterwards. Every integer sum, difference and
+product is also computed a second time in 64 bits, for an overflow check that only runs with
+`InterpreterOptions.debug`, which the interpreter never sets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _np_dtypes: dict[str, Any] = {}
 
 
 def _block(cls: Any, element: Any, shape: Any) -> Any:
-    """One object for each type of block."""
+    """One shared object per block type."""
     sizes = builtins.tuple(s.value if isinstance(s, core.constexpr) else s for s in shape)
     made = _blocks.get((element.name, sizes))
     if made is None:

@@ -1,7 +1,7 @@
-"""Where the tests of tests/gpu run: on the GPU, or, as a dry run, on the CPU.
+"""Where the tests of tests/gpu run: on the GPU, or as a dry run on the CPU.
 
-LLMC_GPU_DRY_RUN=1 runs those whose names say `dry_run` with everything but the GPU, so that
-they are known to work before a GPU is there (`python -m bench.gpu --tiny` does it).
+LLMC_GPU_DRY_RUN=1 runs those with `dry_run` in their names without a GPU, to check that they work
+before a GPU is available (`python -m bench.gpu --tiny` does this).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 DRY_RUN = os.environ.get("LLMC_GPU_DRY_RUN") == "1"
-# read when CUDA starts: without it torch's products refuse to run where memory is poisoned
+# read when CUDA starts: without it torch's products fail when memory is poisoned
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 DEVICE = torch.device("cpu" if DRY_RUN else "cuda")

@@ -1,4 +1,4 @@
-"""`llmc serve` as a user runs it, in a process of its own, with scripted engines."""
+"""`llmc serve` as a user runs it, in a separate process, with scripted engines."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ with mock.patch.object(supervisor, "python_module", command):
 """
 
 
-# Each call has a connection of its own, so that any process may get it; certificates, which take
-# longer to read than an answer takes, are needed for none.
+# Each call has its own connection, so that any process can get it. No call needs certificates,
+# which take longer to read than a response.
 ALONE: Any = {"timeout": 30, "verify": False}
 
 
@@ -56,7 +56,7 @@ class Served:
         return {labels: float(value) for labels, value in found}
 
     def event(self) -> dict[str, Any]:
-        """The first event of the engine's state, from whichever process takes the connection."""
+        """The first engine state event, from whichever process accepts the connection."""
         with httpx.stream("GET", self.url + "/v1/engine/events", **ALONE) as response:
             line = next(line for line in response.iter_lines() if line)
         event: dict[str, Any] = json.loads(line.removeprefix("data: "))

@@ -50,7 +50,7 @@ class LiveModels:
 
 
 def start_scripted(config: EngineConfig) -> EngineProcesses:
-    """A model's directory says how it fails to start, or how many seconds its steps take."""
+    """A model's directory determines how it fails to start, or the duration of its steps."""
     word = (config.model or "").removeprefix("scripted:")
     delay, failure = (float(word), "") if word.replace(".", "").isdigit() else (0.0, word)
     command = scripted_process.command(delay, failure)

@@ -50,7 +50,7 @@ class LiveProcesses:
         return self.client.post("/v1/completions", json=self.body(**fields))
 
     def check_served(self) -> None:
-        """The canary: a request is answered as ever."""
+        """The canary: check that a request is answered correctly."""
         answer = self.complete()
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["token_ids"] == (PROMPT * 3)[:12]

@@ -1,4 +1,4 @@
-"""A Ray of this machine for tests, where Ray is installed."""
+"""A Ray cluster on this machine for tests, if Ray is installed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MARKS = [
     pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.xdist_group("ray"),
-    pytest.mark.filterwarnings("ignore"),  # of what Ray does
+    pytest.mark.filterwarnings("ignore"),  # warnings from Ray
 ]
 TINY: dict[str, Any] = {"opt_level": 0, "device": "cpu", "max_num_seqs": 8}
 
 
 @contextlib.contextmanager
 def live_ray(folder: Path, *, num_nodes: int = 1, cores: int = 4) -> Iterator[None]:
-    """Nodes of so many cores by name; `folder` is what workers have on their import path."""
+    """Start nodes with `cores` nominal cores each; workers have `folder` on their import path."""
     here = os.getcwd()
     os.chdir(folder)
     node: dict[str, Any] = {"num_cpus": cores, "object_store_memory": 100 * 2**20}
@@ -52,7 +52,7 @@ def wait_for(is_so: Callable[[], object], what: str, seconds: float = 120.0) -> 
 
 
 def processes(title: str) -> dict[int, psutil.Process]:
-    """Workers of the Ray that this process has started which are named so, by pid."""
+    """Workers with this title, by pid, of the Ray that this process started."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -62,6 +62,6 @@ def processes(title: str) -> dict[int, psutil.Process]:
 
 
 def placement_groups() -> list[str]:
-    """States of those that are not removed."""
+    """The states of placement groups that are not removed."""
     states = [group["state"] for group in ray.util.placement_group_table().values()]
     return [state for state in states if state != "REMOVED"]

@@ -53,7 +53,7 @@ class Live:
         return [json.loads(line[6:]) for line in lines]
 
     def raw(self, *parts: bytes, pause: float = 0.0, timeout: float = 10.0) -> bytes:
-        """What the server says to these bytes until it closes or is quiet."""
+        """The server's response to these bytes, until it closes the connection or is silent."""
         with self.connect(timeout) as sock:
             for part in parts:
                 try:
@@ -67,7 +67,7 @@ class Live:
         return socket.create_connection(("127.0.0.1", self.port), timeout=timeout)
 
     def wait_idle(self, seconds: float = 5.0) -> None:
-        """All blocks are back and nothing runs; fails when that does not come about."""
+        """Wait until all blocks are free and nothing runs; fails if that takes too long."""
         engine = self.scripted.engine
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -80,7 +80,7 @@ class Live:
 
 
 def read_answer(sock: socket.socket) -> bytes:
-    """One whole HTTP answer, or what came before the connection closed."""
+    """One complete HTTP response, or whatever arrived before the connection closed."""
     data = b""
     while True:
         head, found, rest = data.partition(b"\r\n\r\n")
@@ -112,7 +112,7 @@ def live_server(
     port: int = 0,
     **engine_options: Any,
 ) -> Iterator[Live]:
-    """`over`: something like a Scripted that is there already."""
+    """`over`: an existing object like a Scripted."""
     scripted = over or make_scripted(**engine_options)
     settings = settings or ServerSettings()
     llm = AsyncLLM.from_started(scripted, scripted.config, scripted.tokenizer)  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def live_server(
     url = f"{settings.scheme}://127.0.0.1:{port}"
     # HTTPS: the certificate is the test's own, and trusted
     cert = settings.ssl_certfile
-    # without one no certificates are read, which takes longer than most tests
+    # without HTTPS no certificates are read, which takes longer than most tests
     verify: Any = False if cert is None else ssl.create_default_context(cafile=cert)
     client = httpx.Client(base_url=url, headers=headers, timeout=60, verify=verify)
     live = Live(scripted=scripted, llm=llm, server=server, port=port, client=client, thread=thread)

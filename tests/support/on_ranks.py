@@ -1,4 +1,4 @@
-"""Ranks as threads of this process, each with its place in one gloo group."""
+"""Ranks as threads of this process, in one gloo group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 60.0
 
 
 def on_ranks(size: int, run: Callable[[Group], T], timeout_s: float = TIMEOUT_S) -> list[T]:
-    """What `run(group)` gives on each rank; inside it collectives are among them."""
+    """The results of `run(group)` on each rank; collectives inside it are among these ranks."""
 
     groups = []  # open until all are done
 

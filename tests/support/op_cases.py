@@ -1,4 +1,4 @@
-"""Shared by the op tests: cases under readable names, copies that keep strides, tolerances."""
+"""Shared by the op tests: cases with readable names, copies that keep strides, tolerances."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ from llmc.kernels.quantized_linear import EXACT_BITS
 from llmc.kernels.registry import OPS, Case, Impl, Op
 
 CPU = torch.device("cpu")
-# What talks to other ranks is torch.distributed's (tests/kernels/test_collectives.py), and markers
-# never run. What reads images, and max pooling, run in few steps, in torch.
+# Collectives are torch.distributed's (tests/kernels/test_collectives.py), and markers never run.
+# Image ops and max pooling run in few steps, in torch.
 COLLECTIVES = {"all_reduce", "all_gather", "first_rank", "embed_shard", "shard_ids"}
 MARKERS = {"attention", "entries", "entry_attention", "pool_tokens", "draft_states"}
 WITHOUT_KERNELS = {*MARKERS, "place_rows", "image_attention", "running_max", *COLLECTIVES}
@@ -73,7 +73,7 @@ def cases(name: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def rounds(name: str, case: Case) -> bool:
-    """Whether inputs are rounded to few bits, which kernels for x86 alone can do."""
+    """Whether inputs are quantized, which only x86 kernels support."""
     given = zip((a.name for a in OPS[name].overload._schema.arguments), case, strict=False)
     return dict(given).get("x_bits", EXACT_BITS) < EXACT_BITS
 
@@ -94,7 +94,7 @@ def case_params(names: list[str]) -> list[Any]:
 
 
 def copy_case(case: Case) -> Case:
-    """Its own tensors, with the same strides (views into a packed tensor stay strided)."""
+    """A copy with its own tensors and the same strides (views of a packed tensor stay strided)."""
 
     def copy(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -113,13 +113,13 @@ def outputs(result: Any) -> list[Tensor]:
 
 
 def effect(function: Any, case: Case) -> list[Tensor]:
-    """What a call returns, then what it leaves in its arguments, which are copies."""
+    """A call's results, then its arguments (copies) after the call."""
     given = copy_case(case)
     return [*outputs(function(*given)), *(x for x in given if isinstance(x, Tensor))]
 
 
 def assert_same_effect(reference: Any, implementation: Any, case: Case, dtype: torch.dtype) -> None:
-    """Both give the same outputs, and leave the same in every argument."""
+    """Check that both give the same outputs, and leave the same values in every argument."""
     assert_same(effect(implementation, case), effect(reference, case), dtype)
 
 
@@ -132,7 +132,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype
 
 
 def assert_same_codes(got: Tensor, want: Tensor) -> None:
-    """Float8: equal, but for the few that the last bit before rounding sends to a neighbour."""
+    """Float8: equal, except for a few values that round to a neighbor because of the last bit."""
     assert got.dtype == want.dtype
     unequal = (got.view(torch.uint8) != want.view(torch.uint8)) & ~(got.isnan() & want.isnan())
     assert int(unequal.sum()) <= 0.005 * unequal.numel()
@@ -141,7 +141,7 @@ def assert_same_codes(got: Tensor, want: Tensor) -> None:
 
 
 def assert_same_schema(op: Op, impl: Impl) -> None:
-    """Names, types, defaults, what is written to, and results are the reference's."""
+    """Check that names, types, defaults, mutated arguments and results match the reference."""
 
     def described(schema: Any) -> tuple[list[Any], list[str]]:
         return [
@@ -158,6 +158,6 @@ def assert_same_schema(op: Op, impl: Impl) -> None:
 
 
 def require_cpu_ops() -> None:
-    """Skip, saying why, where the C++ ops can't be built."""
+    """Skip, with the reason, if the C++ ops can't be built."""
     if not load():
         pytest.skip("no C++ compiler builds the CPU ops here (see the warning of kernels.cpu)")

@@ -1,9 +1,9 @@
-"""Calls of C++ ops as a file for tests/kernels/harness.cpp, and what it wrote about them.
+"""Calls of C++ ops as a file for tests/kernels/harness.cpp, and its answers.
 
-All numbers are int64 or float64, texts and lists have their length before them. A call: name,
-number of results, number of arguments; an argument: kind (n, t, d, i, s), whether it is optional (a
-byte), value. A tensor: dtype, sizes, strides, the elements from the first to behind the last. The
-answer has the results of a call, then its tensor arguments: dtype, sizes, elements.
+All numbers are int64 or float64; strings and lists are preceded by their length. A call: name,
+number of results, number of arguments. An argument: kind (n, t, d, i, s), whether it is optional (a
+byte), value. A tensor: dtype, sizes, strides, all elements in its storage range. The answer has the
+results of a call, then its tensor arguments: dtype, sizes, elements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmc.kernels.registry import Case
 
-_CODES = {  # torch's own numbers, which its C ABI gives out
+_CODES = {  # torch's own numbers, as in its C ABI
     torch.uint8: 0,
     torch.int8: 1,
     torch.int32: 3,
@@ -100,5 +100,5 @@ def unpack_answers(answer: bytes, calls: Sequence[tuple[Any, Case]]) -> list[lis
         ]
         for overload, case in calls
     ]
-    assert place == len(answer), "an answer has more than was asked for"
+    assert place == len(answer), "the answer has extra bytes"
     return found

@@ -1,4 +1,4 @@
-"""Speculation that knows what will be drawn, and is often right."""
+"""Speculation that knows the tokens that will be sampled, and is often right."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CONFIG = SpeculativeConfig(num_speculative_tokens=6)
 
 
 class AlwaysOn(SpeculationPolicy):
-    """Drafts from the first step on, whatever it costs."""
+    """Drafts from the first step on, regardless of the cost."""
 
     def is_on(self, num_rows: int) -> bool:
         return True
 
 
 class Oracle(Speculation):
-    """Up to 6 draft tokens, each wrong with probability `error_rate`. Waits by chance."""
+    """Up to 6 draft tokens, each wrong with probability `error_rate`. Randomly waits."""
 
     def __init__(self, rng: random.Random, *, nan: bool = False, error_rate: float = 0.2) -> None:
         super().__init__(CONFIG, AlwaysOn())
@@ -57,7 +57,7 @@ class OracleDrafter(Drafter):
 
 
 class Replay(Speculation):
-    """Proposes what comes next in `answers`, by request; each token with an error by chance."""
+    """Proposes the next tokens of `answers`, by request, with random errors."""
 
     def __init__(
         self,

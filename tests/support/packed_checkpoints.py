@@ -1,7 +1,7 @@
-"""Checkpoints that are stored quantized, packed here bit by bit from the layouts' descriptions.
+"""Quantized checkpoints, packed here bit by bit according to the layouts' descriptions.
 
-Deliberately another way than llmc's reader: numpy, one bit position at a time. Each packer gives
-the stored tensors of one linear and the numbers that they stand for.
+Deliberately different from llmc's reader: numpy, one bit position at a time. Each packer returns
+the stored tensors of one linear and its dequantized values.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from llmc.weights.quantized.stored_weights import dequantized
 
 Packed = tuple[dict[str, Tensor], Tensor]  # by suffix of the module's name; the weight in float32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-MODULE = "model.layers.0.mlp.up_proj"  # of a linear that is stored alone
+MODULE = "model.layers.0.mlp.up_proj"  # the name of a linear that is stored alone
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of a word's i-th four bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """`config` is quantization_config, `pack` makes a linear's tensors."""
+    """`config` is the quantization_config, `pack` creates a linear's tensors."""
 
     config: dict[str, Any]
     pack: Callable[[Tensor], Packed]
@@ -39,7 +39,7 @@ class Packing:
 
 
 def words_of(values: np.ndarray, bits: int, axis: int) -> Tensor:
-    """Unsigned integers to int32 words along an axis, the first in the lowest bits."""
+    """Pack unsigned integers into int32 words along an axis, the first in the lowest bits."""
     per_word = 32 // bits
     values = np.moveaxis(values.astype(np.uint64), axis, -1)
     values = np.pad(values, ((0, 0), (0, -values.shape[-1] % per_word)))
@@ -98,7 +98,7 @@ def gptq(
             weight, bits, group, symmetric=symmetric, group_of=group_of
         )
         zeros = words_of(zero.T, bits, 1)
-        if not v2:  # of whole words: a value that is 0 borrows from the next
+        if not v2:  # subtracted from whole words: a value of 0 borrows from the next
             ones = np.uint32(sum(1 << i for i in range(0, 32, bits)))
             zeros = torch.from_numpy((zeros.numpy().view(np.uint32) - ones).view(np.int32))
         return {
@@ -216,7 +216,7 @@ def float8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tens
 
 
 def fp8(block: tuple[int, int] | None) -> Packing:
-    """Blocks as in `fp8` checkpoints of today; None: one scale a tensor, as in those before."""
+    """Blocks as in current `fp8` checkpoints; None: one scale per tensor, as in older ones."""
 
     def pack(weight: Tensor) -> Packed:
         q, scale, numbers = float8(weight, block or (1 << 20, 1 << 20))
@@ -287,7 +287,7 @@ PACKINGS: dict[str, Callable[[], Packing]] = {
 
 
 def mxfp4(weight: Tensor) -> Packed:
-    """[E, K, N] of stacked experts: two numbers a byte along K, in blocks of 32, channels first."""
+    """Stacked experts [E, K, N]: two values per byte along K, in blocks of 32, channels first."""
     rows = weight.transpose(1, 2).double().numpy()
     experts, channels, depth = rows.shape
     blocks = rows.reshape(experts, channels, depth // 32, 32)
@@ -304,7 +304,7 @@ def mxfp4(weight: Tensor) -> Packed:
 
 
 def write_packed(plain: Path, out: Path, packing: Packing) -> tuple[Path, Path]:
-    """`plain` is a checkpoint; its linears packed, and the same with the numbers they stand for."""
+    """Write the checkpoint `plain` with packed linears, and again with the dequantized values."""
 
     def is_linear(name: str, tensor: Tensor) -> bool:
         kept = any(name.startswith(p) for p in packing.plain) or "embed" in name or ".gate." in name
@@ -355,7 +355,7 @@ def _write(
 
 def drawn(channels: int = 56, depth: int = 96) -> Tensor:
     weight = torch.randn(channels, depth, generator=torch.Generator().manual_seed(0))
-    weight[3:6] = weight[3:6].abs()  # whose zero points are 0
+    weight[3:6] = weight[3:6].abs()  # their zero points are 0
     return weight
 
 

@@ -1,4 +1,4 @@
-"""Steps that are over as soon as they are submitted, for runners that tests write."""
+"""Steps that are done as soon as they are submitted, for test runners."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llmc.engine.plan import StepPlan, StepResult
 
 
 class DoneStep:
-    """A PendingStep: holds a result, or what went wrong."""
+    """A PendingStep with a result or an exception."""
 
     def __init__(self, outcome: StepResult | Exception) -> None:
         self._outcome = outcome
@@ -20,7 +20,7 @@ class DoneStep:
 
 
 def run_now(execute: Callable[[StepPlan], StepResult], plan: StepPlan) -> DoneStep:
-    """What a runner's `submit` returns when it runs the step at once."""
+    """The return value of a runner's `submit` that runs the step immediately."""
     try:
         return DoneStep(execute(plan))
     except Exception as error:

@@ -1,5 +1,5 @@
-"""A C++ compiler that takes a third of the time: at -O0, which still checks every instruction
-against its level. -O3 is what the library in use here is built with."""
+"""A C++ compiler that takes a third of the time: it uses -O0, which still checks every instruction
+against its level. The library used in tests is built with -O3."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmc.kernels.cpu import compile
 
-WHEEL_LEVELS = 2  # of this machine's, the lowest: what tests/kernels/test_wheel.py compiles
+WHEEL_LEVELS = 2  # the machine's lowest levels, which tests/kernels/test_wheel.py compiles
 SCRIPT = """#!/bin/sh
 for argument; do
     shift
@@ -20,7 +20,7 @@ exec {compiler} "$@"
 
 
 def make(folder: Path, toolchain: compile.Toolchain) -> compile.Toolchain:
-    """The toolchain that does so: a script in `folder`."""
+    """The toolchain with this compiler: a script in `folder`."""
     script = folder / "c++"
     script.write_text(SCRIPT.format(compiler=shlex.join(toolchain.compiler)))
     script.chmod(0o755)

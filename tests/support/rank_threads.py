@@ -1,5 +1,5 @@
-"""The other ranks of a tensor-parallel engine as threads of this process: the same runners, orders
-and collectives, without the seconds that a process takes to import torch."""
+"""Runs the other ranks of a tensor-parallel engine as threads of this process: the same runners,
+orders and collectives, without the seconds that a process needs to import torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class RankThreads(RankProcesses):
-    """Orders take the way through sockets that they take to processes."""
+    """Orders are sent through sockets, as to processes."""
 
     def __init__(self, size: int) -> None:
         self._theirs: list[socket.socket] = []
@@ -40,7 +40,7 @@ class RankThreads(RankProcesses):
     def send(self, source: ModelSource, program: Program) -> None:
         compiled = CompiledModel(source=source, program=program, key="", built=None)
         for rank, channel in enumerate(self._theirs, start=1):
-            model = load_model(compiled, rank)  # here: modules are built in one thread at a time
+            model = load_model(compiled, rank)  # here, as modules are built in one thread at a time
             self._threads.append(
                 threading.Thread(target=self._follow, args=(model, rank, channel), daemon=True)
             )
@@ -52,7 +52,7 @@ class RankThreads(RankProcesses):
         return Ranks(group=group, tell=self.tell, why=lambda: "; ".join(map(str, self.errors)))
 
     def stop(self) -> None:
-        """Wait for the threads; raises what went wrong in one."""
+        """Wait for the threads; raises an exception from any of them."""
         self.end()
         for thread in self._threads:
             thread.join(TIMEOUT_S)
@@ -73,7 +73,7 @@ class RankThreads(RankProcesses):
 
 @contextmanager
 def rank_threads() -> Iterator[None]:
-    """Inside, engines of several ranks that start have threads for the other ones."""
+    """Inside, engines with several ranks run the other ranks as threads."""
     with (
         mock.patch.object(tensor_parallel, "RankProcesses", RankThreads),
         mock.patch.object(tensor_parallel, "share_threads"),

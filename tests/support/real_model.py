@@ -1,4 +1,4 @@
-"""The default model, for tests that need one which can talk; skipped where it is not installed."""
+"""The default model, for tests that need a trained model; skipped if it is not installed."""
 
 from __future__ import annotations
 

@@ -16,15 +16,15 @@ SPLIT = "{% set c = m.content.split('</think>')[-1] %}{{ c }}<|end|>\n{% endfor 
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """A template, what is learned of it, and an answer whose reasoning is `Hm, 2.` and whose
-    content is `Two`."""
+    """A template, the format learned from it, and an answer with reasoning `Hm, 2.` and content
+    `Two`."""
 
     template: str
     form: ReasoningFormat
     answer: str = "<think>\nHm, 2.\n</think>\n\nTwo"
     special_tokens: Sequence[str] = ()  # of the vocabulary
-    added_tokens: Sequence[str] = ()  # which are not special
-    thinking: bool | None = None  # what the template has to be told, to think
+    added_tokens: Sequence[str] = ()  # added tokens that are not special
+    thinking: bool | None = None  # the argument that makes the template think
 
 
 STYLES = {
@@ -60,7 +60,7 @@ STYLES = {
         + _PROMPT
         + "<think>\n{% endif %}",
         form=THINK,
-        answer="<think>Hm, 2.\n</think>\n\nTwo",  # a model that repeats the mark
+        answer="<think>Hm, 2.\n</think>\n\nTwo",  # the model repeats the mark
         special_tokens=("<think>", "</think>"),
     ),
     "channels": Style(

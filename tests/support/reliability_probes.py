@@ -1,4 +1,4 @@
-"""Bytes that a server must survive, by row of the reliability table, with the status they get."""
+"""Bytes that a server must survive, by row of the reliability table, with the expected status."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """`expected` statuses; 0 is a connection closed without a word."""
+    """`expected` statuses; 0 means the connection is closed without a response."""
 
     row: int
     name: str

@@ -1,7 +1,7 @@
-"""Rows 1 to 61 of the reliability table: the tests that hold them, and what is left out and why.
+"""Rows 1 to 61 of the reliability table: the tests that cover them, and what is not tested and why.
 
-Probes are in reliability_probes.py. A row may stand in several places: what a test elsewhere does
-not do is probed, what neither does is left out.
+Probes are in reliability_probes.py. A row can be in several places: parts not covered by a test
+elsewhere are probed, and parts covered by neither are listed as left out.
 """
 
 from __future__ import annotations

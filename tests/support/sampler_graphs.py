@@ -1,4 +1,4 @@
-"""A graph that ends with logits, and inputs for what `append_sampler` makes of it."""
+"""A graph that ends with logits, and inputs for the graph that `append_sampler` makes from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tables(**changes: Tensor) -> dict[str, Arg]:
     made = {
         name: torch.full(table.shape(sizes), table.neutral, dtype=table.dtype)
         for name, table in ROW_TABLES.items()
-        if name != "adapter"  # which the layers read
+        if name != "adapter"  # only layers read it
     }
     return {name: step(t) for name, t in (made | changes).items()}
 

@@ -1,8 +1,8 @@
-"""A real EngineCore over a runner that says what the test wrote, and a small tokenizer for it.
+"""A real EngineCore on a runner with scripted replies, and a small tokenizer for it.
 
-What the "model" says depends on the prompt alone, so any two runs agree: `SCRIPTS` maps a word of
-the prompt to the reply; other prompts are answered with REPLY. After the reply comes the end
-token, and then (with ignore_eos) the reply again.
+The "model's" output depends only on the prompt, so all runs agree: `SCRIPTS` maps a word of the
+prompt to the reply; other prompts are answered with REPLY. After the reply comes the end token, and
+then (with ignore_eos) the reply again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ VOCAB_WIDTH = 400  # of the logits: wider than the tokenizer, as padded checkpoi
 def make_hf_tokenizer(
     chat_template: str | None = CHAT_TEMPLATE, special_tokens: Sequence[str] = ()
 ) -> Any:
-    """Byte-level BPE with few merges, so that characters are split over tokens."""
+    """Byte-level BPE with few merges, so that characters are split into several tokens."""
     rust = RustTokenizer(models.BPE())
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()
@@ -67,13 +67,13 @@ def make_hf_tokenizer(
 
 
 class TextRunner(ScriptedRunner):
-    """Says what the first of `scripts` whose word is in the prompt says, else REPLY."""
+    """Replies with the first of `scripts` whose word is in the prompt, otherwise with REPLY."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(self._reply)
         self._tokenizer = tokenizer
         self.scripts = dict(SCRIPTS)
-        self.nan_word: str | None = None  # prompts with it get broken logits
+        self.nan_word: str | None = None  # prompts with this word get NaN logits
 
     def _reply(self, new: NewRow, tokens: Sequence[int]) -> int | None:
         prompt = self._tokenizer.decode(tokens[: new.num_prompt_tokens], skip_special_tokens=False)
@@ -85,7 +85,7 @@ class TextRunner(ScriptedRunner):
 
 
 def scripted_info(**changes: Any) -> ModelInfo:
-    """Of a model that does not exist. Sizes that no test here asks for are 0."""
+    """The ModelInfo of a model that does not exist. Sizes that no test needs are 0."""
     info = ModelInfo(
         name="scripted",
         path=Path("scripted"),
@@ -113,7 +113,7 @@ def scripted_info(**changes: Any) -> ModelInfo:
 
 @dataclass(kw_only=True)
 class Scripted:
-    """What start.start_engine returns, with handles on the inside."""
+    """A replacement for the result of start.start_engine, with access to its internals."""
 
     engine: EngineCore
     info: ModelInfo
@@ -124,10 +124,10 @@ class Scripted:
     upgrade: Any = None
 
     def end_ranks(self) -> None:
-        """There are none."""
+        """Do nothing: there are no ranks."""
 
     def assert_idle(self) -> None:
-        """Nothing of any request is left."""
+        """Check that nothing of any request remains."""
         stats = self.engine.stats()
         assert (stats.num_running, stats.num_waiting) == (0, 0)
         assert stats.num_free_blocks == stats.num_blocks

@@ -1,8 +1,8 @@
-"""An engine process for tests: a real EngineCore over a runner that repeats the prompt.
+"""An engine process for tests: a real EngineCore on a runner that repeats the prompt.
 
-Started as the engine process of llmc is, in a quarter of a second: no torch, no model, no
-tokenizer. `python scripted_process.py DELAY_S [FAILURE] REPORT_FD`. A prompt that begins with
-HANG, HANG_IN_C or DIE does that to the engine.
+It is started like llmc's engine process, in a quarter of a second: no torch, no model, no
+tokenizer. `python scripted_process.py DELAY_S [FAILURE] REPORT_FD`. A prompt that starts with
+HANG, HANG_IN_C or DIE makes the engine do that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def command(delay_s: float = 0.0, failure: str = "") -> Sequence[str]:
 
 
 def model_info() -> ModelInfo:
-    """Sizes that matter to nobody here are 0."""
+    """Sizes that no test needs are 0."""
     return ModelInfo(
         name="scripted",
         path=Path("scripted"),
@@ -63,12 +63,12 @@ def model_info() -> ModelInfo:
 def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.005)
 
 
 def has_ended(pid: int) -> bool:
-    """Gone, or dead and not yet waited for."""
+    """Whether a process is gone, or is a zombie."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -76,9 +76,9 @@ def has_ended(pid: int) -> bool:
 
 
 def repeat_prompt(new: NewRow, tokens: Sequence[int]) -> int:
-    """The prompt again, unless its first token hangs or ends the engine."""
+    """Repeat the prompt, unless its first token hangs or ends the engine."""
     if tokens[0] == HANG_IN_C:
-        ctypes.PyDLL(None).sleep(3600)  # PyDLL: no other thread may run meanwhile
+        ctypes.PyDLL(None).sleep(3600)  # PyDLL keeps the GIL: no other thread can run
     if tokens[0] == HANG:
         time.sleep(3600)
     if tokens[0] == DIE:
@@ -87,12 +87,12 @@ def repeat_prompt(new: NewRow, tokens: Sequence[int]) -> int:
 
 
 class ScriptedStart:
-    """In place of start.start_engine."""
+    """Replaces start.start_engine."""
 
     upgrade = None
 
     def end_ranks(self) -> None:
-        """There are none."""
+        """Do nothing: there are no ranks."""
 
     def __init__(self, delay_s: float, failure: str) -> None:
         self._delay_s = delay_s

@@ -1,6 +1,6 @@
-"""A runner without a model: a function says what follows each row's tokens.
+"""A runner without a model: a function returns the next token for each row's tokens.
 
-It needs no torch and no tokenizer, so that a process that uses it starts in a moment.
+It needs no torch and no tokenizer, so a process that uses it starts quickly.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pending import DoneStep, run_now
 
 from llmc.engine.plan import NewRow, RowWork, StepPlan, StepResult, TokenLogprobs
 
-NUM_TOKENS = 300  # token ids below this may be named in made-up logprobs
-# (a request, its tokens so far) -> the next one; None stands for broken logits
+NUM_TOKENS = 300  # made-up logprobs use token ids below this
+# (a request, its tokens so far) -> the next one; None means NaN logits
 NextToken = Callable[[NewRow, Sequence[int]], int | None]
 
 
 class ScriptedRunner:
-    """Runs each step when it is submitted; can make steps slow, or one fail."""
+    """Runs each step when it is submitted; can slow down steps, or make one fail."""
 
     def __init__(self, next_token: NextToken, *, max_in_flight: int = 2) -> None:
         self.next_token = next_token

@@ -1,8 +1,7 @@
-"""Each tiny model is captured once for all tests that only need its graph: a capture takes seconds.
+"""Captures each tiny model once for all tests that only need its graph: a capture takes seconds.
 
-Passes work on copies, so a captured graph serves again and again. Tests whose subject is capturing
-call it themselves and share nothing. The conftest.py of a folder whose tests all share imports
-`sharing`.
+Passes work on copies, so a captured graph can be reused. Tests of capturing itself call it directly
+and share nothing. If all tests of a folder share captures, its conftest.py imports `sharing`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from llmc.compiler.program import CapturedModel
 from llmc.inspect import inspect
 from llmc.pooling import Head
 
-# digest of the config, number of weights (some layers may be left out), dtype, device, whether
-# layers that repeat are captured once, head, context
+# digest of the config, number of weights (some layers may be cut), dtype, device, whether repeated
+# layers are captured once, head, context
 _Key = tuple[str, int, torch.dtype, str, bool, Head, int | None]
 _known: dict[_Key, CapturedModel] = {}
 _capture_model = attention_fallback.capture_model
@@ -40,7 +39,7 @@ def capture_once(built: BuiltModel, device: torch.device, *, outline: bool = Tru
 
 @contextmanager
 def shared_captures() -> Iterator[Any]:
-    """Inside, what starts or checks a model takes a graph that is there already."""
+    """Inside, starting or checking a model reuses an existing captured graph."""
     with (
         mock.patch.object(attention_fallback, "capture_model", capture_once),
         mock.patch.object(check, "capture_model", capture_once),

@@ -1,4 +1,4 @@
-"""Ways to sample and limits of an engine under which draft tokens must change nothing."""
+"""Sampling settings and engine limits with which draft tokens must not change any output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random steps and sizes for the ops with a state, drawn by hypothesis."""
+"""Random steps and sizes for stateful ops, drawn by hypothesis."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REQUEST = st.tuples(st.integers(1, 19), st.integers(0, 3)).map(lambda x: (x[0],
 
 @st.composite
 def state_cases(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
-    """Arguments of op `name`: fresh, continued and padding requests."""
+    """Arguments of op `name`: new, continued and padding requests."""
     requests = draw(st.lists(_REQUEST, min_size=1, max_size=4))
     if draw(st.booleans()):
         requests.append(_PADDING)

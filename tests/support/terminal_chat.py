@@ -1,6 +1,6 @@
-"""A chat on a terminal whose backend says what the question's first word asks for.
+"""A chat on a terminal whose backend gives the answer selected by the question's first word.
 
-Run as a program it is the chat; `Screen` is the terminal that a test looks at.
+Run as a program, this is the chat; `Screen` is the terminal that a test reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|[=>]|\][^\x07]*\x07|[()][AB0])")
 
 
 class Screen:
-    """What a program has written to a terminal of some columns, and keys to type."""
+    """A terminal with a program: its output, and a way to type keys."""
 
     def __init__(self, command: Sequence[str], *, columns: int, home: Path) -> None:
         self.text = ""
@@ -45,7 +45,7 @@ class Screen:
         os.write(self._fd, keys.encode())
 
     def wait(self, wanted: str, seconds: float = 20.0) -> str:
-        """All text since the last wait, once `wanted` is in it; escape sequences taken out."""
+        """All text since the last wait, once it contains `wanted`; without escape sequences."""
         deadline, seen = time.monotonic() + seconds, ""
         while True:
             ready, _, _ = select.select([self._fd], [], [], 0.1)
@@ -57,13 +57,13 @@ class Screen:
                 return plain
             if os.waitpid(self.pid, os.WNOHANG)[0] or time.monotonic() > deadline:
                 raise AssertionError(f"no {wanted!r} in {plain!r}")
-            if "\x1b[6n" in seen:  # where the cursor is, which prompt_toolkit asks for
+            if "\x1b[6n" in seen:  # prompt_toolkit asks for the cursor position
                 seen = seen.replace("\x1b[6n", "")
                 self.type("\x1b[1;1R")
 
 
 class WordBackend:
-    """Says an answer word by word."""
+    """Gives an answer word by word."""
 
     def __init__(self) -> None:
         self.model = "words"

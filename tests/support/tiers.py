@@ -1,7 +1,7 @@
 """The two tiers of the suite: `pytest` runs the ordinary tests, CI the exhaustive ones as well.
 
-Exhaustive are tests of minutes, and those that show on one more family, format, dtype or target
-what an ordinary test shows on another. `pytest -m ""` runs all.
+Exhaustive tests take minutes, or repeat an ordinary test for another family, format, dtype or
+target. `pytest -m ""` runs all tests.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 
 
 def tiered(values: Iterable[Any], *ordinary: Any, group: str = "") -> list[Any]:
-    """`values` as parameters; all but `ordinary` are exhaustive. `group` names the xdist_group of
-    each, with {} where the value goes."""
+    """`values` as parameters; all but `ordinary` are exhaustive. `group` is the xdist_group of
+    each, with {} for the value."""
     made = list(values)
     assert all(one in made for one in ordinary), f"{ordinary} are not among {made}"
     return [

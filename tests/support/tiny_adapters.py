@@ -1,4 +1,4 @@
-"""Random LoRA adapters, as PEFT makes and saves them, and what PEFT answers with them."""
+"""Random LoRA adapters, created and saved by PEFT, and PEFT's own output with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def save_adapter(
     save_embedding_layers: bool | str = False,
     **config: Any,
 ) -> LoRARequest:
-    """An adapter on `model` (transformers') under `path`, whose name is the adapter's."""
+    """Save an adapter for `model` (transformers') in `path`, whose last part is its name."""
     wanted = peft.LoraConfig(task_type="CAUSAL_LM", **config)
     with _quiet():
         made = peft.get_peft_model(model, wanted)
@@ -41,7 +41,7 @@ def save_adapter(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PEFT calls what the newest transformers deprecates, and warns of defaults that it sets."""
+    """Ignore warnings: PEFT calls functions that transformers deprecates, and warns of defaults."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -49,7 +49,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def peft_model(model: Any, adapter: LoRARequest | None) -> Iterator[Any]:
-    """The model with an adapter, by PEFT alone."""
+    """The model with an adapter, applied by PEFT."""
     if adapter is None:
         yield model
         return

@@ -1,4 +1,4 @@
-"""A tiny random model with a tokenizer and a chat template, made on the spot: it has no wit."""
+"""A tiny random model with a tokenizer and a chat template, created on the fly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LICENSE = Path(__file__).parents[2] / "LICENSE"
 
 @cache
 def tiny_chat_model() -> Path:
-    """A directory that lives as long as this process. The vocabulary is learned from LICENSE."""
+    """A directory that exists as long as this process. The vocabulary is learned from LICENSE."""
     folder = tempfile.TemporaryDirectory(prefix="tiny-chat-")
     _kept.append(folder)
     backend = Backend(models.BPE())
@@ -76,11 +76,11 @@ class TinyChat:
     config: EngineConfig
 
     def end_ranks(self) -> None:
-        """There are none."""
+        """Do nothing: there are no ranks."""
 
 
 def start_tiny_chat(model: Path | None = None, **options: Any) -> TinyChat:
-    """Started as live_server takes one, at -O0 in float32; `options` are EngineConfig's."""
+    """Start it for live_server, at -O0 in float32; `options` are EngineConfig's."""
     path = model or tiny_chat_model()
     config = EngineConfig(model=str(path), opt_level=0, dtype="float32", **options)
     started = start_engine(config)

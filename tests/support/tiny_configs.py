@@ -1,7 +1,7 @@
-"""A tiny config of any causal language model that transformers lists, by rules on field names.
+"""A tiny config for any causal language model in transformers, by rules on field names.
 
-The rules, and what single classes need beyond them, are data: bench/configs/coverage.json. Used by
-`bench.coverage` for every class and by tests/parity for one class a mechanism.
+The rules, and exceptions for single classes, are data: bench/configs/coverage.json. Used by
+`bench.coverage` for every class and by tests/parity for one class per mechanism.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def rules() -> Any:
 
 
 def decoder_types() -> list[str]:
-    """Model types of decoder-only text classes; a class that has several is listed by its first."""
+    """Model types of decoder-only text classes; a class with several is listed under its first."""
     skip = rules()["not_decoders"]
     return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in skip]
 
 
 def tiny_config(model_type: str, **fields: Any) -> Any:
-    """A config of a few thousand parameters that has no end token, so that greedy runs on.
+    """A config with a few thousand parameters and no end token, so that greedy decoding continues.
 
-    `fields` go before what the rules say.
+    `fields` take precedence over the rules.
     """
     config = _shrunk(CONFIG_MAPPING[model_type], "", fields)
     for part in (config, *_parts(config)):
@@ -51,7 +51,7 @@ def tiny_config(model_type: str, **fields: Any) -> Any:
 
 
 def _shrink_rope(part: Any) -> None:
-    """Lengths among its rotary parameters, which may be one mapping for every type of layer."""
+    """Shrink lengths in rotary parameters, which can be one mapping per layer type."""
     parameters = getattr(part, "rope_parameters", None) or {}
     for rope in (parameters, *(v for v in parameters.values() if isinstance(v, dict))):
         rope.update({name: n for name, n in rules()["lengths"].items() if name in rope})
@@ -62,15 +62,15 @@ def _parts(config: Any) -> list[Any]:
 
 
 def _shrunk(cls: Any, role: str, own: Mapping[str, Any]) -> Any:
-    """`cls` with every field that a rule names made small; what the class itself needs comes last.
+    """`cls` with every field of a rule shrunk; exceptions for the class are applied last.
 
-    `role` is the field of the outer config that it fills, if any. `own` goes before all rules.
+    `role` is the field of the outer config that it fills, if any. `own` overrides all rules.
     """
     changes = rules()["classes"].get(cls.model_type, {}) | own
     types = {f.name: str(f.type) for f in dataclasses.fields(cls)}
     small = (rules()[kind] for kind in ("sizes", "lengths", "layers", "limits"))
     sizes = functools.reduce(operator.or_, small) | rules()["nested"].get(role, {})
-    # Defaults of the class, not of an instance: an instance may have worked None out.
+    # Defaults of the class, not of an instance, which may have replaced None.
     fields: dict[str, Any] = {
         name: value
         for name, value in sizes.items()
@@ -92,7 +92,7 @@ def _shrunk(cls: Any, role: str, own: Mapping[str, Any]) -> Any:
 
 
 def _layer_lists(cls: Any, types: dict[str, str]) -> dict[str, Any]:
-    """One layer of every kind that the class has, and one more of the first."""
+    """One layer of every kind of the class, and one more of the first kind."""
     lists = {
         name: value
         for name in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
@@ -121,7 +121,7 @@ def save_random(config: Any, path: Path, *, seed: int = 0) -> Path:
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() >= 2 and not name.endswith(("A_log", "norm.weight")):
                 parameter.copy_(0.15 * noise)
-            else:  # norms, biases, sinks, decays: near where the class puts them
+            else:  # norms, biases, sinks, decays: near the class's initial values
                 parameter.add_(0.1 * noise)
     model.save_pretrained(path)
     return path

@@ -1,4 +1,4 @@
-"""A tiny checkpoint running in an EngineCore of chosen size, over caches that start full of NaN."""
+"""Runs a tiny checkpoint in an EngineCore of a given size, with caches that start full of NaN."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from llmc.startup.start import Started, start_engine
 BLOCK_SIZE = 4
 MAX_ROWS = 8
 CONTEXT = 64
-TIE = 1e-4  # closer top logits than this may fall either way
+TIE = 1e-4  # if the top logits are closer, either token is accepted
 LOGPROB_TOLERANCE = 2e-4
 
 
@@ -61,10 +61,10 @@ class Running:
         adapters: AdapterLoader | None = None,
         num_snapshots: int | None = None,
     ) -> EngineCore:
-        """A fresh EngineCore around the same runner; what is in its cache is poison.
+        """A new EngineCore on the same runner, with poisoned caches.
 
-        `num_blocks` is for each group of layers; with `tight_for` there are two more than one
-        request of so many tokens needs. `num_snapshots`: at most as many as it was started with.
+        `num_blocks` is per group of layers; with `tight_for` there are two blocks more than one
+        request of that many tokens needs. `num_snapshots`: at most as many as at its start.
         """
         scheduler = self.started.engine.scheduler
         windows = scheduler.layout.windows
@@ -105,7 +105,7 @@ class Running:
 
 
 def start(path: Path, **options: Any) -> Running:
-    """start_engine at -O0, with every cache tensor that it allocates kept and poisoned."""
+    """start_engine at -O0, with every cache tensor that it allocates recorded and poisoned."""
     made: list[list[Tensor]] = []
     states: list[list[Tensor]] = []
     allocate, allocate_states = kv_cache.allocate, kv_cache.allocate_states
@@ -133,21 +133,21 @@ def start(path: Path, **options: Any) -> Running:
         mock.patch.object(kv_cache, "allocate_states", poisoned_states),
         mock.patch.object(
             ProgramCache, "load", return_value=None
-        ),  # what is on disk proves nothing
+        ),  # a cached result on disk proves nothing
         mock.patch.object(ProgramCache, "save", _check_that_it_can_be_loaded),
         shared_captures(),
     ):
         started = start_engine(EngineConfig(model=str(path), **{**defaults, **options}))
     if started.upgrade is not None:
-        # waited for, else the step function would be swapped in the middle of a test
+        # waited for, or the step function would be swapped in the middle of a test
         assert started.upgrade.wait(300), started.upgrade.error
-    stay = made[len(made) // 2 :]  # before them the caches of the profile steps were made
+    stay = made[len(made) // 2 :]  # the first half are the caches of the profile steps
     caches = [cache for caches in stay for cache in caches]
     return Running(started=started, caches=caches, states=states[-1])
 
 
 def _check_that_it_can_be_loaded(_: ProgramCache, __: str, program: Program) -> None:
-    """Without the disk: the program becomes plain data, and that the same program again."""
+    """Check, without the disk, that a program becomes plain data and the same program again."""
     nodes, constants = dump_graph(program.graph.graph)
     safetensors.torch.save(constants)  # fails where two tensors share memory
     loaded = load_graph(json.loads(json.dumps(nodes)), constants, program.device)
@@ -156,7 +156,7 @@ def _check_that_it_can_be_loaded(_: ProgramCache, __: str, program: Program) -> 
 
 
 def _json_without_values(nodes: list[dict[str, Any]]) -> str:
-    """Symbolic sizes become numbers when they are loaded."""
+    """The nodes as JSON without values: symbolic sizes become numbers when loaded."""
     return json.dumps([{k: v for k, v in node.items() if k != "val"} for node in nodes], indent=0)
 
 
@@ -174,7 +174,7 @@ def generate(
     adapter: LoRARequest | None = None,
     **sampling: Any,
 ) -> list[Generated]:
-    """All prompts in one batch, greedy unless asked otherwise; fails on any request's error."""
+    """Generate for all prompts in one batch, greedy by default; fails on any request's error."""
     params = SamplingParams(
         **{"temperature": 0.0, "logprobs": 0, "max_tokens": max_tokens, "ignore_eos": True}
         | sampling
@@ -193,7 +193,7 @@ def generate(
 
 
 def finish(engine: EngineCore) -> dict[str, Generated]:
-    """What its requests get, by their ids; fails on any request's error."""
+    """Run to the end; returns results by request id, and fails on any request's error."""
     out: dict[str, Generated] = {}
     while engine.has_work:
         for update in engine.step():
@@ -206,14 +206,14 @@ def finish(engine: EngineCore) -> dict[str, Generated]:
 
 
 def differences(expected: Sequence[Any], got: Sequence[Generated]) -> tuple[int, list[str]]:
-    """Positions skipped after a tie in transformers' own logits, and what else differs."""
+    """The number of positions skipped after ties in transformers' logits, and all differences."""
     skipped, wrong = 0, []
     for reference, mine in zip(expected, got, strict=True):
         assert len(mine.tokens) == len(reference.tokens)
         name = f"prompt of {len(reference.prompt)}"
         for i, (want, have) in enumerate(zip(reference.tokens, mine.tokens, strict=True)):
             if want != have and reference.margins[i] < TIE:
-                skipped += len(mine.tokens) - i  # from here on the texts differ
+                skipped += len(mine.tokens) - i  # the sequences differ from here on
                 break
             if want != have:
                 wrong.append(f"{name}, token {i}: {have}, transformers {want}")

@@ -1,4 +1,4 @@
-"""Small GGUF files, written by the gguf package as llama.cpp's converter would write them."""
+"""Small GGUF files, written with the gguf package as llama.cpp's converter would write them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = {
     "max_position_embeddings": 128,
     "vocab_size": 128,
 }
-# architecture of the file -> (transformers' name of it, fields that make it small)
+# architecture of the file -> (transformers' name, fields that make it small)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**SIZES, "head_dim": 16}),
     "qwen2": ("qwen2", SIZES),
@@ -109,7 +109,7 @@ def write_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     edit: Edit | None = None,
 ) -> Path:
-    """Tensors with random numbers; matrices as `kind`. `edit` may add metadata."""
+    """Write a file with random tensors, matrices as `kind`. `edit` can add metadata."""
     module: Any = tiny_module(architecture)
     config = module.config.get_text_config()
     writer = GGUFWriter(path, architecture)
@@ -152,7 +152,7 @@ def write_gguf(
 
 
 def add_words(writer: GGUFWriter) -> None:
-    """A byte-level tokenizer of single letters."""
+    """Add a byte-level tokenizer with single-byte tokens."""
     words = [*WORDS, *(f"<{i}>" for i in range(128 - len(WORDS)))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
@@ -166,7 +166,7 @@ def add_words(writer: GGUFWriter) -> None:
 
 
 def stored_shapes(module: nn.Module, architecture: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes as llama.cpp has them."""
+    """Names and shapes as in llama.cpp."""
     kind: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
     names = get_gguf_hf_weights_map(module, kind(config={}))
     state = module.state_dict()
@@ -176,7 +176,7 @@ def stored_shapes(module: nn.Module, architecture: str) -> list[tuple[str, tuple
         if parameter not in state or (name == "output.weight" and ties):
             continue
         shape = tuple(state[parameter].shape)
-        if name.endswith(("_gate_exps", "_up_exps")):  # which a module has joined
+        if name.endswith(("_gate_exps", "_up_exps")):  # joined in the module
             shape = (shape[0], shape[1] // 2, shape[2])
         if "conv1d.weight" in name:
             shape = (shape[0], shape[2])

@@ -1,4 +1,4 @@
-"""Small labelled graphs for tests of passes: traced from a function, run by the roles of inputs.
+"""Small labeled graphs for tests of passes: traced from a function, run by the roles of inputs.
 
 gm = trace(lambda x, w: F.linear(x, w), x=step(torch.randn(1, 5, 8), dynamic=1), w=weight("w", t))
 run(gm, values)
@@ -37,7 +37,7 @@ from llmc.weights.load import make_weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arg:
-    """An example input, its dynamic dimension, and its role (None: the step input of its name)."""
+    """An example input, its dynamic dimension, and its role (None: a step input with its name)."""
 
     tensor: Tensor
     role: Input | None = None
@@ -61,7 +61,7 @@ def cache(layer: int, part: Any, dtype: torch.dtype = torch.float32) -> Arg:
 
 
 def trace(fn: Callable[..., Any], **inputs: Arg) -> fx.GraphModule:
-    """ATen graph of `fn(*inputs)`; equal dynamic sizes share one symbol."""
+    """The ATen graph of `fn(*inputs)`; equal dynamic sizes share one symbol."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = []
     for arg in inputs.values():
@@ -93,14 +93,14 @@ class _Plain:
 
 
 def draw_adapter(role: AdapterInput, shape: tuple[int, ...]) -> Tensor:
-    """What a graph's slots of adapters hold: random numbers that depend on the role alone."""
+    """The contents of a graph's adapter slots: random numbers that depend only on the role."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(role).encode()))
     return torch.randn(shape, generator=generator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Values:
-    """What to run a graph on: step inputs and weights by name, caches by (layer, part)."""
+    """The inputs of a graph: step inputs and weights by name, caches by (layer, part)."""
 
     step: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
@@ -140,7 +140,7 @@ class Values:
 
 
 def run(gm: fx.GraphModule, values: Values) -> Any:
-    """Execute a graph; weights are made by their recipes."""
+    """Execute a graph; weights are created by their recipes."""
     inputs = [values.get(n) for n in gm.graph.nodes if n.op == "placeholder"]
     with torch.no_grad():
         return fx.Interpreter(gm).run(*inputs)
@@ -151,7 +151,7 @@ def apply(gm: fx.GraphModule, *passes: Pass) -> tuple[fx.GraphModule, list[PassR
 
 
 def ops(gm: fx.GraphModule) -> dict[str, int]:
-    """Calls by op, without the views and lookups that only move data about."""
+    """Calls by op, without views and lookups that only move data."""
     return {
         name: count
         for name, count in histogram(gm).items()
@@ -162,12 +162,12 @@ def ops(gm: fx.GraphModule) -> dict[str, int]:
 def assert_same(
     got: fx.GraphModule, want: fx.GraphModule, values: Values, tolerance: float = 1e-5
 ) -> None:
-    """Both graphs give the same numbers, up to the rounding of another order of summing."""
+    """Check that both graphs give the same numbers, up to rounding from the order of summation."""
     torch.testing.assert_close(run(got, values), run(want, values), rtol=tolerance, atol=tolerance)
 
 
 def assert_idempotent(gm: fx.GraphModule, make_pass: Pass) -> None:
-    """A second run of a pass changes nothing."""
+    """Check that a second run of a pass changes nothing."""
     once, _ = apply(gm, make_pass)
     twice, (report,) = apply(once, make_pass)
     assert not report.added and not report.removed, str(report)

@@ -1,5 +1,5 @@
-"""Tiny EAGLE-3 heads, written as their trainers write them, and what they compute by the format's
-description: plain torch, one sequence at a time."""
+"""Tiny EAGLE-3 heads, written like their trainers' checkpoints, and a reference of what they
+compute by the format's description: plain torch, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": tiny_models.VOCAB,
     "draft_vocab_size": DRAFT_VOCAB,
     "eagle_aux_hidden_state_layer_ids": TAPS,
-    "max_position_embeddings": 32,  # of its training, and no limit
+    "max_position_embeddings": 32,  # from its training; not a limit
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "hidden_act": "silu",
@@ -46,7 +46,7 @@ def target(path: Path, **changes: Any) -> Path:
 
 
 def random_weights(num_taps: int = 3, *, seed: int = 0, hidden: int = HIDDEN) -> Weights:
-    """Of a head that is mostly wrong, by the names of the first heads that were published."""
+    """Weights of a head that is mostly wrong, with the names of the first published heads."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> Tensor:
@@ -91,7 +91,7 @@ WIDE = 128  # hidden size: a channel for each token, and one that is always 1
 
 
 def following(length: int, first: int) -> tuple[int, ...]:
-    """A text by the rule of the agreeing target; all 96 tokens are in one cycle of it."""
+    """A sequence by the rule of the agreeing target, whose single cycle has all 96 tokens."""
     tokens = [first]
     while len(tokens) < length:
         tokens.append((13 * tokens[-1] + 5) % tiny_models.VOCAB)
@@ -99,11 +99,11 @@ def following(length: int, first: int) -> tuple[int, ...]:
 
 
 def agreeing(folder: Path) -> tuple[Path, Path]:
-    """A target whose next token follows from its last one alone, and a head that knows the rule.
+    """A target whose next token depends only on its last one, and a head that knows the rule.
 
-    Embeddings are one channel a token; layers add nothing. The head moves what it is handed, the
-    token before its own, to the channel of the token behind that, and leaves it there. So it is
-    right where its own token follows by the rule.
+    Embeddings are one channel per token; layers add nothing. The head moves its input feature (the
+    token before its own) to the channel of the token that follows by the rule. So it is right if
+    its own token follows by the rule.
     """
     sizes = {"hidden_size": WIDE, "intermediate_size": WIDE, "head_dim": DIM}
     path = target(folder / "agreeing", **sizes)
@@ -127,7 +127,7 @@ def agreeing(folder: Path) -> tuple[Path, Path]:
     own = {n: torch.ones_like(w) if n.endswith("norm.weight") else w for n, w in own.items()}
     own["fc.weight"] = torch.cat([torch.eye(WIDE), torch.zeros(WIDE, 2 * WIDE)], 1)
     own["midlayer.self_attn.o_proj.weight"].zero_()
-    moves = torch.zeros(WIDE, WIDE)  # what is added: the next token's channel, less its own
+    moves = torch.zeros(WIDE, WIDE)  # what is added: the next token's channel minus its own
     moves[:vocab, :vocab] = channel[:, :vocab][follows].T - torch.eye(vocab)
     scale = math.sqrt(WIDE / 2)  # of the norm before the MLP: two channels of 1
     gate = torch.zeros(WIDE, WIDE)
@@ -152,7 +152,7 @@ class Reference:
     norm_before_residual: bool = False
 
     def run(self, tokens: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [T] and g [T, N] beside them -> logits [T, D] and u [T, N]."""
+        """tokens [T] and their features g [T, N] -> logits [T, D] and u [T, N]."""
         w = {n.removeprefix("midlayer."): t for n, t in self.weights.items()}
         e = self.embedding[torch.tensor(tokens)]
         normed = _norm(features, w["hidden_norm.weight"])

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of models that read images, with tokenizer, processor and chat template.
+"""Tiny random checkpoints of image models, with tokenizer, processor and chat template.
 
 Families are named here and nowhere in the package: the engine must not know them.
 """
@@ -69,7 +69,7 @@ def _backend(special: list[str]) -> Any:
 
 
 def _tokenizer(roles: dict[str, str], image: str) -> Any:
-    """`roles`: names under which a processor asks for tokens; `image`: what a template writes."""
+    """`roles`: names under which a processor looks up tokens; `image`: what a template writes."""
     hf = tf.PreTrainedTokenizerFast(
         tokenizer_object=_backend([*_SPECIAL, *_IMAGE]),
         eos_token=_SPECIAL[2],
@@ -237,7 +237,7 @@ FAMILIES: dict[str, tuple[dict[str, str], str, _Make]] = {
 
 @cache
 def tiny_image_model(family: str) -> Path:
-    """A directory that lives as long as this process."""
+    """A directory that exists as long as this process."""
     folder = tempfile.TemporaryDirectory(prefix="tiny-images-")
     _kept.append(folder)
     path = Path(folder.name) / family
@@ -275,5 +275,5 @@ def random_image(seed: int, width: int = 32, height: int = 32) -> Image.Image:
 
 
 def image_token(family: str) -> str:
-    """What stands for an image in a prompt of this family."""
+    """The placeholder of an image in a prompt of this family."""
     return FAMILIES[family][1]

@@ -50,7 +50,7 @@ def partial(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Interleaved pairs: channel 2i turns with 2i + 1."""
+    """Interleaved pairs: channel 2i is rotated with 2i + 1."""
     turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
 
@@ -71,7 +71,7 @@ def norm(x: Tensor, w: Tensor) -> Tensor:
 
 
 def layer(rotary: object = half_turn, *, normed: bool = False, width: int = DIM) -> fx.GraphModule:
-    """positions, tokens -> [1, T, H * D], with q and k turned by `rotary` over `width` channels."""
+    """positions, tokens -> [1, T, H * D], with `width` channels of q and k rotated by `rotary`."""
     halved = rotary is two_halves
 
     def forward(
@@ -105,7 +105,7 @@ def layer(rotary: object = half_turn, *, normed: bool = False, width: int = DIM)
 
 
 def paged_values(*, poison: float = float("nan")) -> Values:
-    """The same tokens as one request whose blocks lie in any order."""
+    """The same tokens as one request whose blocks are in arbitrary order."""
     blocks = torch.tensor([[2, 0]], dtype=torch.int32)
     position = torch.arange(TOKENS)
     slots = blocks[0, position // BLOCK_SIZE].long() * BLOCK_SIZE + position % BLOCK_SIZE

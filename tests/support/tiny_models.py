@@ -61,7 +61,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
 
 
 def make_config(group: str, **changes: Any) -> Any:
-    """A config of a few thousand parameters that has no end token, so that greedy runs on."""
+    """A config with a few thousand parameters and no end token, so greedy decoding continues."""
     config = FAMILIES[group](**changes)
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     return config
@@ -72,7 +72,7 @@ def save_checkpoint(group: str, path: Path, *, seed: int = 0, **changes: Any) ->
     config = make_config(group, **changes)
     dtype = changes.get("dtype", torch.float32)
     with torch.random.fork_rng():
-        torch.manual_seed(seed)  # attention sinks and the like keep what transformers drew
+        torch.manual_seed(seed)  # attention sinks and the like keep transformers' initial values
         model = tf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -80,14 +80,14 @@ def save_checkpoint(group: str, path: Path, *, seed: int = 0, **changes: Any) ->
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() >= 2:
                 parameter.copy_(0.15 * noise)
-            else:  # norms, biases, sinks: away from 0 and 1, where a bug could hide
+            else:  # norms, biases, sinks: not 0 or 1, which could hide a bug
                 parameter.add_(0.1 * noise)
     model.save_pretrained(path)
     return path
 
 
 def load_reference(path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The same checkpoint in transformers, with its plainest attention."""
+    """The same checkpoint in transformers, with eager attention."""
     model: nn.Module = tf.AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="eager"
     ).eval()
@@ -96,7 +96,7 @@ def load_reference(path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """Greedy tokens of transformers, their log-probabilities, and their lead over the next best."""
+    """transformers' greedy tokens, their log-probabilities, and their lead over the next best."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]

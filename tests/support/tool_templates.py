@@ -1,4 +1,4 @@
-"""Chat templates that write calls of tools, one of each style, with an answer in that style."""
+"""Chat templates that write tool calls, one per style, with an answer in that style."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RAW = "{{ v if v is string else v | tojson }}"
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """A template, and an answer with content (where the style has it) and the CALLS."""
+    """A template, and an answer with content (if the style has it) and the CALLS."""
 
     template: str
     answer: str

@@ -1,4 +1,4 @@
-"""Compiles a planned launch for a target that need not be there, and reads what it uses.
+"""Compiles a planned launch for a target that need not exist here, and reads its resource use.
 
 The signature is what Triton would derive from the same arguments at run time: pointers aligned to
 16 bytes, integers specialized when 1 or a multiple of 16 (unless the kernel says not to).
@@ -26,7 +26,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# what one program may use of shared memory, bytes
+# maximum shared memory per program, in bytes
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 65536}
 DEPENDENT_LAUNCH = ("sm_90", "sm_100")
 _TYPES = {
@@ -43,13 +43,13 @@ _TYPES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
     registers: int  # per thread
-    spilled: int  # bytes of local memory a thread (NVIDIA), registers spilled (AMD)
+    spilled: int  # bytes of local memory per thread (NVIDIA), registers spilled (AMD)
     shared: int  # bytes per program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specialization:
-    """What Triton compiles anew for: types, constants, and which values divide by 16."""
+    """What Triton specializes on: types, constants, and which values are divisible by 16."""
 
     signature: dict[str, str]
     constants: dict[str, Any]
@@ -57,7 +57,7 @@ class Specialization:
 
 
 def variant(launch: Launch) -> str:
-    """Equal for launches that one compiled kernel serves."""
+    """A key that is equal for launches that share one compiled kernel."""
     options = (launch.kernel.__name__, launch.num_warps, launch.num_stages)
     return f"{options} {specialize(launch, 'sm_90')}"
 
@@ -67,7 +67,7 @@ def specialize(launch: Launch, target: str) -> Specialization:
     constants: dict[str, Any] = {}
     attrs: dict[tuple[int, ...], list[list[Any]]] = {}
     values = {**launch.args, **launch.constants}
-    if "PDL" in values:  # chosen by the GPU that is there
+    if "PDL" in values:  # depends on the GPU that is present
         values["PDL"] = target in DEPENDENT_LAUNCH
     for i, param in enumerate(launch.kernel.params):
         value = values.pop(param.name)

@@ -1,6 +1,6 @@
-"""The launches that are compiled ahead of time: each op at shapes that stand for real use.
+"""The launches that are compiled ahead of time: each op at realistic shapes.
 
-Plans are made from meta tensors, so shapes cost nothing.
+Plans are made from meta tensors, which need no memory.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ def attention(
 
 
 def latent(tokens: int, rows: int, *, cache: torch.dtype | None = None) -> Plan[Tensor]:
-    """A quarter of the heads of a large model over a latent of 512 channels and 64 of position."""
+    """A quarter of a large model's heads over a latent of 512 channels plus 64 positional ones."""
     return attention(tokens, rows, 32, 1, 576, 512, cache=cache, shared=True)
 
 
 def chosen(
     group: int, *, cache: torch.dtype = BF16, sinks: Tensor | None = None, sparse_block: int = 1
 ) -> Plan[Tensor]:
-    """Latent attention's sizes: 192 channels of a key, 128 of a value."""
+    """Latent attention's sizes: 192 channels per key, 128 per value."""
     groups = 1 if sparse_block == 1 else 64 // group
     return chosen_attention.plan(
         meta(64, 64, 192), meta(64, 64 // group, 16, 192, dtype=cache),
@@ -121,7 +121,7 @@ def chosen(
 
 
 def entries() -> Plan[Tensor]:
-    """Tokens of a window and entries of four tokens, each its own value, in blocks of 20 rows."""
+    """Tokens of a window and entries of four tokens, key and value in one, in blocks of 20 rows."""
     cache = meta(64, 1, 20, 512)
     return chosen_attention.plan(
         meta(64, 64, 512), cache, cache, ints(65), ints(64), ints(64, 2048),
@@ -196,7 +196,7 @@ def lora(rows: int, rank: int, parts: int = 1) -> Plan[None]:
 
 
 def lora_experts(tokens: int, rank: int) -> Plan[None]:
-    """Four slots on 128 experts, of which each token chose eight."""
+    """Four slots on 128 experts, eight chosen per token."""
     return add_lora.plan(
         meta(8 * tokens, 1536),
         meta(8 * tokens, 2048),
@@ -228,7 +228,7 @@ def step_inputs() -> Plan[None]:
 
 
 def low_bit(rows: int, format: Format, *, group: int = 0) -> Plan[Tensor]:
-    """`group`: as checkpoints have them, with scales in float32 and, in int4, zero points."""
+    """`group`: as in checkpoints, with float32 scales and, for int4, zero points."""
     to = quantization_of(format, 4096, 14336)
     if group:
         to = Quantization(format=format, group=group, scale="float32", zero=format == "int4")
@@ -240,7 +240,7 @@ def low_bit(rows: int, format: Format, *, group: int = 0) -> Plan[Tensor]:
 
 
 def low_bit_experts(rows: int, format: Format, *, minimum: bool = False) -> Plan[Tensor]:
-    """In groups of 32, as checkpoints and GGUF files have them."""
+    """In groups of 32, as in checkpoints and GGUF files."""
     scale: Scale = "exponent" if format == "mxfp4" else "float16"
     to = Quantization(format=format, group=32, scale=scale, minimum=minimum)
     parts = {p: meta(*to.shape(p, 128, 1536, 2048), dtype=d) for p, d in to.dtypes.items()}
@@ -256,7 +256,7 @@ def low_bit_experts(rows: int, format: Format, *, minimum: bool = False) -> Plan
 
 
 def embedding(tokens: int, format: Format, *, minimum: bool = False) -> Plan[Tensor]:
-    """In groups of 32, as GGUF files have them."""
+    """In groups of 32, as in GGUF files."""
     to = Quantization(format=format, group=32, scale="float32", minimum=minimum)
     weight = meta(*to.shape("weight", VOCAB, 4096), dtype=to.dtype)
     scale = floats(*to.shape("scale", VOCAB, 4096))
@@ -265,7 +265,7 @@ def embedding(tokens: int, format: Format, *, minimum: bool = False) -> Plan[Ten
 
 
 def few_rows(rows: int, channels: int, depth: int, act: str | None = None) -> Plan[Tensor]:
-    """Normed where it is gated, with a residual where it is not, as in a decoder's layer."""
+    """With a norm if it is gated, otherwise with a residual, as in a decoder layer."""
     normed = act is not None
     out = channels // 2 if normed else channels
     return fused_linear.plan(
@@ -280,7 +280,7 @@ def slots(requests: int, *shape: int, dtype: torch.dtype = torch.float32) -> tup
 
 
 def delta(tokens: int, requests: int, *, by_channel: bool = False) -> Plan[Tensor]:
-    """Query and key in float32, as their normalization leaves them."""
+    """Query and key in float32, as after their normalization."""
     value = meta(tokens, 3 * 4096)[:, 4096:8192].unflatten(-1, (32, 128))
     return delta_rule.plan(
         floats(tokens, 32, 128), floats(tokens, 32, 128), value,
@@ -299,7 +299,7 @@ def scan(requests: int, heads: int, width: int, size: int) -> Plan[Tensor]:
 
 
 def linear_attention(requests: int, heads: int, dim: int) -> Plan[Tensor]:
-    """Queries, keys and values of each head side by side, as one projection makes them."""
+    """The queries, keys and values of each head next to each other, as from one projection."""
     q, k, v = meta(requests, heads, 3 * dim).split(dim, dim=-1)
     return selective_scan.plan(
         v, floats(requests, heads), floats(heads, 1), k, q, *slots(requests, heads, dim, dim)
@@ -478,7 +478,7 @@ BUILDS: dict[str, Callable[[], Plan[Any]]] = {
 
 
 def _packed(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as a merged projection hands them on."""
+    """Queries, keys and values as from a merged projection."""
     q, k, v = meta(tokens, 48 * 128).split([32 * 128, 8 * 128, 8 * 128], dim=-1)
     return q.unflatten(-1, (32, 128)), k.unflatten(-1, (8, 128)), v.unflatten(-1, (8, 128))
 
@@ -530,8 +530,8 @@ SHAPES = {"decode": (64, 64), "drafts": (256, 64), "prefill": (4096, 4)}
 
 
 def sweep() -> Iterator[tuple[str, Callable[[], Plan[Any]]]]:
-    """Attention, at length: every flag at one head size, every head size without flags, and every
-    kind of cache at some."""
+    """Attention, exhaustively: every flag at one head size, every head size without flags, and
+    every kind of cache at some sizes."""
 
     def build(tokens: int, rows: int, dim: int, **features: Any) -> Callable[[], Plan[Any]]:
         return lambda: attention(tokens, rows, 16, 4, dim, **features)

@@ -290,7 +290,7 @@ def test_bad_templates(template: str, tmp_path: Path) -> None:
         writer.kv_data[0]["tokenizer.chat_template"].value = template
 
     path = write_gguf(tmp_path / "m.gguf", "llama", edit=change)
-    with pytest.raises(CheckpointError, match="chat_template is no Jinja template"):
+    with pytest.raises(CheckpointError, match="chat_template is not a Jinja template"):
         resolve_model(EngineConfig(model=str(path)))
 
 

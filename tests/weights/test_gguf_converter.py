@@ -99,7 +99,7 @@ def test_rows_of_two_tensors_keep_their_bits(tmp_path: Path) -> None:
         (
             "linear attention",
             {"ssm.inner_size": 0},
-            "has 0 as ssm.inner_size and 4 as ssm.time_step_rank, of which both should be positive",
+            "has 0 as ssm.inner_size and 4 as ssm.time_step_rank, but both should be positive",
         ),
     ],
 )
@@ -165,7 +165,7 @@ def test_numbers_of_the_metadata_are_there_for_each_layer(tmp_path: Path) -> Non
     data = path.read_bytes()
     assert data.count(b"xielu.alpha_p") == 1
     path.write_bytes(data.replace(b"xielu.alpha_p", b"xielu.alpha_q"))
-    with pytest.raises(CheckpointError, match="has no xielu.alpha_p of layer 0"):
+    with pytest.raises(CheckpointError, match="has no xielu.alpha_p for layer 0"):
         model_directory(path)
 
 
@@ -183,10 +183,10 @@ def test_what_the_metadata_asks_for_must_be_there(tmp_path: Path) -> None:
     case = CASES["logit scale"]
     module = make_module(case)
     for key, value, message in (
-        ("block_count", 2**31, "states 2147483648 layers, but holds tensors of 2"),
+        ("block_count", 2**31, "states 2147483648 layers, but has tensors for 2"),
         ("feed_forward_length", 2**31, "has shape"),
         ("embedding_length", 2**20, "has shape"),
-        ("embedding_length", 2**31, "can't build a model"),
+        ("embedding_length", 2**31, "can't build the model"),
     ):
         changed = replace(case, metadata={key: value})
         with pytest.raises(CheckpointError, match=message):

@@ -56,12 +56,12 @@ DAMAGED = [
     (header(pairs=1) + text("k") + struct.pack("<IIQ", 9, 8, 2**61) + PAD, "strings of 'k'"),
     (header(pairs=1) + text("k") + struct.pack("<IIQ", 9, 9, 1) + PAD, "unreadable type 9"),
     (header(pairs=2) + (text("k") + struct.pack("<IB", 0, 1)) * 2 + PAD, "'k' twice"),
-    (header(pairs=1) + struct.pack("<Q", 2) + b"\xff\xfe" + PAD, "no valid UTF-8"),
+    (header(pairs=1) + struct.pack("<Q", 2) + b"\xff\xfe" + PAD, "invalid UTF-8"),
     (header(tensors=1) + tensor("t", (2**60,)) + PAD, "truncated or damaged"),
     (header(tensors=1) + tensor("t", (2**40, 2**40)) + PAD, "truncated or damaged"),
     (header(tensors=1) + tensor("t", (32,), kind=255) + PAD, "type 255"),
-    (header(tensors=1) + tensor("t", (33,), kind=8) + PAD, "no whole blocks"),
-    (header(tensors=1) + tensor("t", (0,)) + PAD, "no whole blocks"),
+    (header(tensors=1) + tensor("t", (33,), kind=8) + PAD, "not whole blocks"),
+    (header(tensors=1) + tensor("t", (0,)) + PAD, "not whole blocks"),
     (header(tensors=1) + tensor("t", (32,), offset=7) + PAD, "not aligned"),
     (header(tensors=1) + tensor("t", (32,), offset=2**63) + PAD, "truncated or damaged"),
     (header(tensors=1) + text("t") + struct.pack("<I", 2**32 - 1) + PAD, "4294967295 dimensions"),
@@ -71,7 +71,7 @@ DAMAGED = [
         header(pairs=1) + text("general.alignment") + struct.pack("<II", 4, 3) + PAD,
         "alignment 3",
     ),
-    (header() + PAD, "does not say which architecture"),
+    (header() + PAD, "does not state its architecture"),
 ]
 
 
@@ -179,15 +179,15 @@ def test_any_metadata_makes_a_model_or_one_sentence(tmp_path: Path, data: st.Dat
 
 
 TOKENIZERS: list[tuple[str, Any, str]] = [
-    ("token_type", [1] * 3, "token_type has not one entry a token"),
-    ("token_type", ["a"] * 128, "token_type is no list of the right kind"),
-    ("tokens", [7] * 128, "tokens is no list of the right kind"),
-    ("tokens", ["a"] * 128, "empty or has a token twice"),
-    ("eos_token_id", 128, "eos_token_id is 128, of 128 tokens"),
-    ("model", [1], "tokenizer.ggml.model is no text"),
-    ("model", "bert", "of kind 'bert', of which llmc reads"),
-    ("model", "llama", "scores has 0 of 128 scores"),
-    ("model", "t5", "scores has 0 of 128 scores"),
+    ("token_type", [1] * 3, "token_type does not have one entry per token"),
+    ("token_type", ["a"] * 128, "token_type is not a list of the right type"),
+    ("tokens", [7] * 128, "tokens is not a list of the right type"),
+    ("tokens", ["a"] * 128, "empty or has duplicates"),
+    ("eos_token_id", 128, "eos_token_id is 128, but there are 128 tokens"),
+    ("model", [1], "tokenizer.ggml.model is not a string"),
+    ("model", "bert", "of kind 'bert'; llmc supports"),
+    ("model", "llama", "scores has 0 scores for 128 tokens"),
+    ("model", "t5", "scores has 0 scores for 128 tokens"),
     ("merges", ["no merge"], "tokenizer can't be used"),
 ]
 

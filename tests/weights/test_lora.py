@@ -106,7 +106,7 @@ def test_a_copy_of_the_models_embedding(tmp_path: Path) -> None:
     for plain, reason in (
         ({"model.embed.weight": PlainWeight.of(changed)}, "has other values"),
         ({"model.embed.weight": PlainWeight.of(own[:4])}, r"is \[4, 8\] and not \[5, 8\]"),
-        ({}, "is not served as it is stored"),
+        ({}, "is not served as stored"),
     ):
         with pytest.raises(InvalidRequestError, match=reason):
             read_adapter(adapter, stored, torch.float32, plain)
@@ -138,7 +138,7 @@ O_PAIR = {A.replace(".q.", ".o."): torch.ones(2, 8), B.replace(".q.", ".o."): to
     [
         ("{", None, "can't be read"),
         ("[" * 100_000, None, "can't be read"),
-        ([], None, "holds no object"),
+        ([], None, "is not a JSON object"),
         ({**CONFIG, "peft_type": "IA3"}, None, "peft_type is 'IA3'"),
         ({**CONFIG, "use_dora": True}, None, "it uses use_dora"),
         ({**CONFIG, "modules_to_save": ["lm_head"]}, None, "it uses modules_to_save"),
@@ -146,9 +146,9 @@ O_PAIR = {A.replace(".q.", ".o."): torch.ones(2, 8), B.replace(".q.", ".o."): to
         ({**CONFIG, "init_lora_weights": "pissa"}, None, "init_lora_weights is 'pissa', which ch"),
         ({**CONFIG, "init_lora_weights": "olora"}, None, "path_initial_model_for_weight_conver"),
         ({**CONFIG, "init_lora_weights": ["eva"]}, None, r"init_lora_weights is \['eva'\]"),
-        ({**CONFIG, "target_parameters": "experts.down"}, None, "is no list of names"),
-        ({**CONFIG, "target_parameters": ["a"] * 4097}, None, "names 4097, over 4096"),
-        ({**CONFIG, "target_parameters": ["o.weight"]}, O_PAIR, "no linear of this model that ta"),
+        ({**CONFIG, "target_parameters": "experts.down"}, None, "is not a list of names"),
+        ({**CONFIG, "target_parameters": ["a"] * 4097}, None, "has 4097 names; the limit is 4096"),
+        ({**CONFIG, "target_parameters": ["o.weight"]}, O_PAIR, "linear layers that support ad"),
         ({**CONFIG, "lora_bias": True}, None, "it uses lora_bias"),
         ({**CONFIG, "bias": "lora_only"}, None, "trains biases"),
         ({**CONFIG, "some_new_method": {"a": 1}}, None, "it uses some_new_method"),
@@ -161,15 +161,15 @@ O_PAIR = {A.replace(".q.", ".o."): torch.ones(2, 8), B.replace(".q.", ".o."): to
         ({**CONFIG, "rank_pattern": {"(a+)+": 1}}, None, "repeats a group"),
         ({**CONFIG, "alpha_pattern": {"(": 1}}, None, r"alpha_pattern has '\('"),
         ({**CONFIG, "r": 3}, {A: torch.ones(3, 8), B: torch.ones(6, 3)}, "raise max_lora_rank"),
-        ({**CONFIG, "r": 1}, None, r"rank 1 and this model take \[1, 8\] and \[6, 1\]"),
+        ({**CONFIG, "r": 1}, None, r"rank 1 and this model require \[1, 8\] and \[6, 1\]"),
         (CONFIG, {A: torch.ones(2, 9), B: torch.ones(6, 2)}, r"lora_A \[2, 9\]"),
-        (CONFIG, {A: torch.ones(2, 8)}, "lora_A alone"),
+        (CONFIG, {A: torch.ones(2, 8)}, "has only lora_A"),
         (CONFIG, {A: torch.ones(2, 8).int(), B: torch.ones(6, 2)}, "torch.int32"),
         (CONFIG, {}, "is empty"),
-        (CONFIG, {A.replace(".q.", ".embed."): torch.ones(2, 8)}, "no linear of this model"),
-        (CONFIG, {A.replace("A.weight", "magnitude"): torch.ones(2, 8)}, "is no lora_A or"),
-        (CONFIG, {"model.q.lora_embedding_A": torch.ones(2, 8)}, "no embedding of this model"),
-        (CONFIG, dict([next(iter(EMBEDDING.items()))]), "lora_A alone"),
+        (CONFIG, {A.replace(".q.", ".embed."): torch.ones(2, 8)}, "model's linear layers"),
+        (CONFIG, {A.replace("A.weight", "magnitude"): torch.ones(2, 8)}, "is not a lora_A or"),
+        (CONFIG, {"model.q.lora_embedding_A": torch.ones(2, 8)}, "model's embedding layers"),
+        (CONFIG, dict([next(iter(EMBEDDING.items()))]), "has only lora_A"),
         (CONFIG, {COPY: torch.ones(5, 8)}, "is empty"),
     ],
 )
@@ -251,21 +251,20 @@ STACKED = {"target_parameters": ["experts.gate_up"]}
 @pytest.mark.parametrize(
     "config,module,shapes,targets,reason",
     [
-        (STACKED, "1.experts", ((6, 8), (4, 6)), TARGETS, r"take none: set max_lora_expert_rank"),
-        ({}, "1.moe.experts.0.w2", ((2, 2), (8, 2)), TARGETS, "take none: set max_lora_expert_r"),
-        (STACKED, "1.experts", ((2, 8), (4, 2)), EXPERTS, r"take \[6, 8\] and \[4, 6\]"),
-        (STACKED, "1.experts.base_layer", ((6, 8), (4, 6)), EXPERTS, "is no linear of this mo"),
-        ({**STACKED, "r": 5}, "1.experts", ((15, 8), (4, 15)), EXPERTS, "5 and the limit 4; raise "
-         "max_lora_expert_rank"),
+        (STACKED, "1.experts", ((6, 8), (4, 6)), TARGETS, r"are disabled: set max_lora_expert"),
+        ({}, "1.moe.experts.0.w2", ((2, 2), (8, 2)), TARGETS, "are disabled: set max_lora_exper"),
+        (STACKED, "1.experts", ((2, 8), (4, 2)), EXPERTS, r"require \[6, 8\] and \[4, 6\]"),
+        (STACKED, "1.experts.base_layer", ((6, 8), (4, 6)), EXPERTS, "model's linear layers t"),
+        ({**STACKED, "r": 5}, "1.experts", ((15, 8), (4, 15)), EXPERTS, "limit is 4; raise max_lo"),
         ({**STACKED, "peft_version": "0.19.1"}, "1.experts", ((6, 8), (8, 6)),
-         {LoraPlace(UP, "experts"): LoraSize(8, 8, 4, 3)}, "can't be told apart; train it with a"),
+         {LoraPlace(UP, "experts"): LoraSize(8, 8, 4, 3)}, "can't be distinguished; train it wi"),
         ({}, "1.moe.experts.3.w2", ((2, 2), (8, 2)), EXPERTS, "but there are 3 experts"),
-        ({}, "1.moe.experts.0.w1", ((2, 8), (4, 2)), EXPERTS, r"take \[2, 8\] and \[2, 2\]"),
-        ({}, "1.experts", ((6, 8), (4, 6)), EXPERTS, "no linear of this model that takes"),
+        ({}, "1.moe.experts.0.w1", ((2, 8), (4, 2)), EXPERTS, r"require \[2, 8\] and \[2, 2\]"),
+        ({}, "1.experts", ((6, 8), (4, 6)), EXPERTS, "linear layers that support adapte"),
         ({"target_parameters": ["gate_up_bias"]}, "1.experts", ((2, 4), (3, 2)), EXPERTS,
-         "no linear of this model that takes"),
+         "linear layers that support adapte"),
         (STACKED, "1.experts", ((6, 8), (4, 6)), {**TARGETS, LoraPlace(DOWN, "experts"):
-         LoraSize(8, 2, 4, 3)}, "whose code takes none"),
+         LoraSize(8, 2, 4, 3)}, "code does not support"),
     ],
 )  # fmt: skip
 def test_refused_on_experts(
@@ -285,18 +284,20 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
 
 
 def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="is no directory with"):
+    with pytest.raises(InvalidRequestError, match="is not a directory with"):
         open_adapter(LoRARequest("one", 1, str(tmp_path / "nowhere")), TARGETS, PARAMETERS)
     adapter = save(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     parts = open_adapter(adapter, TARGETS, PARAMETERS)
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(InvalidRequestError, match="no whole safetensors file"):
+    with pytest.raises(InvalidRequestError, match="not a complete safetensors file"):
         open_adapter(adapter, TARGETS, PARAMETERS)
     with pytest.raises(InvalidRequestError, match="ends inside tensor"):
         read_adapter(adapter, parts, torch.float32, {})
     file.rename(tmp_path / "adapter_model.bin")
-    with pytest.raises(InvalidRequestError, match="pickled adapter_model.bin, which is not opened"):
+    with pytest.raises(
+        InvalidRequestError, match="pickled adapter_model.bin, which is not supported"
+    ):
         open_adapter(adapter, TARGETS, PARAMETERS)
 
 

@@ -56,5 +56,5 @@ def test_what_is_no_checkpoint(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="pytorch_model.bin can't be read as plain tensors"):
         open_tensors(folder, None, torch.float32)
     torch.save({"a": torch.ones(2), "step": 3}, folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="other things than tensors"):
+    with pytest.raises(CheckpointError, match="objects other than tensors"):
         open_tensors(folder, None, torch.float32)

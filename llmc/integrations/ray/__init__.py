@@ -1,6 +1,6 @@
 """llmc on Ray (https://docs.ray.io): the server as a Serve application, batches in Ray Data.
 
-docs/ray.md shows how each is used. Ray comes with the extra `ray`, and is imported only where a
+docs/ray.md shows how to use them. Ray is installed by the extra `ray`, and is imported only if a
 cluster is needed.
 """
 

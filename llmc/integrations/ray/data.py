@@ -2,8 +2,8 @@
 
     batch {column: array} -> rows not in the checkpoint -> LLM -> checkpoint -> batch, more columns
 
-Ray Data gives a batch whose worker died to another one, so every row has one answer in the result.
-The checkpoint keeps answers across runs of the job.
+If a worker dies, Ray Data retries its batch on another one, so every row has one answer in the
+result. The checkpoint keeps answers across runs of the job.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from llmc.llm import LLM
 from llmc.outputs import RequestOutput
 from llmc.sampling_params import SamplingParams
 
-# Options that change answers; with others a run may go on from a checkpoint made without them.
+# Options that change answers. A run with other changed options can continue from a checkpoint.
 _OF_ANSWERS = ("revision", "tokenizer", "chat_template", "dtype", "quantization", "seed")
 
 
 class Answer(TypedDict):
-    """What a row gets. `error` is "" where there is none; the others are then of an answer."""
+    """The columns added to a row. `error` is "" on success; otherwise the others are empty."""
 
     generated_text: str
     finish_reason: str
@@ -47,12 +47,12 @@ class LLMPredictor:
         )
 
     `column` has texts, lists of token ids, or chats (lists of messages). Without `sampling_params`
-    the model's defaults count, as with `LLM`; options are those of `LLM` too. A prompt that can't
-    be served has its reason in `error`, and the others are answered.
+    the model's defaults apply, as in `LLM`, whose options are accepted too. For a prompt that can't
+    be served, `error` has the reason; the others are answered.
 
-    With `checkpoint_dir`, a folder that all workers see, rows that a run before answered are not
-    computed again. `id_column` then tells rows apart: an id stands for one row of the data set. A
-    row whose prompt has changed is answered anew, and so are all after a change of the model, of
+    With `checkpoint_dir`, a folder that all workers can access, rows answered by an earlier run are
+    not computed again. `id_column` then identifies rows: each id is one row of the data set. A row
+    whose prompt has changed is computed again, and so are all rows after a change of the model, of
     `sampling_params` or of options that change answers.
     """
 
@@ -75,7 +75,7 @@ class LLMPredictor:
         self._checkpoint: Checkpoint | None = None
         if checkpoint_dir is not None:
             if id_column is None:
-                raise ConfigError("checkpoint_dir needs id_column: a column that tells rows apart")
+                raise ConfigError("checkpoint_dir needs id_column: a column that identifies rows")
             made_by = [model, sampling_params, *(getattr(config, name) for name in _OF_ANSWERS)]
             self._checkpoint = Checkpoint(Path(checkpoint_dir), json.dumps(made_by, default=repr))
         self._llm = LLM(model, **options)
@@ -93,7 +93,7 @@ class LLMPredictor:
     @staticmethod
     def _values(batch: Mapping[str, Any], column: str) -> Any:
         if column not in batch:
-            raise ConfigError(f"there is no column {column!r}; there are {', '.join(batch)}")
+            raise ConfigError(f"there is no column {column!r}; columns are {', '.join(batch)}")
         return batch[column]
 
     def _unless_known(
@@ -118,7 +118,7 @@ class LLMPredictor:
             return []
         try:
             outputs = ask(prompts, self._params, progress=False)
-        except InvalidRequestError as error:  # none can be served
+        except InvalidRequestError as error:  # one invalid prompt fails the whole call
             if len(prompts) == 1:
                 return [_refused(str(error))]
             return [self._ask(ask, [prompt])[0] for prompt in prompts]
@@ -126,16 +126,16 @@ class LLMPredictor:
 
 
 class Checkpoint:
-    """Answers by key, as lines of JSON: a file for each worker of each run, appended by batch.
+    """Answers by key, as lines of JSON: one file per worker and run, appended batch by batch.
 
-    Read once, when the worker starts; in memory a row takes about 200 bytes, whatever its answer.
+    Read once, when the worker starts. In memory a row takes about 200 bytes, whatever its answer.
     """
 
     def __init__(self, folder: Path, made_by: str) -> None:
         self._folder = folder
         self._made_by = made_by
         self._own = folder / f"{uuid.uuid4().hex}.jsonl"
-        self._writing = threading.Lock()  # a worker may be asked for several batches at a time
+        self._writing = threading.Lock()  # a worker may process several batches concurrently
         self._places: dict[bytes, tuple[Path, int]] = {}  # digest -> file, offset of its line
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("*.jsonl")):
@@ -155,7 +155,7 @@ class Checkpoint:
         return answer
 
     def add(self, answers: Mapping[str, Answer]) -> None:
-        """On disk when this returns."""
+        """Append answers; they are on disk when this returns."""
         if not answers:
             return
         with self._writing, self._own.open("ab") as file:
@@ -167,8 +167,8 @@ class Checkpoint:
 
 
 def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, str, Answer]]:
-    """(offset, key, answer) of each whole line. A worker that was killed may have left half of
-    one at the end."""
+    """(offset, key, answer) of each complete line. A killed worker may have left a partial line at
+    the end."""
     with path.open("rb") as file:
         file.seek(offset)
         for line in file:
@@ -178,14 +178,14 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, str, Answer]]:
                     yield offset, row["key"], row["answer"]
                 except (ValueError, KeyError, TypeError):
                     raise ConfigError(
-                        f"{path}, at byte {offset}: this is no line of a checkpoint; give "
-                        "checkpoint_dir a folder of its own"
+                        f"{path}, at byte {offset}: this is not a line of a checkpoint; use a "
+                        "separate folder for checkpoint_dir"
                     ) from None
             offset += len(line)
 
 
 def _plain(value: Any) -> Any:
-    """A value of a column without numpy, and without keys that Arrow filled in."""
+    """A column's value without numpy types, and without keys that Arrow filled in."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items() if inner is not None}

@@ -1,11 +1,11 @@
 """LoRA adapters by the model ids of Serve's multiplexing.
 
-    header serve_multiplexed_model_id: poems -> a replica that has it, if one has
-                                             -> lora_dir/poems, loaded where it is not there yet
+    header serve_multiplexed_model_id: poems -> a replica that has it, if there is one
+                                             -> lora_dir/poems, loaded if it is not yet
     body {"model": "poems", ...}             -> answered with it
 
-Serve forgets the id that was used least recently, and so does the engine with the adapter itself
-(llmc/engine/adapters.py). The name stays: a request that is on its way must find it.
+Serve evicts the least recently used id, and the engine does the same with the adapter itself
+(llmc/engine/adapters.py). The name stays registered, because requests in flight must find it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Load = Callable[[str], Awaitable[object]]
 def add_multiplexing(
     app: Starlette, lora_dir: str, wanted: Callable[[], str], cached: Callable[[Load], Load]
 ) -> None:
-    """Inside of the Guard, so that only who may call can have anything loaded.
+    """Load adapters on request; inside the Guard, so that only admitted callers can load any.
 
-    `wanted` is the id of the request in hand, "" for none. `cached` is Serve's, which tells the
-    proxies what a replica has.
+    `wanted` returns the id of the current request, "" for none. `cached` is Serve's decorator,
+    which reports to the proxies which adapters a replica has.
     """
     folder = Path(lora_dir).resolve()
     adapters: Adapters = app.state.adapters
@@ -45,7 +45,7 @@ def add_multiplexing(
 
 
 class _LoadWanted:
-    """Before a request is routed, its adapter is there."""
+    """Middleware that loads a request's adapter before the request is routed."""
 
     def __init__(
         self, app: ASGIApp, *, folder: Path, wanted: Callable[[], str], load: Load
@@ -58,7 +58,7 @@ class _LoadWanted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = self._wanted() if scope["type"] == "http" else ""
         if name:
-            self._check(name)  # first: to make room for a new id Serve forgets another
+            self._check(name)  # first, because Serve evicts another id to make room for a new one
             await self._load(name)
         await self._app(scope, receive, send)
 

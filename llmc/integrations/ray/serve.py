@@ -2,8 +2,8 @@
 
     client -- Serve's proxy -- replica: ReplicaApp -- create_app -- AsyncLLM -- engine (thread)
 
-Serve routes, scales, restarts and drains; what is said over HTTP is llmc's alone. A replica is one
-process, so that whatever ends it ends its engine too; and it ends when its engine is dead.
+Serve routes, scales, restarts and drains; the HTTP API is entirely llmc's. A replica is a single
+process, so its engine ends with it, and it exits when its engine is dead.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ENGINE_CHECK_S = 0.5
-_LAST_ANSWERS_S = 1.0  # for the errors of the requests that an engine took along
+_LAST_ANSWERS_S = 1.0  # to send errors for requests that failed with the engine
 _exit = os._exit
-# Fields of ServerSettings that mean nothing, or the wrong thing, in one of several replicas.
+# Fields of ServerSettings that have no meaning, or a wrong one, in one of several replicas.
 _SERVE_LISTENS = "Serve's proxy listens; set it in http_options"
-_ONE_REPLICA = "it would reach one replica of several"
+_ONE_REPLICA = "it would affect only one of several replicas"
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), _SERVE_LISTENS),
     **dict.fromkeys(("idle_connection_s", "max_header_bytes"), _SERVE_LISTENS),
@@ -60,15 +60,15 @@ def build_app(
     lora_dir: str | None = None,
     **options: Unpack[EngineOptions],
 ) -> Application:
-    """A Serve application that answers as `llmc serve` does: `serve.run(build_app("path"))`.
+    """A Serve application with the API of `llmc serve`: `serve.run(build_app("path"))`.
 
     `model` and `options` are those of `LLM`; `server` has fields of ServerSettings, `deployment`
-    what `serve.deployment` takes (num_replicas, autoscaling_config, ray_actor_options ...). Unless
-    `deployment` says otherwise a replica is sent as many requests as its engine has rows, four
-    times as many wait in each proxy, and a replica that is to end may take `shutdown_timeout_s`
-    for what it runs. Without `api_keys` those count that LLMC_API_KEY has in the replica.
+    arguments of `serve.deployment` (num_replicas, autoscaling_config, ray_actor_options ...). By
+    default, a replica gets as many requests as its engine has rows, four times as many can wait in
+    each proxy, and a stopping replica has `shutdown_timeout_s` to finish its requests. Without
+    `api_keys`, the keys in the replica's LLMC_API_KEY apply.
     Adapters in directories of `lora_dir` are loaded by the model ids of Serve's multiplexing.
-    ConfigError for options that can't be, here and not in a replica.
+    Raises ConfigError for invalid options, here rather than in a replica.
     """
     config = make_config(model, options)
     settings = _settings(server or {})
@@ -104,7 +104,7 @@ def build_app(
 
 
 def app(args: dict[str, Any]) -> Application:
-    """`build_app` for the file of `serve run`: `args` are its arguments, by name."""
+    """`build_app` for the config file of `serve run`: `args` are its arguments, by name."""
     try:
         return build_app(**args)
     except TypeError as error:  # an argument that `make_config` did not see
@@ -112,12 +112,12 @@ def app(args: dict[str, Any]) -> Application:
 
 
 class Replica:
-    """What Serve asks of a replica beside HTTP. `serve.ingress` adds `app`."""
+    """The methods that Serve calls on a replica besides HTTP. `serve.ingress` adds `app`."""
 
     app: Any
 
     async def check_health(self) -> None:
-        """Raises where only a new replica can answer again; Serve then starts one."""
+        """Raises if only a new replica can respond again; Serve then starts one."""
         llm: AsyncLLM = self.app.llm
         llm.check_health()
         if llm.is_stalled:
@@ -131,9 +131,9 @@ def _settings(given: Mapping[str, Any]) -> ServerSettings:
             raise ConfigError(f"server: {name} can't be set on Ray Serve: {_REFUSED[name]}")
         if name not in known:
             raise ConfigError(
-                f"server: there is no setting {name!r}; there are {', '.join(sorted(known))}"
+                f"server: there is no setting {name!r}; settings are {', '.join(sorted(known))}"
             )
-    # Others answer beside this replica: nothing is kept here that a later call would ask for.
+    # Other replicas serve too, so nothing may be stored here for a later call.
     values = {"access_log": False, **given, "api_workers": 2}
     try:
         return TypeAdapter(ServerSettings).validate_python(values)
@@ -145,7 +145,7 @@ def _settings(given: Mapping[str, Any]) -> ServerSettings:
 
 @contextlib.asynccontextmanager
 async def _lifespan(inner: Starlette) -> AsyncIterator[None]:
-    """From the replica's start until Serve has waited for its last request."""
+    """Runs from the replica's start until Serve has waited for its last request."""
     llm: AsyncLLM = inner.state.llm
     llm.open()
     tasks = [
@@ -163,19 +163,19 @@ async def _lifespan(inner: Starlette) -> AsyncIterator[None]:
 
 
 async def _end_with_engine(llm: AsyncLLM) -> None:
-    """Serve sees at once that a process has ended; a health check has to fail three times."""
+    """Exit if the engine dies: Serve notices that at once, but a health check must fail 3 times."""
     while llm.failure is None:
         await asyncio.sleep(_ENGINE_CHECK_S)
-    log.error("the replica ends: %s", llm.failure)
+    log.error("the replica is exiting: %s", llm.failure)
     await asyncio.sleep(_LAST_ANSWERS_S)
     _exit(1)
 
 
 class ReplicaApp:
-    """The server's application, as Serve's proxy calls it.
+    """The server's application, adapted to Serve's proxy.
 
-    The route prefix comes off the path, which the Guard compares with its lists. Our request id
-    comes off the answer, since Serve adds the same one.
+    The route prefix is removed from the path, which the Guard compares with its lists. Our request
+    id is removed from the response, since Serve adds the same one.
     """
 
     def __init__(self, inner: Starlette) -> None:

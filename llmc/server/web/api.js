@@ -1,8 +1,8 @@
-// The server's API: JSON calls and server-sent events, with the API key where one is set.
+// The server's API: JSON calls and server-sent events, with the API key if one is set.
 
-// Where the server is: a proxy may show it under a path. This file lies in its ui folder.
+// The server's URL: a proxy may serve it under a path. This file is in its ui folder.
 const BASE = new URL("..", import.meta.url);
-const KEY = "llmc.key"; // in sessionStorage: gone with the tab
+const KEY = "llmc.key"; // in sessionStorage: deleted with the tab
 
 export class ApiError extends Error {
   constructor(status, message) {
@@ -34,11 +34,11 @@ async function call(path, { body, signal } = {}) {
     credentials: "omit",
   });
   if (response.ok) return response;
-  let message = `The server answered ${response.status}.`;
+  let message = `The server responded with status ${response.status}.`;
   try {
     message = (await response.json()).error.message || message;
   } catch {
-    // not one of our errors: a proxy's page, say
+    // not one of our errors: perhaps a proxy's page
   }
   throw new ApiError(response.status, message);
 }

@@ -7,13 +7,13 @@ import * as store from "./store.js";
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed", "n"];
-const SAVE_MS = 3000; // between two savings of an answer that is being written
+const SAVE_MS = 3000; // between two saves of an answer that is being generated
 const NEAR_END = 80; // pixels from the end of the log within which it follows the answer
 const TOP_LOGPROBS = 5;
 
 let chat = store.newChat(store.lastSettings());
-let answers = new Map(); // of the messages that are shown, by id
-const extras = new Map(); // what is known of answers until the page is left, by id
+let answers = new Map(); // the Answer of each shown message, by id
+const extras = new Map(); // facts about answers, by id; not saved
 const running = new Map(); // by conversation: {chat, abort}
 let isFollowing = true;
 
@@ -33,7 +33,7 @@ function render() {
     answers.set(node.id, answer);
     return answer.root;
   });
-  if (!shown.length) shown.push(element("p", { className: "empty" }, "Ask the model something. The engine (⚙) shows how it is answered."));
+  if (!shown.length) shown.push(element("p", { className: "empty" }, "Ask the model something. The engine panel (⚙) shows how the answer is computed."));
   $("log").replaceChildren(...shown);
   isFollowing = true;
   follow();
@@ -136,7 +136,7 @@ $("import-file").addEventListener("change", async () => {
     const count = store.importChats(await file.text());
     notice(`${count} conversations were added.`);
   } catch (error) {
-    notice(`The file was not taken: ${error.message}`);
+    notice(`The file can't be imported: ${error.message}`);
   }
   listChats();
 });
@@ -151,7 +151,7 @@ function sampling(settings) {
     if (settings[name] === undefined || settings[name] === "") continue;
     const number = Number(settings[name]);
     if (!Number.isFinite(number) || (input.value === settings[name] && !input.validity.valid)) {
-      throw new Error(`${name}: ${input.validationMessage || "this is no number."}`);
+      throw new Error(`${name}: ${input.validationMessage || "this is not a number."}`);
     }
     body[name] = number;
   }
@@ -196,7 +196,7 @@ async function ask(question) {
   if (one === chat) render();
   save(one);
   listChats();
-  $("announce").textContent = "Answering.";
+  $("announce").textContent = "Generating the answer.";
   let saved = Date.now();
   try {
     for await (const event of events("/v1/chat/completions", { body, signal: abort.signal })) {
@@ -219,7 +219,7 @@ async function ask(question) {
     const extra = extraOf(node);
     extra.isRunning = false;
     extra.meta = times(extra);
-    if (extra.finish === "length") node.note = "Cut at max_tokens, or where the context is full.";
+    if (extra.finish === "length") node.note = "Cut off: max_tokens was reached or the context is full.";
     answers.get(node.id)?.end();
   }
   if (store.loadChat(one.id)) save(one); // it may have been deleted meanwhile
@@ -299,7 +299,7 @@ $("prompt").addEventListener("keydown", (event) => {
   }
 });
 
-// ---- what messages can do ----
+// ---- actions on messages ----
 
 $("log").addEventListener("click", (event) => {
   const pressed = event.target.closest("button");
@@ -340,7 +340,7 @@ async function copy(pressed, text) {
     await navigator.clipboard.writeText(text);
     pressed.textContent = "Copied";
   } catch {
-    pressed.textContent = "Not allowed"; // a page over plain HTTP from another machine
+    pressed.textContent = "Not allowed"; // the page was loaded from another machine over plain HTTP
   }
   setTimeout(() => (pressed.textContent = "Copy"), 1500);
 }
@@ -438,7 +438,7 @@ $("settings").addEventListener("input", (event) => {
   if (chat.title && !running.has(chat.id)) save(chat);
 });
 
-// ---- panels, tabs, colours ----
+// ---- panels, tabs, colors ----
 
 const isNarrow = matchMedia("(max-width: 1000px)");
 const panels = { chats: $("show-chats"), side: $("show-side") };
@@ -503,7 +503,7 @@ const THEMES = { auto: "◐", light: "☀", dark: "☾" };
 
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
-  const label = `Colours: ${name === "auto" ? "as the system" : name}`;
+  const label = `Colors: ${name === "auto" ? "system default" : name}`;
   Object.assign($("theme"), { textContent: THEMES[name], title: label });
   $("theme").setAttribute("aria-label", label);
 }
@@ -517,7 +517,7 @@ $("theme").addEventListener("click", () => {
 
 // ---- the server: key, model, engine ----
 
-let asking = null; // the promise of a key, while its dialog is open
+let asking = null; // the promise of a key while its dialog is open
 
 function askForKey(isWrong) {
   asking ??= new Promise((resolve) => {
@@ -548,9 +548,9 @@ function connection(state, text) {
 }
 
 let retry = 0;
-let served = ""; // the model that is asked, where there are several
+let served = ""; // the selected model, if there are several
 
-// The model's facts; again and again until the server answers.
+// Fetches the model's facts; retries until the server responds.
 async function connect() {
   clearTimeout(retry);
   try {
@@ -576,7 +576,7 @@ async function showModel(models, version) {
     ["llmc", version],
   ];
   try {
-    if (model.state !== "loaded") throw null; // asking would load it
+    if (model.state !== "loaded") throw null; // the request would load it
     const info = await getJson(`/tokenizer_info?model=${encodeURIComponent(model.id)}`);
     facts.push(["Tokenizer", info.tokenizer_class], ["Vocabulary", info.vocab_size?.toLocaleString()]);
     $("template-box").hidden = !info.chat_template;
@@ -610,7 +610,7 @@ const engine = new EnginePanel({
   onKey: () => askForKey(hasKey()),
 });
 
-// It listens only while somebody can see it.
+// Listens only while the panel is visible.
 function watchEngine() {
   engine.watch($("side").classList.contains("open") && !$("engine").hidden && !document.hidden);
 }

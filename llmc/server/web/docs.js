@@ -1,8 +1,8 @@
-// /docs: the operations of /openapi.json, with the fields of their bodies and a call to copy.
+// /docs: the operations of /openapi.json, with the fields of their bodies and an example call.
 
 import { getJson, setKey } from "./api.js";
 
-const MAX_DEPTH = 3; // of a type that is spelled out
+const MAX_DEPTH = 3; // of nested types
 const $ = (id) => document.getElementById(id);
 const HIDDEN_NAMES = new Set(["title", "description", "default"]);
 
@@ -18,7 +18,7 @@ function resolved(schema, document_) {
   return name ? document_.components.schemas[name] : schema;
 }
 
-// A schema in a line, such as "integer 1 to 128" or "list of text".
+// A schema on one line, such as "integer 1 to 128" or "list of text".
 function typeText(given, document_, depth = 0) {
   const schema = resolved(given, document_);
   if ("const" in schema) return JSON.stringify(schema.const);
@@ -56,7 +56,7 @@ function fieldTable(schema, document_) {
   return element("table", "", element("thead", "", head), body);
 }
 
-// The smallest value that a schema takes, for an example.
+// The smallest value that a schema accepts, for an example.
 function example(given, document_, depth = 0) {
   const schema = resolved(given, document_);
   if ("const" in schema) return schema.const;

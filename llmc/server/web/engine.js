@@ -6,7 +6,7 @@ import { element } from "./messages.js";
 
 const SPAN_S = 120; // of the plots
 const RETRY_MS = 1500;
-const MAX_STRIPES = 4; // requests that a cell shows
+const MAX_STRIPES = 4; // requests shown per cell
 const SVG = "http://www.w3.org/2000/svg";
 const USED = 2;
 const SHARED = 3;
@@ -20,7 +20,7 @@ export class EnginePanel {
   constructor({ onUp, onDown, onKey }) {
     this.tell = { onUp, onDown, onKey };
     this.abort = null;
-    this.model = ""; // to be watched, where there are several
+    this.model = ""; // which model to watch, if there are several
     this.reset();
     $("blocks").addEventListener("mousemove", (event) => this.point(event));
     $("blocks").addEventListener("mouseleave", () => ($("blocks-note").textContent = this.summary));
@@ -31,9 +31,9 @@ export class EnginePanel {
 
   reset() {
     this.last = null;
-    this.rates = []; // {time, value}: tokens generated a second
-    this.between = []; // seconds between two tokens of a request, mean
-    this.first = []; // seconds to the first token, one entry a request
+    this.rates = []; // {time, value}: tokens generated per second
+    this.between = []; // mean seconds between two tokens of a request
+    this.first = []; // seconds to the first token, one entry per request
     this.known = new Set(); // requests whose first token is in `first`
     this.summary = "";
   }
@@ -45,7 +45,7 @@ export class EnginePanel {
     } else if (!isWatched && this.abort) {
       this.abort.abort();
       this.abort = null;
-      this.last = null; // rates begin anew
+      this.last = null; // restart the rates
     }
   }
 
@@ -89,8 +89,8 @@ export class EnginePanel {
     this.last = state;
     this.drawFigures(state, rate);
     const { time_s: now } = state;
-    plot($("plot-rate"), this.rates, now, { label: "Tokens generated a second", write: say });
-    plot($("plot-first"), this.first, now, { label: "Time to first token, one dot a request", write: sayTime, isDots: true });
+    plot($("plot-rate"), this.rates, now, { label: "Tokens generated per second", write: say });
+    plot($("plot-first"), this.first, now, { label: "Time to first token, one dot per request", write: sayTime, isDots: true });
     plot($("plot-between"), this.between, now, { label: "Mean time between two tokens of a request", write: sayTime });
     this.drawRows(state);
     this.drawBlocks();
@@ -145,12 +145,12 @@ export class EnginePanel {
       const speed = this.speeds.get(one.number);
       const doing = one.state !== "running" ? one.state : computed < one.num_prompt_tokens ? "prefill" : speed ? `${speed.toFixed(0)} tokens/s` : "decode";
       const text = `${say(one.num_prompt_tokens)} + ${say(one.num_output_tokens)}`;
-      const title = `${one.num_prompt_tokens} tokens of prompt, ${one.num_cached_tokens} of them from the cache; ${one.num_output_tokens} generated; ${one.age_s.toFixed(1)} s old`;
+      const title = `${one.num_prompt_tokens} prompt tokens, ${one.num_cached_tokens} of them cached; ${one.num_output_tokens} generated; ${one.age_s.toFixed(1)} s old`;
       return element("li", { className: one.state, title, "data-number": String(one.number) }, dot, element("span", {}, `${one.row === null ? "" : `row ${one.row} · `}#${one.number}`), bar, element("span", { className: "count" }, text), element("span", { className: "doing" }, doing));
     });
     const more = state.stats.num_running + state.stats.num_waiting - items.length;
     if (more > 0) items.push(element("li", { className: "none" }, `and ${more} more`));
-    if (!items.length) items.push(element("li", { className: "none" }, "Nothing runs."));
+    if (!items.length) items.push(element("li", { className: "none" }, "No requests."));
     $("rows").replaceChildren(...items);
   }
 
@@ -161,7 +161,7 @@ export class EnginePanel {
     this.drawBlocks();
   }
 
-  // [state of each cell, the requests that are known to use it]
+  // [the state of each cell, the requests known to use it]
   cells() {
     const { blocks, requests } = this.last;
     const states = [];
@@ -214,11 +214,11 @@ export class EnginePanel {
     });
     this.grid = { cell, columns, states, owners };
     for (const count of document.querySelectorAll("[data-count]")) count.textContent = say(blocks[count.dataset.count]);
-    const each = blocks.blocks_per_cell > 1 ? `A cell is ${blocks.blocks_per_cell} blocks of ${size} tokens.` : `A cell is a block of ${size} tokens.`;
+    const each = blocks.blocks_per_cell > 1 ? `One cell is ${blocks.blocks_per_cell} blocks of ${size} tokens.` : `One cell is a block of ${size} tokens.`;
     const saved = blocks.num_saved ? ` Sharing saves ${say(blocks.num_saved)} blocks.` : "";
     this.summary = each + saved;
     $("blocks-note").textContent = this.summary;
-    canvas.setAttribute("aria-label", `${blocks.num_blank} blocks are blank, ${blocks.num_cached} cached, ${blocks.num_used} used, ${blocks.num_shared} of these by several requests.${saved}`);
+    canvas.setAttribute("aria-label", `${blocks.num_blank} blocks are blank, ${blocks.num_cached} cached, ${blocks.num_used} used, ${blocks.num_shared} of these shared by several requests.${saved}`);
   }
 
   point(event) {
@@ -234,7 +234,7 @@ export class EnginePanel {
   }
 }
 
-// A colour for each request; neighbours differ.
+// A color for each request; neighbors differ.
 function hue(one) {
   return `hsl(${(one.number * 137) % 360} 55% 52%)`;
 }
@@ -259,7 +259,7 @@ function plot(svg, series, now, { label, write, isDots = false }) {
   }
   const text = draw("text", { x: width - 2, y: 11, "text-anchor": "end" });
   const latest = series.at(-1);
-  text.textContent = latest ? `now ${write(latest.value)} · most ${write(top)}` : "nothing yet";
+  text.textContent = latest ? `now ${write(latest.value)} · max ${write(top)}` : "nothing yet";
   made.push(text);
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.setAttribute("aria-label", `${label}, last ${SPAN_S} s: ${text.textContent}`);

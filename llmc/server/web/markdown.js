@@ -1,9 +1,9 @@
-// Markdown -> DOM nodes, line by line as a text streams in.
+// Markdown -> DOM nodes, line by line as text streams in.
 //
-// Everything is made with createElement from the tags below and with text nodes: there is no way
-// from a text to markup, and links lead to http, https and mailto alone. Complete lines are never
-// looked at again. The line that is still being written is drawn as a preview, which is undone
-// when more of it comes; in a block of code its characters are appended as they come.
+// Everything is created with createElement, from the tags below, and with text nodes: text can never
+// become markup, and links can only be http, https and mailto. Complete lines are never parsed
+// again. The line that is still incomplete is drawn as a preview, which is undone when more of it
+// arrives; in a code block its characters are appended as they arrive.
 
 const FENCE = /^( {0,3})(`{3,}|~{3,})\s*([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
@@ -12,7 +12,7 @@ const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+|$)(.*)$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
 const DELIMITERS = /^\s*\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
 const MARK_ALONE = /^\s*(?:[-*+_#`~>|=]+|\d{1,9}[.)]?)\s*$/;
-const MAX_DEPTH = 12; // of lists and quotes in each other
+const MAX_DEPTH = 12; // of nested lists and quotes
 
 function make(tag, className) {
   const node = document.createElement(tag);
@@ -27,7 +27,7 @@ function cut(node, size) {
 export class MarkdownStream {
   constructor(root) {
     this.root = root;
-    this.partial = ""; // of the last line, which has no end yet
+    this.partial = ""; // the last line so far, without its line break
     this.state = { stack: [{ kind: "root", node: root }], leaf: null, isAfterBlank: false };
     this.before = null; // the state without the preview
   }
@@ -58,7 +58,7 @@ export class MarkdownStream {
   }
 
   preview() {
-    if (!this.partial || MARK_ALONE.test(this.partial)) return; // what it is shows with more of it
+    if (!this.partial || MARK_ALONE.test(this.partial)) return; // ambiguous until more of it arrives
     const { stack, leaf, isAfterBlank } = this.state;
     if (leaf && leaf.kind === "code") {
       if (this.isPlainCode(this.partial)) this.addCode(this.partial);
@@ -144,7 +144,7 @@ export class MarkdownStream {
     this.state.stack.length = size;
   }
 
-  // Go into, stay in or leave quotes and lists; what is left of the line is returned.
+  // Enter, stay in or leave quotes and lists; returns the rest of the line.
   enterContainers(line, isAfterBlank) {
     const { state } = this;
     let rest = line;
@@ -188,7 +188,7 @@ export class MarkdownStream {
     }
   }
 
-  // `size`, less a list at the end that no item is open in.
+  // `size`, minus a list at the end that has no open item.
   listless(size) {
     return this.state.stack[size - 1].kind === "list" ? size - 1 : size;
   }
@@ -231,11 +231,11 @@ export class MarkdownStream {
     const items = this.state.stack.reduce((sum, one) => sum + (one.indent ?? 0), 0);
     const strip = items + fence[1].length;
     const isQuoted = this.state.stack.some((one) => one.kind === "quote");
-    // `shown` characters of the last line are in `text`, less at most `strip` spaces of indent
+    // `shown` characters of the last line are in `text`, minus at most `strip` spaces of indentation
     this.state.leaf = { kind: "code", fence: fence[2], text, shown: 0, strip, toStrip: strip, isQuoted };
   }
 
-  // Whether a line, complete or not, is sure to be code and not the end of it.
+  // Whether a line, complete or not, is certainly code and not the end of the block.
   isPlainCode(line) {
     const { leaf } = this.state;
     return leaf !== null && leaf.kind === "code" && !this.before && !leaf.isQuoted && !/^\s*[`~]*\s*$/.test(line);
@@ -333,8 +333,8 @@ const URL_TEXT = /https?:\/\/[^\s<>"'`]{1,2000}/y;
 const ANGLE = /<((?:https?:\/\/|mailto:)[^\s<>]{1,2000})>/y;
 const TAGS = { "*": "em", _: "em", "**": "strong", __: "strong", "~~": "del" };
 
-// A fragment of text and its emphasis, code and links. `isOpen`: more may come, so bold text and
-// code that have only begun are drawn as such.
+// A fragment of text with its emphasis, code and links. `isOpen`: more may follow, so unclosed bold
+// text and code are drawn as such.
 export function inline(text, isOpen = false) {
   const frames = [{ mark: "", node: document.createDocumentFragment() }];
   const top = () => frames[frames.length - 1];
@@ -343,7 +343,7 @@ export function inline(text, isOpen = false) {
     if (last && last.nodeType === Node.TEXT_NODE) last.appendData(more);
     else if (more) top().node.append(more);
   };
-  // A mark that nothing closes is a text like any other.
+  // A mark that is never closed is plain text.
   const drop = () => {
     const { mark, node } = frames.pop();
     say(mark);

@@ -1,9 +1,9 @@
-// The messages of a conversation as DOM nodes, and the answer that is being written.
+// The messages of a conversation as DOM nodes, including the answer that is being generated.
 
 import { MarkdownStream } from "./markdown.js";
 import { siblings } from "./store.js";
 
-const MAX_RENDER_SHARE = 8; // after drawing for t ms, the next drawing waits for 8 t
+const MAX_RENDER_SHARE = 8; // after drawing for t ms, wait 8 t before drawing again
 const TOKEN_BATCH = 500;
 
 export function element(tag, props = {}, ...children) {
@@ -20,7 +20,7 @@ function button(label, title, action) {
   return element("button", { type: "button", title, "aria-label": title, "data-do": action }, label);
 }
 
-// A question of the user.
+// A user's message.
 export function userMessage(chat, node) {
   const body = element("div", { className: "body plain" }, node.content);
   const actions = element("div", { className: "actions" }, ...branches(chat, node), button("Edit", "Edit this message", "edit"), button("Copy", "Copy this message", "copy"));
@@ -38,8 +38,8 @@ function branches(chat, node) {
   return [element("span", { className: "branches" }, before, element("span", { "aria-label": `version ${place + 1} of ${all.length}` }, `${place + 1}/${all.length}`), after)];
 }
 
-// An answer. `extra` is what is known of it besides its text, until the page is left: its tokens
-// with their probabilities, and its times.
+// An answer. `extra` holds facts about it that are not saved: its tokens with their probabilities,
+// and its timings.
 export class Answer {
   constructor(chat, node, extra, onDraw) {
     this.node = node;
@@ -57,7 +57,7 @@ export class Answer {
     this.meta = element("span", { className: "meta" });
     this.toggle = button("Tokens", "Show the tokens and their probabilities", "tokens");
     this.toggle.setAttribute("aria-pressed", "false");
-    const actions = element("div", { className: "actions" }, ...branches(chat, node), button("Retry", "Answer again", "retry"), button("Copy", "Copy this answer", "copy"), this.toggle, this.meta);
+    const actions = element("div", { className: "actions" }, ...branches(chat, node), button("Retry", "Generate another answer", "retry"), button("Copy", "Copy this answer", "copy"), this.toggle, this.meta);
     this.root = element("article", { className: "message assistant", "data-node": node.id, "aria-label": "Answer" }, this.reasoning, this.body, this.tokens, this.note, actions);
     this.streams = { content: new MarkdownStream(this.body), reasoning: new MarkdownStream(this.reasoningText) };
     this.add(node.content, node.reasoning);
@@ -65,7 +65,7 @@ export class Answer {
     this.update();
   }
 
-  // More text has come. It is drawn with the next frame, or later where drawing is slow.
+  // More text has arrived. It is drawn with the next frame, or later if drawing is slow.
   add(content, reasoning) {
     this.pending.content += content;
     this.pending.reasoning += reasoning;
@@ -131,7 +131,7 @@ export class Answer {
   }
 }
 
-// What the tip of a token says: the alternatives, likeliest first.
+// The tooltip of a token: the alternatives, likeliest first.
 export function tokenTip(one) {
   const rows = [one, ...one.top_logprobs.filter((other) => other.token !== one.token)].sort((a, b) => b.logprob - a.logprob);
   const table = element("table");

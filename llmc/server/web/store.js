@@ -1,7 +1,7 @@
-// Conversations in this browser's localStorage: one entry each, bounded, oldest dropped first.
+// Conversations in this browser's localStorage: one entry each, bounded, the oldest deleted first.
 //
-// A conversation is a tree of messages. Editing or retrying adds a branch next to the old one, and
-// `selected` of each message says which of its children is shown.
+// A conversation is a tree of messages. Editing or retrying adds a branch next to the old one.
+// `selected` of each message is the child that is shown.
 
 const PREFIX = "llmc.chat.";
 const SETTINGS = "llmc.settings";
@@ -30,7 +30,7 @@ export function addNode(chat, parentId, role, content) {
   return node;
 }
 
-// The messages that are shown, from the first to the last.
+// The shown messages, from the first to the last.
 export function path(chat) {
   const shown = [];
   for (let id = chat.root.selected; id; id = chat.nodes[id].selected) shown.push(chat.nodes[id]);
@@ -71,7 +71,7 @@ export function listChats() {
   return found.sort((a, b) => b.updated - a.updated);
 }
 
-// Returns how many old conversations had to go, or -1 when this one does not fit.
+// Returns how many old conversations were deleted to make room, or -1 if this one does not fit.
 export function saveChat(chat) {
   const text = JSON.stringify(chat);
   if (text.length > MAX_BYTES) return -1;
@@ -105,17 +105,17 @@ export function exportChats() {
   return JSON.stringify({ format: "llmc conversations", version: 1, chats }, null, 1);
 }
 
-// Returns how many were added. Throws where the file holds something else.
+// Returns how many were added. Throws if the file has other contents.
 export function importChats(text) {
   const data = JSON.parse(text);
-  if (data?.format !== "llmc conversations" || !Array.isArray(data.chats)) throw new Error("It holds no conversations of llmc.");
+  if (data?.format !== "llmc conversations" || !Array.isArray(data.chats)) throw new Error("it contains no llmc conversations.");
   const chats = data.chats.slice(0, MAX_CHATS).map(checked);
-  if (chats.includes(null)) throw new Error("A conversation in it is not complete.");
-  for (const chat of chats) if (saveChat(chat) < 0) throw new Error("It does not fit into this browser's storage.");
+  if (chats.includes(null)) throw new Error("it contains an incomplete conversation.");
+  for (const chat of chats) if (saveChat(chat) < 0) throw new Error("it does not fit into this browser's storage.");
   return chats.length;
 }
 
-// A conversation with exactly the fields that we know, or null: files and storage may hold anything.
+// A conversation with exactly the known fields, or null: files and storage may contain anything.
 function checked(data) {
   const isId = (value) => typeof value === "string" && /^[\w-]{1,80}$/.test(value);
   const text = (value) => (typeof value === "string" ? value.slice(0, MAX_TEXT) : "");
@@ -127,7 +127,7 @@ function checked(data) {
     if (!isId(id) || id === "__proto__" || !node || !ROLES.includes(node.role)) return null;
     nodes[id] = { id, parent: null, role: node.role, content: text(node.content), reasoning: text(node.reasoning), note: text(node.note), children: [], selected: null };
   }
-  const linked = new Set(); // each message has one place: no circles
+  const linked = new Set(); // each message has one parent: no cycles
   const link = (to, from, parent) => {
     for (const id of Array.isArray(from?.children) ? from.children : []) {
       if (!Object.hasOwn(nodes, id) || linked.has(id)) return false;
@@ -164,7 +164,7 @@ export function keepSettings(settings) {
   try {
     localStorage.setItem(SETTINGS, JSON.stringify(settings));
   } catch {
-    // full: they last as long as the page
+    // full: the settings last until the page is closed
   }
 }
 

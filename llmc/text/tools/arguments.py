@@ -1,4 +1,4 @@
-"""Values of arguments, as models write them -> JSON."""
+"""Argument values, as models write them -> JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ESCAPES = re.compile(r'\\(["\\/bfnrtu])|\\(.)|"', re.DOTALL)
 
 
 def decoded(text: str) -> Any:
-    """The value of a JSON text, or None where it is none (or null, which nothing here asks for)."""
+    """The value of a JSON text; None if it is invalid (or null, which no caller needs)."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -23,7 +23,7 @@ def decoded(text: str) -> Any:
 
 
 def from_literal(text: str) -> str | None:
-    """A value as JSON or Python writes it, as JSON; None for anything else."""
+    """A JSON or Python literal as JSON; None for anything else."""
     for written in (text, _LITERALS.sub(_as_json, text)):
         if written == "null" or decoded(written) is not None:
             return written
@@ -31,7 +31,7 @@ def from_literal(text: str) -> str | None:
 
 
 def _as_json(literal: re.Match[str]) -> str:
-    """A literal of Python's, or a text of JSON, which stays as it is."""
+    """A Python literal as JSON; a JSON string is unchanged."""
     text = literal[0]
     if text[0] != "'":
         return _OF_PYTHON.get(text, text)
@@ -41,14 +41,14 @@ def _as_json(literal: re.Match[str]) -> str:
 def _escaped(found: re.Match[str]) -> str:
     if found[1]:
         return found[0]
-    if found[2]:  # \' is an apostrophe; what JSON has not keeps its backslash
+    if found[2]:  # \' is an apostrophe; escapes that JSON does not have keep their backslash
         return "'" if found[2] == "'" else "\\\\" + found[2]
     return '\\"'
 
 
 def from_text(text: str, schema: object) -> str:
-    """A value that stands without quotes, as JSON. Where the schema allows nothing but texts it is
-    one; elsewhere it is read as JSON, and is a text where it is none."""
+    """An unquoted value as JSON. If the schema allows only strings, it is one; otherwise it is
+    parsed as JSON, and is a string if that fails."""
     if not is_text(schema):
         written = from_literal(text.strip())
         if written is not None:
@@ -57,7 +57,7 @@ def from_text(text: str, schema: object) -> str:
 
 
 def is_text(schema: object) -> bool:
-    """Whether the schema allows texts alone (or nothing)."""
+    """Whether the schema allows only strings (or null)."""
     if not isinstance(schema, Mapping):
         return False
     kind: Any = schema.get("type")

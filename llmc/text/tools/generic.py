@@ -1,9 +1,9 @@
-"""Tools for models whose chat template writes none, or writes calls in a way not known here.
+"""Tools for models whose chat template has no tools, or writes calls in an unknown way.
 
-The system message describes them and how to call one; calls and results of earlier turns become
-plain text of the roles that every template has:
+The system message describes the tools and how to call one. Calls and results of earlier turns
+become plain text in the roles that every template has:
 
-    system     ... what functions there are
+    system     ... the available functions
     assistant  ... <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>
     user       <tool_response>\\n...\\n</tool_response>
 """
@@ -29,7 +29,7 @@ GENERIC = ToolFormat(
 
 
 def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What the model is told of the functions."""
+    """The prompt text that describes the functions to the model."""
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     return "\n".join(
         (
@@ -44,8 +44,8 @@ def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
 def as_plain_turns(
     messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], *, takes_system: bool
 ) -> list[dict[str, Any]]:
-    """The conversation without calls, results and tools, which are told in words. Contents are
-    texts, or lists of parts. Without `takes_system` the first user message describes the tools."""
+    """The conversation with calls, results and tools turned into plain text. Contents are strings
+    or lists of parts. Without `takes_system` the first user message describes the tools."""
     turns: list[dict[str, Any]] = []
     for message in messages:
         if message.get("tool_calls"):
@@ -76,7 +76,7 @@ def _call(function: Mapping[str, Any]) -> str:
 
 
 def _joined(first: Any, second: Any, between: str = "\n\n") -> Any:
-    """Two contents as one: a text where both are, else a list of parts."""
+    """Two contents as one: a string if both are, otherwise a list of parts."""
     if not first or not second:
         return first or second or ""
     if isinstance(first, str) and isinstance(second, str):

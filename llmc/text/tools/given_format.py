@@ -1,4 +1,4 @@
-"""How calls of tools are written, as the user says it (`--tool-format`)."""
+"""A tool format given by the user (`--tool-format`)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _DEFAULTS = {
     "name_key": "name", "arguments_key": "arguments",
 }  # fmt: skip
 _NEEDS = {
-    "named": "a mark before the name (section_begin, call_begin) and one behind it (middle)",
+    "named": "a mark before the name (section_begin, call_begin) and one after it (middle)",
     "keyed": "a mark before the name (section_begin, call_begin), key_end, value_end unless "
     "values_are_json, and an end (call_end, section_end)",
 }
 
 
 def read_tool_format(given: str) -> ToolFormat | None:
-    """`given` is "auto" (None: it is learned), "generic", the fields of a ToolFormat in JSON, or a
-    file with these. ConfigError says what is wrong."""
+    """Parse the option: "auto" (returns None: the format is learned), "generic", the fields of a
+    ToolFormat in JSON, or a file with these. ConfigError if it is invalid."""
     if given == AUTO:
         return None
     if given == "generic":
@@ -37,7 +37,7 @@ def read_tool_format(given: str) -> ToolFormat | None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"the tool format is no JSON: {str(e)[:200]}") from e
+        raise ConfigError(f"the tool format is not valid JSON: {str(e)[:200]}") from e
     if not isinstance(found, dict):
         raise ConfigError(f"the tool format must be a JSON object, got {found!r:.80}")
     known = {field.name: field.type for field in fields(ToolFormat)}
@@ -63,7 +63,7 @@ def _check(name: str, value: Any, kind: str) -> None:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} of the tool format must be true or false, got {value!r:.80}")
     elif not isinstance(value, str) and not (value is None and "None" in kind):
-        raise ConfigError(f"{name} of the tool format must be a text, got {value!r:.80}")
+        raise ConfigError(f"{name} of the tool format must be a string, got {value!r:.80}")
 
 
 def _read(path: Path) -> str:
@@ -75,6 +75,6 @@ def _read(path: Path) -> str:
         return text.decode()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(
-            f"the tool format {str(path)!r} can't be read ({e}); give auto, generic, a JSON object "
+            f"the tool format {str(path)!r} can't be read ({e}); pass auto, generic, a JSON object "
             "or a file with one"
         ) from e

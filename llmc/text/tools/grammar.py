@@ -1,6 +1,6 @@
-"""The grammar of an answer that must call: in the model's own format, by the tools' schemas.
+"""The grammar of an answer that must call a tool, in the model's own format, by the tools' schemas.
 
-Lark, as llguidance reads it: marks that are special tokens stand as <[id]>, schemas as %json.
+It is in llguidance's dialect of Lark: special tokens are written as <[id]>, schemas as %json.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from llmc.json_schema import closed
 from llmc.text.tools.arguments import is_text
 from llmc.text.tools.tool_format import ANY_ID, ToolFormat
 
-MAX_CALLS = 16  # in an answer
+MAX_CALLS = 16  # per answer
 _WHITE_SPACE = r"(\n[ ]{0,16}|[ ])?"
-# What a schema may say of arguments that are written key by key, apart from notes.
+# Keywords that a schema of arguments written key by key can have, apart from annotations.
 _OF_KEYS = {"type", "properties", "required", "additionalProperties"}
 _NOTES = {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
 _DEFINITIONS = ("$defs", "definitions")
-# What can't be asked of a text that stands without quotes.
+# Keywords that can't be enforced for an unquoted string.
 _OF_TEXT = ("pattern", "format")
 
 
@@ -33,9 +33,9 @@ def call_grammar(
     parallel: bool,
     answer: str | None = None,
 ) -> str:
-    """`tools`: the schemas of the functions to choose from, by name. `special`: the ids of the
-    special tokens that the format has. `answer`: the JSON schema of an answer that calls none;
-    None: it must call."""
+    """The grammar, as text. `tools`: the schemas of the functions to choose from, by name.
+    `special`: the ids of the format's special tokens. `answer`: the JSON schema of an answer that
+    calls no function; None: it must call one."""
     return _Writer(form, special).grammar(tools, parallel=parallel, answer=answer)
 
 
@@ -51,7 +51,7 @@ class _Writer:
         self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool, answer: str | None
     ) -> str:
         form = self._form
-        # What separates the calls from content before them need not be there.
+        # The white space that separates calls from content before them is optional.
         begin = form.section_begin + form.call_begin
         space = begin[: len(begin) - len(begin.lstrip())]
         start = [f"{self._literal(space)}?" if space else "", self._literal(begin.lstrip()), "call"]
@@ -70,7 +70,7 @@ class _Writer:
 
     def _call(self, index: int, name: str, schema: Mapping[str, Any]) -> str:
         form, rule = self._form, f"call_{index}"
-        # No parameters are no arguments.
+        # A function without parameters takes no arguments.
         schema = closed({"type": "object", **(schema or {"additionalProperties": False})})
         if form.kind == "object":
             keys = [
@@ -85,19 +85,19 @@ class _Writer:
         return rule
 
     def _keys(self, rule: str, name: str, schema: Mapping[str, Any]) -> str:
-        """Arguments key by key, in the schema's order; those that are not required may lack."""
+        """Arguments key by key, in the schema's order; those that are not required are optional."""
         unknown = sorted(schema.keys() - _OF_KEYS - _NOTES - set(_DEFINITIONS))
         if unknown:
             raise _fail(
-                f"the parameters of {name} have {unknown[0]!r:.80}, which can't be followed"
+                f"the parameters of {name} have {unknown[0]!r:.80}, which can't be enforced"
             )
         given, needed = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(given, Mapping) or not isinstance(needed, list):
-            raise _fail(f"the parameters of {name} are no JSON schema")
+            raise _fail(f"the parameters of {name} are not a JSON schema")
         properties = {**given, **{str(key): {} for key in needed if key not in given}}
         definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
         separator = self._literal(self._form.value_sep)
-        # `none`: no key has been written yet; `some`: others come before.
+        # `none`: no key has been written yet; `some`: other keys come before.
         for index, (key, one) in enumerate(properties.items()):
             pair, here = f"{rule}_pair_{index}", f"{rule}_%s_{index}"
             following = f"{rule}_some_{index + 1}"
@@ -123,7 +123,7 @@ class _Writer:
             yield _json(bound)
             yield self._literal(form.value_end)
             return
-        assert isinstance(schema, Mapping), "is_text has looked"
+        assert isinstance(schema, Mapping), "checked by is_text"
         choices = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(choices, list):
             texts = [_text(one) for one in choices if isinstance(one, str)]
@@ -132,17 +132,17 @@ class _Writer:
             return
         for word in _OF_TEXT:
             if word in schema:
-                raise _fail(f"{key!r:.80} has {word!r}, which its text can't be held to")
+                raise _fail(f"{key!r:.80} has {word!r}, which can't be enforced for its text")
         bounds = [schema.get("minLength", 0), schema.get("maxLength", "")]
         if not all(one == "" or (type(one) is int and one >= 0) for one in bounds):
-            raise _fail(f"{key!r:.80} has bounds of its length that are no numbers")
-        # The template's own white space comes before what ends the value, as always.
+            raise _fail(f"{key!r:.80} has length bounds that are not numbers")
+        # The template's own white space comes before the end of the value.
         end = form.quote or form.value_end
         space = end[: len(end) - len(end.lstrip())]
         after = "".join(f"\\x{ord(letter):02x}" for letter in space)
         text = f"/(?s:.{{{bounds[0]},{bounds[1]}}}){after}/"
         yield self._literal(form.quote)
-        if end in self._special:  # which no text has in it
+        if end in self._special:  # a special token can't occur inside the text
             yield f"{text} {self._literal(end + form.value_end)}"
             return
         self._rules.append(f"{rule}_text[suffix={_text(end.strip())}]: {text}")
@@ -150,7 +150,7 @@ class _Writer:
         yield self._literal(form.value_end if form.quote else "")
 
     def _literal(self, text: str) -> str:
-        """A text as a sequence of strings, special tokens and ids."""
+        """A literal as a sequence of strings, special tokens and ids."""
         parts, place = [], 0
         for found in self._splitter.finditer(text):
             parts.append(text[place : found.start()])
@@ -175,5 +175,5 @@ def _json(schema: object) -> str:
 
 def _fail(reason: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"tools can't be required of this model: {reason}; use tool_choice auto", param="tools"
+        f"tool calls can't be required of this model: {reason}; use tool_choice auto", param="tools"
     )

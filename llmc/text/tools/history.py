@@ -1,4 +1,4 @@
-"""Calls in the messages of a conversation, as a template takes them."""
+"""Converts the calls in a conversation's messages to the form that a template expects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmc.text.tools.arguments import decoded
 
 
 def with_arguments(where: str, message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """The message with the arguments of its calls, JSON texts, as values (or `as_text`)."""
+    """The message with the JSON arguments of its calls parsed (or kept as text, if `as_text`)."""
     if "tool_calls" not in message:
         return message
     calls = message["tool_calls"]
@@ -31,7 +31,7 @@ def _call(where: str, call: Any, as_text: bool) -> dict[str, Any]:
     arguments = decoded(given or "{}") if isinstance(given, str | None) else given
     if not isinstance(arguments, Mapping):
         raise _fail(
-            f"{where}.function.arguments", f"must be a JSON object as a text, got {given!r:.80}"
+            f"{where}.function.arguments", f"must be a JSON object as a string, got {given!r:.80}"
         )
     if as_text:
         text = given if isinstance(given, str) and given else json.dumps(arguments)

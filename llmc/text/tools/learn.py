@@ -1,14 +1,13 @@
-"""A chat template -> the ToolFormat that it writes calls in, or None where it writes none.
+"""Learns the ToolFormat in which a chat template writes calls, or None if it writes none.
 
-Conversations with made-up names, keys and values are rendered, and what stands around these is the
-format:
+Renders conversations with made-up names, keys and values; the text around these is the format:
 
     content only    ... CONTENT end
     one call        ... CONTENT Z call Y end          Z: section_begin call_begin
     two calls       ... CONTENT Z call X call Y end   Y: call_end section_end
                                                       X: call_end between call_begin
 
-What X and Z end with alike begins a call, and what X and Y begin with alike ends it.
+The common suffix of X and Z begins a call, and the common prefix of X and Y ends it.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from typing import Any
 
 from llmc.text.tools.tool_format import ANY_ID, ToolFormat, first_word
 
-# (messages, tools, add_generation_prompt) -> text; None when the template refuses them.
+# (messages, tools, add_generation_prompt) -> text; None if the template rejects them.
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str | None]
 
 USER = "zuserz"
-CONTENT = "\u017acontent\u017a"  # begins and ends as no marker does
-# Some templates take ids of nine letters alone.
+CONTENT = "\u017acontent\u017a"  # starts and ends unlike any marker
+# Some templates accept only ids of nine characters.
 IDS = ("zq1callid", "zq2callid")
 NAMES = ("zfirstz", "zsecondz")
 KEY_1, KEY_2 = "zkeyonez", "zkeytwoz"
@@ -56,7 +55,7 @@ _WORDS = r"<[^<>]*>|\[[A-Z_/]+\]|\w+|\s|[^\w\s]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """Where a call stands in a text, and what its kind and the literals inside are."""
+    """The position of a call in a text, its kind, and the literals inside it."""
 
     start: int
     end: int
@@ -64,7 +63,7 @@ class _Call:
 
 
 def learn_format(render: Render, special_texts: Sequence[str] = ()) -> ToolFormat | None:
-    """None for a template that writes no tools, no calls, or calls in a way not known here."""
+    """The format; None for a template without tools or calls, or with calls in an unknown form."""
     question = [{"role": "user", "content": USER}]
     given, asked = render(question, TOOLS, False), render(question, TOOLS, True)
     if given is None or asked is None or any(name not in given for name in NAMES):
@@ -74,7 +73,7 @@ def learn_format(render: Render, special_texts: Sequence[str] = ()) -> ToolForma
     for as_text, content in itertools.product((False, True), (CONTENT, "")):
         found = _learn(render, words, as_text, content)
         if found is not None:
-            # A call that is a separate turn does not begin where the answer does.
+            # A call that is a separate turn does not start where the answer starts.
             is_turn = turn and turn in found.section_begin + found.call_begin
             return None if is_turn else found
     return None
@@ -144,7 +143,7 @@ def _conversation(num_calls: int, as_text: bool, content: str) -> list[dict[str,
 
 
 def _turn_start(plain: str, one: str) -> int:
-    """Where the answer's own text goes on to its calls: behind the content if that is written."""
+    """Where the calls can start in the answer: after the content, if that is written."""
     at = one.rfind(CONTENT)
     if at >= 0:
         return at + len(CONTENT)
@@ -191,7 +190,7 @@ def _as_named(text: str, at: int, name: str) -> _Call | None:
 
 
 def _as_keyed(text: str, at: int, name: str) -> _Call | None:
-    """Key by key: a text first, and then a number, which shows whether texts are quoted."""
+    """A call written key by key: a string, then a number, to detect whether strings are quoted."""
     pieces = []
     place = at + len(name)
     for sentinel in (KEY_1, TEXT, KEY_2, str(NUMBER)):
@@ -208,7 +207,7 @@ def _as_keyed(text: str, at: int, name: str) -> _Call | None:
     words = re.compile(_WORDS).findall
     first, second = words(opening), words(following)
     same = _common_end(first, second)
-    # The end of the last value is known from its beginning: what follows each one alike.
+    # The end of a value is the text that follows both the first and the last one.
     gap = second[: len(second) - same]
     ended = _common_start(gap, words(text[place : place + len(following)]))
     value_end = "".join(gap[:ended])
@@ -260,7 +259,7 @@ def _with_any_id(text: Any) -> Any:
 
 
 def is_sound(found: ToolFormat) -> bool:
-    """Whether an answer can be read by it: every part ends in a way that shows."""
+    """Whether answers can be parsed with the format: every part has a recognizable end."""
     literals = (found.section_begin, found.call_begin, found.call_end, found.between or "")
     inside = (found.middle, found.key_begin, found.key_end, found.value_end, found.value_sep)
     made_up = (USER, CONTENT, *NAMES, KEY_1, KEY_2, TEXT, str(NUMBER))

@@ -1,7 +1,7 @@
-"""An answer's text -> its content and its tool calls, incrementally, by a ToolFormat.
+"""An answer's text -> its content and its tool calls, incrementally, according to a ToolFormat.
 
-The text is gone over once; only the head of what turns out to be no call is read again, and that
-is at most MAX_HEAD letters.
+The text is read once. Only the start of what turns out not to be a call is read again, and that is
+at most MAX_HEAD characters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Delta:
-    """What more text brought."""
+    """The parts found in new text."""
 
     content: str = ""
     reasoning: str = ""
@@ -41,11 +41,11 @@ class Delta:
 
 
 class ToolParser:
-    """Reads one answer. With `streams`, arguments are passed on as they come; else whole calls are,
-    and what turns out to be broken stays content.
+    """Reads one answer. With `streams`, arguments are emitted as they arrive; otherwise only whole
+    calls are, and a malformed call stays content.
 
-    `tools`: the parameters' schema of each function that may be called, by name. Without
-    `parallel` there is one call at most, and what follows it is left out.
+    `tools`: the parameter schema of each function that can be called, by name. Without `parallel`
+    there is at most one call, and anything after it is dropped.
     """
 
     def __init__(
@@ -63,23 +63,23 @@ class ToolParser:
         self._parallel = parallel
         self._in = Reader()
         self._out = Delta()
-        self._space = ""  # of content, emitted when more content follows
+        self._space = ""  # white space of the content, emitted when more content follows
         self._was_cut = False
-        self._is_told = False  # the call at hand, at least its name
+        self._is_emitted = False  # whether the current call was emitted, at least its name
         self._name = ""
         self._arguments = ""
         self._steps = self._answer()
 
     def push(self, text: str) -> Delta:
         self._in.text += text
-        return self._go_on()
+        return self._advance()
 
     def finish(self, *, was_cut: bool = False) -> Delta:
-        """The text has ended: nothing is held back any more, but half a call where it was cut."""
+        """Flush at the end of the text; if it `was_cut`, a partial call is dropped."""
         self._in.closed, self._was_cut = True, was_cut
-        return self._go_on()
+        return self._advance()
 
-    def _go_on(self) -> Delta:
+    def _advance(self) -> Delta:
         next(self._steps, None)
         out, self._out = self._out, Delta()
         return out
@@ -88,28 +88,30 @@ class ToolParser:
 
     def _answer(self) -> Generator[None, None, None]:
         trigger = "" if self._form.is_anchored else self._form.trigger
-        if not trigger:  # then at the beginning, or not at all
+        if not trigger:  # then calls can only be at the beginning
             yield from self._in.skip_space()
-            self._say(self._in.at)
+            self._emit_content(self._in.at)
             yield from self._section()
         while True:
             start = self._in.text.find(trigger) if trigger else -1
             if start >= 0:
-                self._say(start)
+                self._emit_content(start)
                 yield from self._section()
                 continue
-            self._say(len(self._in.text) - _half_of(trigger, self._in.text))
+            self._emit_content(len(self._in.text) - _partial_length(trigger, self._in.text))
             if self._in.closed:
                 if self._was_cut:
-                    self._in.text = self._in.text[: -_half_of(trigger, self._in.text) or None]
-                self._say(len(self._in.text))
+                    self._in.text = self._in.text[
+                        : -_partial_length(trigger, self._in.text) or None
+                    ]
+                self._emit_content(len(self._in.text))
                 if not self.num_calls:
                     self._out.content += self._space
                 return
             yield
 
-    def _say(self, end: int) -> None:
-        """What is before `end` is content; white space waits for what it is before."""
+    def _emit_content(self, end: int) -> None:
+        """Emit the text before `end` as content; trailing white space is held back."""
         text = self._space + self._in.text[:end]
         self._in.at = end
         self._in.drop()
@@ -125,7 +127,7 @@ class ToolParser:
     # ---- calls ----
 
     def _section(self) -> Generator[None, None, None]:
-        """Calls, from the first one's beginning on."""
+        """Read calls, starting at the first one."""
         form = self._form
         begin = form.section_begin + form.call_begin
         while (yield from self._call(begin)):
@@ -142,19 +144,19 @@ class ToolParser:
         self._in.drop()
 
     def _call(self, begin: str) -> Steps:
-        """One call; whether it was one. If not, its text is content."""
-        self._is_told, self._name, self._arguments = False, "", ""
+        """Read one call; returns whether it was one. If not, its text is content."""
+        self._is_emitted, self._name, self._arguments = False, "", ""
         read = {"object": self._object, "named": self._named, "keyed": self._keyed}
         has_begun = yield from self._in.match(begin)
         is_whole = has_begun and (yield from read[self._form.kind]())
         if is_whole and isinstance(decoded(self._arguments), dict):
-            if not self._is_told:
-                self._tell(self._arguments)
+            if not self._is_emitted:
+                self._emit(self._arguments)
             self.num_calls += 1
             self._space = ""
             self._in.drop()
             return True
-        if self._is_told:  # it can't be taken back
+        if self._is_emitted:  # what was emitted can't be retracted
             self.num_calls += 1
             self._in.drop()
             return False
@@ -162,7 +164,9 @@ class ToolParser:
             self._in.drop()
             return False
         num_read = self._in.put_back()
-        self._say(num_read if num_read > MAX_HEAD else min(num_read, len(first_word(begin)) or 1))
+        self._emit_content(
+            num_read if num_read > MAX_HEAD else min(num_read, len(first_word(begin)) or 1)
+        )
         return False
 
     def _object(self) -> Steps:
@@ -238,7 +242,7 @@ class ToolParser:
         written = yield from text.until(form.value_end)
         if written is None:
             return None
-        # The white space that the template itself writes around a value is no part of it.
+        # White space that the template itself writes around a value is not part of the value.
         before = form.key_end[len(form.key_end.rstrip()) :]
         after = form.value_end[: len(form.value_end) - len(form.value_end.lstrip())]
         return from_text(written.removeprefix(before).removesuffix(after), schemas.get(key))
@@ -257,22 +261,22 @@ class ToolParser:
 
     def _stream(self, text: str) -> None:
         if self._streams:
-            self._tell(text)
+            self._emit(text)
 
-    def _tell(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if self._is_over:
             return
         index, calls = self.num_calls, self._out.calls
-        if not self._is_told:
-            self._is_told, self._space = True, ""
+        if not self._is_emitted:
+            self._is_emitted, self._space = True, ""
             calls.append(CallDelta(index, id=f"call_{uuid.uuid4().hex[:24]}", name=self._name))
         if not calls or calls[-1].index != index or calls[-1].name is not None:
             calls.append(CallDelta(index))
         calls[-1].arguments += text
 
 
-def _half_of(trigger: str, text: str) -> int:
-    """Length of the longest end of `text` that may become the trigger."""
+def _partial_length(trigger: str, text: str) -> int:
+    """Length of the longest suffix of `text` that could become the trigger."""
     for length in range(min(len(trigger) - 1, len(text)), 0, -1):
         if text.endswith(trigger[:length]):
             return length

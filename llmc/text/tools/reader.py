@@ -1,7 +1,7 @@
-"""Reads text that comes in pieces: each step waits (yields) for the text that it needs.
+"""Reads text that arrives in pieces: each step waits (yields) for the text that it needs.
 
-So what is read does not depend on where the text was cut. White space between the parts of a
-literal is ignored: models write it as they like.
+The result therefore does not depend on how the text is split. White space between the parts of a
+literal is ignored, because models vary it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from llmc.text.tools.tool_format import ANY_ID
 
 _ID = re.compile(r"[\w.:-]*")
-_OUTSIDE = re.compile(r"""[^"'{}\[\]]*""")  # of a string in JSON, or in Python
+_OUTSIDE = re.compile(r"""[^"'{}\[\]]*""")  # outside a JSON or Python string
 _INSIDE = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 _BARE = re.compile(r"[\w.+$-]*")
 _SCALAR = re.compile(r"[^\s,\]})]*")
@@ -22,8 +22,8 @@ Steps = Generator[None, None, bool]
 
 
 class Reader:
-    """`text` from `at` on is not read yet; `cut_off` holds what was read of the call at hand and
-    is no longer in `text`."""
+    """Buffered text. `text` from `at` on is not read yet; `cut_off` is the text of the current call
+    that was read and removed from `text`."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -32,23 +32,23 @@ class Reader:
         self.cut_off: list[str] = []
 
     def drop(self) -> None:
-        """What was read is not asked for again."""
+        """Discard the text read so far."""
         self.text, self.at, self.cut_off = self.text[self.at :], 0, []
 
     def cut(self) -> None:
-        """What was read is put away, so that a long text costs what it adds."""
+        """Move the text read so far out of `text`, so that the cost of a long text stays linear."""
         self.cut_off.append(self.text[: self.at])
         self.text, self.at = self.text[self.at :], 0
 
     def put_back(self) -> int:
-        """Begin again where `drop` left off; returns how much had been read."""
+        """Go back to the position of the last `drop`; returns how much had been read."""
         read = "".join(self.cut_off)
         num_read = len(read) + self.at
         self.text, self.at, self.cut_off = read + self.text, 0, []
         return num_read
 
     def more(self) -> Steps:
-        """Waits until there is a letter to read; False when the text has ended."""
+        """Wait until there is a character to read; False if the text has ended."""
         while self.at >= len(self.text):
             if self.closed:
                 return False
@@ -73,7 +73,7 @@ class Reader:
         return True
 
     def comes(self, literal: str, *, read: bool = True) -> Steps:
-        """Whether `literal` comes next; it is consumed unless asked otherwise."""
+        """Whether `literal` comes next. It is consumed if so, unless `read` is False."""
         at = self.at
         found = yield from self.match(literal)
         if not (found and read):
@@ -81,17 +81,17 @@ class Reader:
         return found
 
     def skip(self, literal: str) -> Generator[None, None, None]:
-        """Reads `literal` if it comes next, also if the text ends inside it."""
+        """Read `literal` if it comes next, even if the text ends inside it."""
         at = self.at
         if not (yield from self.match(literal)) and self.at < len(self.text):
             self.at = at
 
     def run(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
-        """The longest run of letters that `pattern` allows."""
+        """The longest run of characters that `pattern` allows."""
         parts = []
         while (yield from self.more()):
             found = pattern.match(self.text, self.at)
-            assert found is not None, "these patterns match nothing too"
+            assert found is not None, "these patterns match the empty string"
             parts.append(found[0])
             self.at = found.end()
             if self.at < len(self.text):
@@ -99,7 +99,7 @@ class Reader:
         return "".join(parts)
 
     def until(self, literal: str) -> Generator[None, None, str | None]:
-        """The text before `literal`, which is read too; None where it does not come."""
+        """The text before `literal`, which is read too; None if it does not occur."""
         wanted = literal.strip()
         parts: list[str] = []
         while True:
@@ -117,8 +117,8 @@ class Reader:
             yield
 
     def value(self, emit: Callable[[str], None] | None = None) -> Generator[None, None, str]:
-        """A value of JSON or Python as it is written, "" where none begins. An object is also
-        passed to `emit` while it comes."""
+        """The text of a JSON or Python value, "" if none starts here. An object is also passed to
+        `emit` piece by piece."""
         yield from self.skip_space()
         if not (yield from self.more()):
             return ""
@@ -129,14 +129,14 @@ class Reader:
         depth, quote = 0, ""
         while (yield from self.more()):
             found = _INSIDE.get(quote, _OUTSIDE).match(self.text, self.at)
-            assert found is not None, "these patterns match nothing too"
+            assert found is not None, "these patterns match the empty string"
             begin, self.at = self.at, found.end()
             letter = self.text[self.at : self.at + 1]
             if letter:
                 self.at += 1
             if letter == "\\":
                 yield from self.more()
-                self.at = min(self.at + 1, len(self.text))  # whatever it is, it is inside
+                self.at = min(self.at + 1, len(self.text))  # an escaped character
             elif letter in ('"', "'"):
                 quote = "" if quote else letter
             elif letter:
@@ -151,8 +151,8 @@ class Reader:
         return "".join(parts)
 
     def quoted_value(self, quote: str) -> Generator[None, None, str]:
-        """A value whose texts stand in quotes of the model's own and whose keys in none, as JSON;
-        "" where none begins."""
+        """A value with the model's own quotes around strings and none around keys, converted to
+        JSON; "" if none starts here."""
         yield from self.skip_space()
         parts: list[str] = []
         depth = 0

@@ -1,1 +1,1 @@
-"""GGUF files: what their header says, and their tensors as a model's parameters."""
+"""GGUF files: their headers, and their tensors as a model's parameters."""

@@ -1,6 +1,6 @@
-"""Quantized tensors of a GGUF file in the blocks of `quantized_linear`, value for value the same.
+"""Repacks a GGUF file's quantized tensors into the blocks of `quantized_linear`, losslessly.
 
-A type is kept where each group of 16 or 32 inputs is integers times a scale, or that plus a
+A type is supported if each group of 16 or 32 inputs is integers times a scale, optionally plus a
 minimum, and both are exact in float32. Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
 
@@ -32,9 +32,9 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Integers:
-    """Of blocks [B]: `q` [B, values], `scale` and `minimum` [B, groups] in float32.
+    """The contents of B blocks: `q` [B, values], `scale` and `minimum` [B, groups] in float32.
 
-    Of MXFP4 codes and exponents, of which 255 stands for NaN as in the format's specification.
+    For MXFP4: codes and exponents; an exponent of 255 means NaN, as in the format's specification.
     """
 
     q: Array
@@ -54,7 +54,7 @@ def _nibbles(packed: Array) -> Array:
 
 
 def _fifth_bits(blocks: Array, start: int) -> Array:
-    """Bit i of a word -> value i, as 0 or 16."""
+    """Bit i of a 32-bit word -> value i, as 0 or 16."""
     bits = np.unpackbits(blocks[:, start : start + 4], axis=-1, bitorder="little")
     return (bits << 4).astype(np.uint8)
 
@@ -82,7 +82,7 @@ def _q8_0(blocks: Array) -> Integers:
 
 
 def _scaled_groups(blocks: Array) -> tuple[Array, Array]:
-    """Scales and minimums of the eight groups of a Q4_K or Q5_K block, 6 bits each."""
+    """Scales and minimums of the eight groups of a Q4_K or Q5_K block, stored in 6 bits each."""
     low, high, mixed = np.split(blocks[:, 4:16], 3, axis=1)
     scale = np.concatenate((low & 63, mixed & 15 | low >> 6 << 4), axis=1)
     minimum = np.concatenate((high & 63, mixed >> 4 | high >> 6 << 4), axis=1)
@@ -105,7 +105,7 @@ def _q5_k(blocks: Array) -> Integers:
 
 
 def _two_bits(packed: Array) -> Array:
-    """[B, 32 n] -> [B, n, 4, 32]: a byte has a value of each of four stretches of 32."""
+    """[B, 32 n] -> [B, n, 4, 32]: each byte has one value of each of four runs of 32."""
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     return packed.reshape(len(packed), -1, 1, 32) >> shifts & 3
 
@@ -127,7 +127,7 @@ def _q3_k(blocks: Array) -> Integers:
     scale = np.concatenate((packed[:, :8] & 15, packed[:, :8] >> 4), axis=1)
     high = (packed[:, None, 8:] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3).reshape(-1, 16)
     steps = (scale | high << 4).astype(np.float32) - 32
-    # -4 to 3, in the int4 of which 8 stands for zero
+    # -4 to 3, in the int4 encoding in which 8 means zero
     return Integers(q=((low | third << 2) + 4).reshape(-1, 256), scale=_half(blocks, 108) * steps)
 
 
@@ -161,7 +161,7 @@ def _mxfp4(blocks: Array) -> Integers:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How a type is held, and the function that reads its blocks."""
+    """The format in which a type is kept, and the function that reads its blocks."""
 
     format: Format
     read: Callable[[Array], Integers]
@@ -189,7 +189,7 @@ KEPT = tuple(_KINDS)
 
 
 def kept_as(kind: Type, channels: int, depth: int) -> Quantization | None:
-    """None where the op can't have a matrix of this type exactly."""
+    """The op's format for a matrix of this type; None if it can't represent it exactly."""
     held = _KINDS.get(kind)
     if held is None or channels % CHANNELS or depth % INPUTS:
         return None
@@ -202,9 +202,9 @@ def kept_as(kind: Type, channels: int, depth: int) -> Quantization | None:
 
 
 def to_blocks(raw: Array, kind: Type, to: Quantization) -> dict[Part, torch.Tensor]:
-    """Rows of a file [N, bytes] -> what `quantized_linear` takes."""
+    """Rows of a file [N, bytes] -> the weight inputs of `quantized_linear`."""
     channels = len(raw)
-    with np.errstate(invalid="ignore"):  # an infinite scale times 0 is NaN, as the file says
+    with np.errstate(invalid="ignore"):  # an infinite scale times 0 is NaN, as the file implies
         integers = _KINDS[kind].read(raw.reshape(-1, _block_bytes(kind)))
     q = torch.from_numpy(np.ascontiguousarray(integers.q).reshape(channels, -1))
     parts: dict[Part, torch.Tensor] = {"weight": pack_weight(q, to)}

@@ -1,8 +1,7 @@
-"""What a GGUF header says of a model -> the config.json that transformers would have for it.
+"""The model description in a GGUF header -> the config.json that transformers would have for it.
 
-Names of fields are transformers' own (`GGUF_CONFIG_MAPPING`); rules.json adds what those leave out,
-by the fields that a config has. Rotary scaling is read from the metadata and from the tensors that
-hold its factors.
+Fields are named by transformers' `GGUF_CONFIG_MAPPING`; rules.json adds those that it lacks, if a
+config has them. Rotary scaling is read from the metadata and from the tensors with its factors.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from llmc.weights.gguf.blocks import kept_as
 from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo, shown
 from llmc.weights.gguf.rules import rule_of, rules, squashed
 
-_FREE = 0.9  # of the weights that keep their bits
-_MARKS = (3, 4)  # types of tokens: control, and those of users
+_FREE = 0.9  # share of the weights that stay quantized, above which any dtype is suitable
+_MARKS = (3, 4)  # token types: control and user-defined
 _SCALINGS = ("linear", "yarn", "longrope")
 # metadata under <architecture>.rope.scaling. -> fields of `rope_parameters`
 _SCALING_FIELDS = {
@@ -34,16 +33,16 @@ _SCALING_FIELDS = {
     "yarn_beta_slow": "beta_slow",
 }
 _COUNT = re.compile(r"_(count|count_kv|length)$")
-_ROTARY = ("rope_theta", "rope_local_base_freq")  # which configs take, but hold otherwise
-_ROPE_THETA = 10000.0  # where a file is silent
-_COMMON = {  # for processors of architectures that transformers has no map of
+_ROTARY = ("rope_theta", "rope_local_base_freq")  # accepted by configs, but stored elsewhere
+_ROPE_THETA = 10000.0  # if a file does not set it
+_COMMON = {  # for processors of architectures that transformers has no map for
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
 
 
 def read_config(header: GgufHeader) -> dict[str, Any]:
-    """config.json."""
+    """The contents of config.json."""
     from transformers import CONFIG_MAPPING
 
     rule = rule_of(header)
@@ -83,7 +82,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def _fields(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """By transformers' map of the architecture, if it has one; else by its commonest names."""
+    """Fields by transformers' map of the architecture, or by common names if it has none."""
     from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
     names = {squashed(name): name for name in GGUF_CONFIG_MAPPING}
@@ -97,7 +96,7 @@ def _fields(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _head_dim(values: Mapping[str, Any]) -> dict[str, int]:
-    """Where a file is silent it is this, whatever a config's default."""
+    """The default if a file does not set it; a config's own default does not apply."""
     heads, hidden = values.get("attention.head_count"), values.get("embedding_length")
     if type(heads) is int and type(hidden) is int and heads > 0:
         return {"head_dim": hidden // heads}
@@ -105,7 +104,7 @@ def _head_dim(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _put(config: dict[str, Any], path: str, value: Any) -> None:
-    """At a path with dots."""
+    """Set the value at a dotted path."""
     *parents, field = path.split(".")
     for parent in parents:
         config = config.setdefault(parent, {})
@@ -113,8 +112,8 @@ def _put(config: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _computed(values: Mapping[str, Any], one: str, operation: str, other: str | int) -> int:
-    """Of two numbers, each of the first key that the metadata has among those between bars; of
-    one by layer the least."""
+    """Combine two numbers. Each is a constant, or the first key that the metadata has among those
+    separated by bars; for a list by layer, its minimum."""
 
     def number(keys: str | int) -> Any:
         if isinstance(keys, int):
@@ -125,24 +124,24 @@ def _computed(values: Mapping[str, Any], one: str, operation: str, other: str | 
     left, right = number(one), number(other)
     if not (type(left) is int and type(right) is int and left > 0 and right > 0):
         raise CheckpointError(
-            f"the metadata has {shown(left)} as {one} and {shown(right)} as {other}, of which "
+            f"the metadata has {shown(left)} as {one} and {shown(right)} as {other}, but "
             "both should be positive"
         )
     return {"/": left // right, "-": left - right, "+": left + right}[operation]
 
 
 def _ours(header: GgufHeader) -> dict[str, Any]:
-    """Metadata of the architecture, without its prefix; float32 as the decimals it came from."""
+    """The architecture's metadata without its prefix; float32 values as their shortest decimals."""
     prefix = f"{header.architecture}."
     values = {k.removeprefix(prefix): v for k, v in header.metadata.items() if k.startswith(prefix)}
     values["block_count"] = _layers(values, header)
-    if values.get("feed_forward_length") == 0:  # a model without such layers
+    if values.get("feed_forward_length") == 0:  # a model without feed-forward layers
         del values["feed_forward_length"]
     return {k: _plain(k, v) for k, v in values.items()}
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Counts by layer, where all layers that have any have as many, are one number."""
+    """A count by layer becomes one number if all layers with a nonzero count have the same."""
     if isinstance(value, list) and _COUNT.search(key) and all(type(v) is int for v in value):
         different = set(value) - {0}
         return different.pop() if len(different) == 1 else value
@@ -150,13 +149,13 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def _layers(values: Mapping[str, Any], header: GgufHeader) -> int:
-    """How many a model has: no more than the file, so that none is built by a claim alone."""
+    """The number of layers: at most as many as the file has tensors for, whatever it claims."""
     stated = values.get("block_count")
-    ahead = values.get("nextn_predict_layers", 0)  # which only speculation takes
+    ahead = values.get("nextn_predict_layers", 0)  # used only for speculative decoding
     named = len({name.split(".")[1] for name in header.tensors if name.startswith("blk.")})
     if type(stated) is not int or type(ahead) is not int or not 0 <= ahead < stated <= named:
         raise CheckpointError(
-            f"{header.files[0].name} states {shown(stated)} layers, but holds tensors of {named}"
+            f"{header.files[0].name} states {shown(stated)} layers, but has tensors for {named}"
         )
     return stated - ahead
 
@@ -193,9 +192,9 @@ def _add_rules(
 def _add_layers(
     config: dict[str, Any], values: Mapping[str, Any], known: Mapping[str, Any], header: GgufHeader
 ) -> None:
-    """What is listed by layer, where a config names a layer's kind, or has a period.
+    """Fields that depend on the layer: a layer's kind, or a period.
 
-    A window of 0 is none.
+    A window of 0 means no window.
     """
     layers = values["block_count"]
     rule = rule_of(header)
@@ -219,15 +218,15 @@ def _add_layers(
 
 
 def _kind(header: GgufHeader, layer: int, kinds: Mapping[str, str]) -> str:
-    """By a tensor that layers of this kind alone have; of the rest by no name."""
+    """A layer's kind, by a tensor that only this kind has; "" is the key for the others."""
     found = (k for tensor, k in kinds.items() if f"blk.{layer}.{tensor}" in header.tensors)
     return next(found, kinds[""])
 
 
 def _dtype(header: GgufHeader) -> str | None:
-    """That of the file's weights; None where they are integers, which are served in any dtype.
+    """The dtype of the file's weights; None if they are quantized, which allows any dtype.
 
-    bfloat16 where too much of a quantized file has to be widened to be so free.
+    bfloat16 if too much of a quantized file has to be dequantized for that.
     """
     kept, sizes = 0, Counter[str]()
     for tensor in header.tensors.values():
@@ -259,11 +258,11 @@ def _add_rotary(
             config["partial_rotary_factor"] = width / head_dim
     scaling = _scaling(config, values, header)
     if scaling.get("rope_type") == "yarn" and "truncate" in rope:
-        scaling["truncate"] = rope["truncate"]  # which files don't say
+        scaling["truncate"] = rope["truncate"]  # not stored in files
     if scaling:
         config["rope_scaling"] = scaling
     elif rope.get("rope_type", "default") != "default":
-        # the class's own default is one checkpoint's
+        # the config class's default is that of one particular checkpoint
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.get("rope_theta")}
 
 
@@ -297,13 +296,13 @@ def _scaling(
         return {}
     if kind not in _SCALINGS:
         raise CheckpointError(
-            f"{header.files[0].name} scales rotary positions by {shown(kind)}, of which llmc reads "
+            f"{header.files[0].name} scales rotary positions by {shown(kind)}; llmc supports "
             f"{', '.join(_SCALINGS)}"
         )
     if kind == "linear":
         return {"rope_type": "linear", "factor": scaling["factor"]}
     if multiplier := own.get("yarn_log_multiplier"):
-        # some architectures store a tenth of it, and have one number for both
+        # some architectures store a tenth of it, and use one number for both
         tenths = rule_of(header).get("log_multiplier_tenths", False)
         scaling["mscale_all_dim"] = round(multiplier * 10, 6) if tenths else multiplier
         scaling["mscale"] = scaling["mscale_all_dim"] if tenths else 1.0
@@ -313,7 +312,7 @@ def _scaling(
 
 def _numbers(tensor: GgufTensorInfo) -> list[float]:
     if tensor.type.name != "F32" or len(tensor.shape) != 1:
-        raise CheckpointError(f"{tensor.name} is no list of float32 numbers")
+        raise CheckpointError(f"{tensor.name} is not a list of float32 numbers")
     with open(tensor.file, "rb") as file:
         file.seek(tensor.offset)
         data = file.read(tensor.num_bytes)
@@ -330,7 +329,7 @@ def generation_config(header: GgufHeader) -> dict[str, Any]:
             t: i for i, (t, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind in _MARKS
         }
         ends += [marked[mark] for mark in rules()["end_of_turn"] if mark in marked]
-        for mark, others in rules()["end_of_part"].items():  # of a turn of several messages
+        for mark, others in rules()["end_of_part"].items():  # one message of a turn, not the turn
             if any(other in marked for other in others):
                 ends = [e for e in ends if e != marked.get(mark)]
     found = [e for e in ends if isinstance(e, int) and not isinstance(e, bool)]
@@ -342,10 +341,12 @@ def generation_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def parsed(config: dict[str, Any]) -> Any:
-    """As transformers reads it; CheckpointError where it can't."""
+    """The config as parsed by transformers; CheckpointError if it can't be."""
     from transformers import AutoConfig
 
     try:
         return AutoConfig.for_model(**config)
     except Exception as e:  # nearly every type is raised here, from KeyError to validation errors
-        raise CheckpointError(f"the metadata describes no usable model: {reason_of(e)}") from e
+        raise CheckpointError(
+            f"the metadata does not describe a usable model: {reason_of(e)}"
+        ) from e

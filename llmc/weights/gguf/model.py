@@ -1,4 +1,4 @@
-"""The weights of a GGUF model, by an index that was made of its header once."""
+"""The weights of a GGUF model, located by an index that is built from its header once."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from llmc.weights.gguf.names import ParameterMap
 from llmc.weights.gguf.reader import GgufHeader, GgufTensorInfo
 from llmc.weights.gguf.tensors import GgufNumber, GgufTensor, RowOrder, Undo
 
-_SAME = "same"  # rows stay where they are
+_SAME = "same"  # rows are not reordered
 
 
 def write_index(
     folder: Path, header: GgufHeader, parameters: ParameterMap, config: Mapping[str, Any]
 ) -> None:
-    """`config`: what `read_config` made of the header."""
+    """Write the index into `folder`. `config`: the result of `read_config` for the header."""
     files = {file: i for i, file in enumerate(header.files)}
     undo = Undo(architecture=header.architecture, config=config)
-    orders: dict[str, list[int]] = {}  # by digest: one list serves the layers
+    orders: dict[str, list[int]] = {}  # by digest: layers share one list
 
     def order(name: str) -> tuple[str | None, bool]:
-        """Of the rows of a parameter: a key of `orders`, None where it takes more to make it; and
-        whether it is turned."""
+        """The order of a parameter's rows, as a key of `orders` (None if it is more than a
+        reordering), and whether it is transposed."""
         shapes = {part.name: part.shape for part in parameters.parts[name]}
         found = undo.order(shapes, parameters.shapes[name])
         if found is None:
@@ -67,13 +67,13 @@ def write_index(
 
 
 def open_gguf(folder: Path) -> dict[str, GgufTensor | GgufNumber]:
-    """The parameters of an index. CheckpointError where a file is not what it was."""
+    """The parameters of an index. CheckpointError if a file has changed."""
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         files = [Path(file) for file, _ in index["files"]]
         for file, (_, size) in zip(files, index["files"], strict=True):
             if not file.is_file() or file.stat().st_size != size:
-                raise CheckpointError(f"{file.name} has changed or is gone; start again")
+                raise CheckpointError(f"{file.name} has changed or is missing; restart")
         undo = Undo(architecture=index["architecture"], config=index["config"])
         orders: dict[str | None, RowOrder | None] = {None: None, _SAME: slice(None)}
         orders |= {key: np.array(rows, np.int64) for key, rows in index["orders"].items()}

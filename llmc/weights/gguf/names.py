@@ -26,9 +26,9 @@ _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterMap:
-    """`parts`: parameter -> tensors that make it up, in the order in which they do.
+    """`parts`: parameter -> the tensors that make it up, in order.
 
-    `numbers`: of parameters that the metadata has.
+    `numbers`: the values of parameters that are stored in the metadata.
     """
 
     parts: Mapping[str, tuple[GgufTensorInfo, ...]]
@@ -37,10 +37,10 @@ class ParameterMap:
 
 
 def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]) -> ParameterMap:
-    """Builds the model without weights, for its names and shapes.
+    """Map tensors to parameters; builds the model without weights for its names and shapes.
 
-    Raises CheckpointError where the file has tensors that the model has no place for: without
-    them it would say something else than the file does.
+    Raises CheckpointError if the file has tensors that the model has no parameter for: without
+    them its output would be wrong.
     """
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
@@ -58,10 +58,10 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
             )
     except Exception as e:  # constructors and maps raise nearly every type
         raise CheckpointError(
-            f"transformers can't build a model of what {file} says: {reason_of(e)}"
+            f"transformers can't build the model that {file} describes: {reason_of(e)}"
         ) from e
     shapes = {name: tuple(p.shape) for name, p in module.state_dict().items()}
-    if "lm_head.weight" in shapes:  # a module that ties it has no name for a separate head
+    if "lm_head.weight" in shapes:  # for a tied head the map has no name
         names.setdefault("output.weight", "lm_head.weight")
     if prefix := rule_of(header).get("prefix"):
         _add_prefixed(names, shapes, prefix, header, hf_config.num_hidden_layers)
@@ -89,15 +89,15 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
     missing = [n for n, _ in module.named_parameters() if n not in parts and n not in numbers]
     if missing:
         raise CheckpointError(
-            f"{file} has no tensors for {len(missing)} of the parameters that its metadata asks "
-            f"for: {', '.join(missing[:5])}"
+            f"{file} has no tensors for {len(missing)} of the parameters that its metadata "
+            f"requires: {', '.join(missing[:5])}"
         )
     for parameter, tensors in parts.items():
         stored = [list(stored_as[name].shape) for name in tensors]
         if sum(math.prod(shape) for shape in stored) != math.prod(shapes[parameter]):
             raise CheckpointError(
-                f"{parameter} has shape {', '.join(map(str, stored))} in {file}, its metadata asks "
-                f"for {list(shapes[parameter])}"
+                f"{parameter} has shape {', '.join(map(str, stored))} in {file}, but its metadata "
+                f"requires {list(shapes[parameter])}"
             )
     return ParameterMap(
         parts={n: tuple(stored_as[t] for t in p) for n, p in parts.items()},
@@ -108,7 +108,7 @@ def map_parameters(header: GgufHeader, hf_config: Any, config: Mapping[str, Any]
 
 @contextlib.contextmanager
 def _one_name_map() -> Iterator[None]:
-    """transformers asks for gguf's map anew for every module of a model: seconds for hundreds."""
+    """Cache gguf's map: transformers rebuilds it for every module, which takes seconds."""
     make = gguf.get_tensor_name_map
     gguf.get_tensor_name_map = functools.cache(make)
     try:
@@ -120,7 +120,7 @@ def _one_name_map() -> Iterator[None]:
 def _numbers(
     header: GgufHeader, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, float]]:
-    """What the metadata lists by layer."""
+    """The parameters whose values the metadata lists by layer."""
     for parameter, shape in shapes.items():
         layer = _LAYER.search(parameter)
         for end, key in rules()["numbers"].items():
@@ -129,19 +129,19 @@ def _numbers(
                 at = int(layer[1])
                 found = values[at] if isinstance(values, list) and at < len(values) else None
                 if not isinstance(found, float):
-                    raise CheckpointError(f"{header.files[0].name} has no {key} of layer {at}")
+                    raise CheckpointError(f"{header.files[0].name} has no {key} for layer {at}")
                 yield parameter, found
 
 
 def _known(names: Mapping[str, str], tensor: str) -> str | None:
-    """As the map has it: some parameters, like those of experts, end without `.weight`."""
+    """A tensor's name in the map: some parameters, such as experts, have no `.weight` suffix."""
     ends = (name for name in (tensor, tensor.removesuffix(".weight"), tensor.removesuffix(".bias")))
     return next((name for name in ends if name in names), None)
 
 
 def _is_unused(tensor: str, hf_config: Any) -> bool:
-    """Factors of rotary embeddings, which the config has, layers for speculation alone, and keys
-    and values of layers that take those of another."""
+    """Whether a tensor is not needed: rotary factors, which are in the config; layers used only for
+    speculation; and keys and values of layers that share those of another."""
     block, layers = _BLOCK.match(tensor), hf_config.num_hidden_layers
     own = layers - (getattr(hf_config, "num_kv_shared_layers", None) or 0)
     if block is not None and int(block[1]) >= own:
@@ -152,7 +152,7 @@ def _is_unused(tensor: str, hf_config: Any) -> bool:
 
 
 def _spelled(architecture: str) -> str:
-    """As the gguf package has it."""
+    """An architecture's name as spelled by the gguf package."""
     known = {squashed(name): name for name in MODEL_ARCH_NAMES.values()}
     return known.get(squashed(architecture), architecture)
 
@@ -160,7 +160,7 @@ def _spelled(architecture: str) -> str:
 def _add_prefixed(
     names: dict[str, str], shapes: Iterable[str], prefix: str, header: GgufHeader, layers: int
 ) -> None:
-    """By the gguf package's map, which knows the model by the prefix of its checkpoints."""
+    """Add names from the gguf package's map, which knows parameters by their checkpoint prefix."""
     [arch] = [a for a, name in MODEL_ARCH_NAMES.items() if name == _spelled(header.architecture)]
     known = get_tensor_name_map(arch, layers)
     for parameter in shapes:
@@ -171,12 +171,12 @@ def _add_prefixed(
 
 
 def unstacked(header: GgufHeader) -> GgufHeader:
-    """Tensors that are several parameters -> one of each, named by their number and parameter."""
+    """Split tensors that stack several parameters into one per parameter, with a number each."""
     tensors = dict(header.tensors)
     for name, parameter in rule_of(header).get("stacked", {}).items():
         whole = tensors.get(name)
         if whole is None or len(whole.shape) != 3 or whole.shape[0] > _MOST_STACKED:
-            continue  # which then has no place
+            continue  # it is reported as unknown later
         del tensors[name]
         for i in range(whole.shape[0]):
             one = _rows(whole, i, 1, f"{parameter}.{i}.weight")
@@ -200,7 +200,7 @@ def _cut(
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[str, GgufTensorInfo]]:
-    """Tensors by name; those that are several parameters' rows, one after another, as one each."""
+    """Tensors by name; those that concatenate the rows of several parameters are split."""
     for name, whole in tensors.items():
         found = [
             (part, shapes[names[part]][0])
@@ -211,7 +211,7 @@ def _cut(
         ]
         rows_fit = sum(rows for _, rows in found) == whole.shape[0]
         if not rows_fit or whole.num_bytes % whole.shape[0]:
-            yield name, whole  # which then has no place, where it is none of the model's
+            yield name, whole  # reported as unknown later, unless the model has it
             continue
         start = 0
         for part, rows in found:
@@ -220,7 +220,7 @@ def _cut(
 
 
 def _add_names(names: dict[str, str], shapes: Iterable[str]) -> None:
-    """Those that the gguf package's map lacks: of experts, which it has one by one, and others."""
+    """Add names that the gguf package's map lacks, such as those of stacked experts."""
     for parameter in shapes:
         layer = _LAYER.search(parameter)
         if layer is None:

@@ -1,8 +1,8 @@
-"""What undoes the changes that the format's converter makes to a model's tensors.
+"""Undoes the changes that the GGUF converter makes to a model's tensors.
 
-transformers has a processor for most architectures: rows in another order, norms one higher,
-matrices turned. Here is what those leave out, by rules.json: steps that one tensor takes, and how
-several make up one parameter.
+transformers has a processor for most architectures: permuted rows, norm weights plus one,
+transposed matrices. This module adds what those lack, according to rules.json: steps for a single
+tensor, and steps for parameters joined from several tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Processor:
-    """`inner` is transformers', which asks for fields of `config`.
+    """`inner` is transformers' processor, which uses fields of `config`.
 
-    `steps`: pattern of a tensor's name -> name of a step; `joined` those of parameters of several
-    tensors, whose rows follow one another, by the first.
+    `steps`: pattern of a tensor's name -> name of a step. `joined`: the same for parameters that
+    concatenate the rows of several tensors; the pattern matches the first one's name.
     """
 
     inner: Any
@@ -35,7 +35,7 @@ class Processor:
     joined: Mapping[str, str]
 
     def undo(self, parts: Sequence[tuple[str, Array]]) -> Array:
-        """A parameter of the tensors (name, numbers) that make it up, in their order."""
+        """The parameter made from its tensors (name, values), given in order."""
         numbers = [self._undo_one(*part) for part in parts]
         if len(numbers) == 1:
             return numbers[0]
@@ -45,7 +45,7 @@ class Processor:
 
     def _undo_one(self, name: str, numbers: Array) -> Array:
         numbers = self._steps(self.steps, name, numbers)
-        if "_exps." in name:  # transformers' processors join experts by rules of their own
+        if "_exps." in name:  # transformers' processors would join experts in their own way
             return numbers
         made: dict[str, Any] = {}
         result = self.inner.process(
@@ -65,7 +65,7 @@ class Processor:
 
 
 def _by_group(numbers: Array, sizes: Sequence[int], groups: int) -> Array:
-    """Rows by kind, each of all heads -> for each group of heads its rows of all kinds."""
+    """Rows ordered by kind, then by head -> ordered by group of heads, then by kind."""
     if sum(sizes) != len(numbers) or any(size % groups for size in sizes):
         raise ValueError(f"{len(numbers)} rows are not {' + '.join(map(str, sizes))}")
     kinds = np.split(numbers, np.cumsum(sizes)[:-1])
@@ -74,7 +74,7 @@ def _by_group(numbers: Array, sizes: Sequence[int], groups: int) -> Array:
 
 
 def _heads_by_group(numbers: Array, config: Config) -> Array:
-    """Queries, keys and values."""
+    """Fused queries, keys and values."""
     heads = int(config["num_attention_heads"])
     groups = int(config.get("num_key_value_heads") or heads)
     size = len(numbers) // (heads + 2 * groups)
@@ -82,7 +82,7 @@ def _heads_by_group(numbers: Array, config: Config) -> Array:
 
 
 def _states_by_group(numbers: Array, config: Config) -> Array:
-    """Queries, keys, values and gates of linear attention."""
+    """Fused queries, keys, values and gates of linear attention."""
     groups = int(config["linear_num_key_heads"])
     keys = groups * int(config["linear_key_head_dim"])
     values = int(config["linear_num_value_heads"]) * int(config["linear_value_head_dim"])
@@ -99,12 +99,12 @@ def _values_by_group(numbers: Array, config: Config) -> Array:
 
 
 def _values_behind_keys(numbers: Array, config: Config) -> Array:
-    """The same, where queries and keys come first."""
+    """The same, for a tensor in which queries and keys precede the values."""
     keys = 2 * int(config["linear_num_key_heads"]) * int(config["linear_key_head_dim"])
     return np.concatenate((numbers[:keys], _values_by_group(numbers[keys:], config)))
 
 
-# by the name that rules.json has for it
+# by their names in rules.json
 _STEPS: Mapping[str, Callable[[Array, Config], Array]] = {
     "turned": lambda numbers, _: numbers.swapaxes(-1, -2),
     "logarithm of negative": lambda numbers, _: np.log(-numbers),
@@ -120,7 +120,7 @@ _STEPS: Mapping[str, Callable[[Array, Config], Array]] = {
 
 
 def processor_of(architecture: str, config: Config) -> Processor:
-    """`config` has the names that transformers' processors ask for."""
+    """The processor of an architecture. `config` has transformers' field names."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     own = {squashed(name): rule for name, rule in rules()["architectures"].items()}

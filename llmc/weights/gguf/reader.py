@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its metadata, and where its tensors lie.
+"""The header of a GGUF file: its metadata, and where its tensors are.
 
-Nothing is believed: every length is checked against the bytes that the file has left, before
-anything is read or allocated by it. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Nothing is trusted: every length is checked against the remaining bytes of the file before
+anything is read or allocated. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _SCALARS = {  # type -> (struct format, bytes)
     6: ("f", 4), 7: ("?", 1), 10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
 }  # fmt: skip
 _MOST_DIMS = 4
-_LONGEST_NAME = 65535  # of a key or a tensor; the format's own limit of a key
+_LONGEST_NAME = 65535  # bytes, of a key or a tensor; the format's limit for a key
 
 
 def shown(value: object) -> str:
-    """A value of a file in an error: files hold texts and lists of any length."""
+    """A value for an error message, truncated: files contain text and lists of any length."""
     text = repr(value[:80] if isinstance(value, str | list) else value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensorInfo:
-    """One tensor. `shape` in torch's order; `offset` in bytes from the start of `file`."""
+    """One tensor. `shape` is in torch's order, `offset` in bytes from the start of `file`."""
 
     name: str
     file: Path
@@ -47,7 +47,7 @@ class GgufTensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """Of all files of a model: `files` are several where it is split."""
+    """The combined header of a model's files; there are several if it is split."""
 
     files: tuple[Path, ...]
     metadata: dict[str, Any]
@@ -58,16 +58,15 @@ class GgufHeader:
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str) or not name:
             raise CheckpointError(
-                f"{self.files[0].name} does not say which architecture it holds "
-                "(general.architecture)"
+                f"{self.files[0].name} does not state its architecture (general.architecture)"
             )
         return name
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Raise CheckpointError for a file that is truncated, misdeclared or no GGUF file.
+    """Read a model's header. CheckpointError if it is truncated, inconsistent or not a GGUF file.
 
-    The first part of a split model brings the others, which must lie beside it.
+    Given the first part of a split model, reads the others too, which must be next to it.
     """
     files = _parts(path)
     metadata, tensors = _read_file(files[0])
@@ -81,7 +80,7 @@ def read_header(path: Path) -> GgufHeader:
     stated = metadata.get("split.tensors.count")
     if isinstance(stated, int) and stated != len(tensors):
         raise CheckpointError(
-            f"{files[0].name} and its parts hold {len(tensors)} tensors instead of {stated}"
+            f"{files[0].name} and its parts have {len(tensors)} tensors instead of {stated}"
         )
     return GgufHeader(files=files, metadata=metadata, tensors=tensors)
 
@@ -118,7 +117,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensorInfo]]:
 
 
 class _Cursor:
-    """Reads a header from front to back."""
+    """Reads a header sequentially."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._at = path, data, 0
@@ -126,13 +125,13 @@ class _Cursor:
 
     def read(self) -> tuple[dict[str, Any], dict[str, GgufTensorInfo]]:
         if self._data[:4] != b"GGUF":
-            self._fail("does not begin as a GGUF file does")
+            self._fail("does not begin with the magic number of a GGUF file")
         self._at = 4
         version = self._scalar("I")
         if version not in _VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "big"), "little")
             kind = "is big-endian" if swapped in _VERSIONS else f"is of GGUF version {version}"
-            self._fail(f"{kind}; llmc reads little-endian files of versions 2 and 3")
+            self._fail(f"{kind}; llmc supports little-endian files of versions 2 and 3")
         count, pairs = self._scalar("Q"), self._scalar("Q")
         self._expect(count, 24, "tensors")  # a name's length, a size, a type and an offset
         self._expect(pairs, 13, "metadata entries")
@@ -140,7 +139,7 @@ class _Cursor:
         entries = [self._tensor() for _ in range(count)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & alignment - 1:
-            self._fail(f"has alignment {shown(alignment)}, which is no power of two up to 2^20")
+            self._fail(f"has alignment {shown(alignment)}, which is not a power of two up to 2^20")
         start = -(-self._at // alignment) * alignment
         return metadata, self._placed(entries, start, alignment)
 
@@ -177,7 +176,7 @@ class _Cursor:
         name = self._string(_LONGEST_NAME, "a tensor's name")
         dims = self._scalar("I")
         if not 1 <= dims <= _MOST_DIMS:
-            self._fail(f"tensor {shown(name)} has {dims} dimensions; one has 1 to {_MOST_DIMS}")
+            self._fail(f"tensor {shown(name)} has {dims} dimensions instead of 1 to {_MOST_DIMS}")
         shape = tuple(self._scalar("Q") for _ in range(dims))
         return name, shape[::-1], self._scalar("I"), self._scalar("Q")
 
@@ -198,14 +197,14 @@ class _Cursor:
                 )
             if 0 in shape or shape[-1] % block:
                 self._fail(
-                    f"tensor {shown(name)} has shape {list(shape)}, whose rows are no whole blocks "
-                    f"of {block} values ({kind.name})"
+                    f"tensor {shown(name)} has shape {list(shape)}, whose rows are not whole "
+                    f"blocks of {block} values ({kind.name})"
                 )
             num_bytes = block_bytes
             for n in (*shape[:-1], shape[-1] // block):
                 num_bytes *= n
             if offset % alignment:
-                self._fail(f"tensor {shown(name)} lies at {offset}, which is not aligned")
+                self._fail(f"tensor {shown(name)} is at offset {offset}, which is not aligned")
             if num_bytes > self._size or start + offset + num_bytes > self._size:
                 self._fail(
                     f"tensor {shown(name)} would end at byte {start + offset + num_bytes}, but the "
@@ -233,18 +232,18 @@ class _Cursor:
         length = self._scalar("Q")
         if length > longest or self._at + length > self._size:
             self._fail(
-                f"states {length} bytes for the text of {shown(what)}, more than it can hold"
+                f"states {length} bytes for the text of {shown(what)}, more than it can contain"
             )
         self._at += length
         try:
             return self._data[self._at - length : self._at].decode("utf-8")
         except UnicodeDecodeError as e:
-            self._fail(f"holds no valid UTF-8 in the text of {shown(what)} ({e.reason})")
+            self._fail(f"has invalid UTF-8 in the text of {shown(what)} ({e.reason})")
 
     def _expect(self, count: int, width: int, what: str) -> None:
-        """Room for `count` items of at least `width` bytes."""
+        """Check that there is room for `count` items of at least `width` bytes."""
         if count * width > self._size - self._at:
-            self._fail(f"states {count} {what}, more than its {self._size} bytes can hold")
+            self._fail(f"states {count} {what}, more than its {self._size} bytes can contain")
 
     def _fail(self, problem: str) -> NoReturn:
         raise CheckpointError(f"{self._path.name} {problem}")

@@ -1,4 +1,4 @@
-"""rules.json: what transformers' maps of GGUF files leave out, as data."""
+"""rules.json: what transformers' maps of GGUF files lack, as data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def rules() -> Mapping[str, Any]:
 
 
 def squashed(name: str) -> str:
-    """Formats and transformers write one name in many ways."""
+    """A normalized name: file formats and transformers spell the same name differently."""
     return name.replace("-", "").replace("_", "").lower()
 
 
 def architectures() -> dict[str, str]:
-    """General.architecture of a file -> transformers' name, for those that are read."""
+    """general.architecture of a file -> transformers' name, for the supported ones."""
     from transformers import CONFIG_MAPPING
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
@@ -40,10 +40,10 @@ def architectures() -> dict[str, str]:
 
 
 def rule_of(header: GgufHeader) -> dict[str, Any]:
-    """That of a file's architecture: `as` is transformers' name of it. CheckpointError for none.
+    """The rule of a file's architecture; `as` is transformers' name. CheckpointError if none.
 
-    A variant of a rule holds for files whose metadata has such values (`true`: any but zero, null:
-    none), or which have tensors of such a name.
+    A variant of a rule applies to files whose metadata has the given values (`true`: any nonzero
+    value; null: absent), or that have tensors of the given name.
     """
     name = header.architecture
     known = {squashed(a): (a, model) for a, model in architectures().items()}
@@ -52,7 +52,7 @@ def rule_of(header: GgufHeader) -> dict[str, Any]:
     if squashed(name) not in known:
         raise CheckpointError(
             f"GGUF files of architecture {shown(name)} are not served: neither transformers nor "
-            f"llmc has a map for it (they have {len(known)}, see docs/gguf.md); take the "
+            f"llmc has a map for it (they have {len(known)}, see docs/gguf.md); use the "
             "safetensors checkpoint"
         )
     spelled, model = known[squashed(name)]
@@ -67,14 +67,14 @@ def rule_of(header: GgufHeader) -> dict[str, Any]:
     if why := rule.get("refused"):
         because = rule.get("because", "transformers has no such model")
         raise CheckpointError(
-            f"GGUF files of architecture {shown(name)} {why} are not served, for {because}; take "
-            "the safetensors checkpoint"
+            f"GGUF files of architecture {shown(name)} {why} are not served, because {because}; "
+            "use the safetensors checkpoint"
         )
     return rule
 
 
 def _found(header: GgufHeader, key: str) -> Any:
-    """A value of the metadata, or whether there are tensors of this name."""
+    """A metadata value, or whether there are tensors of this name."""
     if key.endswith((".weight", ".bias")):
         return any(name.endswith(key) for name in header.tensors)
     return header.metadata.get(f"{header.architecture}.{key}")

@@ -1,4 +1,4 @@
-"""A parameter that lies in GGUF files: widened to numbers, or its bits as blocks of an op."""
+"""A parameter stored in GGUF files: dequantized, or its stored bits as blocks for an op."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from llmc.weights.gguf.blocks import kept_as, to_blocks
 from llmc.weights.gguf.processors import Processor, processor_of
 from llmc.weights.gguf.reader import GgufTensorInfo
 
-_AT_ONCE = 1 << 20  # values that are widened or packed in one go
-_PROBED = 4  # columns: those of two groups of two show any other order
+_AT_ONCE = 1 << 20  # values dequantized or packed at a time
+_PROBED = 4  # columns: enough to detect a change of their order (two groups of two)
 
 Floats = NDArray[np.float32]
 RowOrder = NDArray[np.int64] | slice
@@ -34,7 +34,7 @@ RowOrder = NDArray[np.int64] | slice
 class Undo:
     """Undoes what a file's converter did to a model's tensors.
 
-    transformers is imported where that does more than to reorder rows.
+    transformers is imported only if more than a reordering of rows has to be undone.
     """
 
     architecture: str
@@ -45,21 +45,22 @@ class Undo:
         return processor_of(self.architecture, self.config)
 
     def __call__(self, parts: Sequence[tuple[str, NDArray[Any]]]) -> NDArray[Any]:
-        """A parameter of its tensors. CheckpointError where their shapes don't fit."""
+        """The parameter made from its tensors. CheckpointError if their shapes don't fit."""
         try:
             with np.errstate(all="ignore"):  # NaN in a file stays NaN
                 return self.processor.undo(parts)
         except (ValueError, IndexError, KeyError, TypeError, RuntimeError) as e:
             names = ", ".join(repr(name) for name, _ in parts)
-            raise CheckpointError(f"tensor {names} has no fitting shape: {reason_of(e)}") from e
+            raise CheckpointError(f"tensor {names} has the wrong shape: {reason_of(e)}") from e
 
     def order(
         self, parts: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]
     ) -> tuple[NDArray[np.int64], bool] | None:
-        """Where only rows move: which stored row each row is, and whether the parameter is turned.
+        """If only rows are reordered: the stored row of each row, and whether it is transposed.
 
-        Of experts [E, N, K] or [E, K, N] that of each, of its parts' rows end to end; of vectors
-        of their values. None where more is done, or experts are not alike.
+        For experts [E, N, K] or [E, K, N] this is the order within one expert, over its
+        concatenated parts; for vectors, the order of their values. None if more than that is done,
+        or if the experts differ.
         """
         if any(len(p) != len(shape) for p in parts.values()) or len(shape) > 3:
             return None
@@ -103,10 +104,11 @@ class Undo:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """A parameter, read in `dtype`. `parts` are several where matrices are joined row by row.
+    """A parameter, read in `dtype`. Several `parts` are matrices whose rows are concatenated.
 
-    `row_order`: see `Undo.order`, of experts that of each; a slice where rows stay where they are,
-    None where `undo` does more. `transposed`: rows of the file are columns of the parameter.
+    `row_order`: see `Undo.order`; for experts, the order within each. It is a slice if rows are not
+    reordered, and None if `undo` does more than that. `transposed`: rows of the file are columns of
+    the parameter.
     """
 
     name: str
@@ -119,11 +121,11 @@ class GgufTensor:
 
     @property
     def num_bytes(self) -> int:
-        """In the file."""
+        """Bytes in the file."""
         return sum(part.num_bytes for part in self.parts)
 
     def read(self, out: Tensor | None = None) -> Tensor:
-        """The numbers; into `out` (of any dtype) when given."""
+        """The dequantized values, written into `out` (of any dtype) if given."""
         if out is None:
             out = staging(self.shape, self.dtype)
         if self.row_order is None:
@@ -137,12 +139,12 @@ class GgufTensor:
         return out
 
     def _places(self, out: Tensor) -> Tensor:
-        """[E, N, K], a view."""
+        """A view of `out` as [E, N, K]."""
         stacked = out if out.dim() == 3 else out[None]
         return stacked.mT if self.transposed else stacked
 
     def _widen_into(self, matrices: list[NDArray[np.uint8]], place: Tensor) -> None:
-        """Some rows at a time; those of several parts, whose types may differ, at once."""
+        """Dequantize some rows at a time; several parts, whose types may differ, all at once."""
         order = self.row_order
         assert order is not None
         if len(matrices) > 1:
@@ -157,7 +159,7 @@ class GgufTensor:
             place[some].copy_(torch.from_numpy(_widen(chosen, self.parts[0])))
 
     def kept_as(self) -> Quantization | None:
-        """How `quantized_linear` has it as it is stored; None where it has to be widened."""
+        """The `quantized_linear` format with the same values; None if it must be dequantized."""
         kinds = {part.type for part in self.parts}
         if len(self.shape) < 2 or self.row_order is None or len(kinds) > 1:
             return None
@@ -170,8 +172,8 @@ class GgufTensor:
         return any(part.type.name not in ("F32", "F16", "BF16", "F64") for part in self.parts)
 
     def blocks(self, to: Quantization, part: SomeOf | None = None) -> Iterator[dict[Part, Tensor]]:
-        """The stored bits in the op's layout, or those of a part: of each expert, if there are
-        any."""
+        """The stored bits of the tensor, or of a part, in the op's layout; one item per expert, if
+        there are any."""
         order, inputs = self.row_order, None
         assert order is not None
         if part is not None and (part.dim == len(self.shape) - 2) == self.transposed:
@@ -202,7 +204,7 @@ class GgufTensor:
     def _blocks_of_inputs(
         self, rows: NDArray[np.uint8], inputs: Sequence[tuple[int, int]], to: Quantization
     ) -> dict[Part, Tensor]:
-        """Of the file's blocks those that hold the inputs, which may begin and end inside one."""
+        """The blocks of these inputs, which may start and end inside a block of the file."""
         kind, whole = self.parts[0].type, self.kept_as()
         assert whole is not None and self.row_order is not None
         size, num_bytes = GGML_QUANT_SIZES[kind]
@@ -214,7 +216,7 @@ class GgufTensor:
         return some_inputs(made, whole, to, ranges)
 
     def _matrices(self) -> Iterator[list[NDArray[np.uint8]]]:
-        """Of each expert, or of the one matrix, the rows of its parts, as they are stored."""
+        """For each expert, or the single matrix, the stored rows of its parts."""
         experts = self.shape[0] if len(self.shape) == 3 else 1
         of_parts = [raw_rows(part).reshape(experts, part.shape[-2], -1) for part in self.parts]
         for expert in range(experts):
@@ -228,7 +230,7 @@ class GgufTensor:
         dims = len([n for n in self.shape if n != 1])
         if _merged(value.shape, dims) != _merged(self.shape, dims):
             raise CheckpointError(
-                f"{self.name} has shape {list(value.shape)} in the file, its metadata asks for "
+                f"{self.name} has shape {list(value.shape)} in the file, but its metadata requires "
                 f"{list(self.shape)}"
             )
         return value.reshape(self.shape)
@@ -239,14 +241,14 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufNumber:
-    """A parameter of one number, which lies in the metadata."""
+    """A parameter with a single value, which is stored in the metadata."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     value: float
 
     def read(self, out: Tensor | None = None) -> Tensor:
-        """Into `out` (of any dtype) when given."""
+        """The value, written into `out` (of any dtype) if given."""
         if out is None:
             out = torch.empty(self.shape, dtype=self.dtype)
         return out.fill_(self.value)
@@ -256,14 +258,14 @@ class GgufNumber:
 
 
 def _merged(shape: Sequence[int], dims: int) -> list[int]:
-    """Files leave out, or add, dimensions of one, and split the first into heads or groups."""
+    """Normalize a shape: files omit or add dimensions of size 1, and split the first into heads."""
     kept = [n for n in shape if n != 1]
     over = max(0, len(kept) - dims)
     return [math.prod(kept[: over + 1]), *kept[over + 1 :]]
 
 
 def raw_rows(info: GgufTensorInfo) -> NDArray[np.uint8]:
-    """[rows, bytes of a row], mapped from the file."""
+    """[rows, bytes per row], memory-mapped from the file."""
     try:
         data = np.memmap(info.file, np.uint8, "r", info.offset, (info.num_bytes,))
     except (OSError, ValueError) as e:
@@ -273,11 +275,11 @@ def raw_rows(info: GgufTensorInfo) -> NDArray[np.uint8]:
 
 
 def _widen(raw: NDArray[np.uint8], info: GgufTensorInfo) -> Floats:
-    """[rows, bytes] -> [rows, values] in float32, as the gguf package has them."""
+    """[rows, bytes] -> [rows, values] in float32, dequantized by the gguf package."""
     try:
         with np.errstate(all="ignore"):
             numbers = dequantize(np.ascontiguousarray(raw), info.type)
-            return np.require(numbers, np.float32, "W")  # float32 ones are the mapped file itself
+            return np.require(numbers, np.float32, "W")  # float32 data is a view of the mapped file
     except NotImplementedError as e:
         raise CheckpointError(
             f"tensor {info.name!r} is stored as {info.type.name}, which the gguf package can't read"

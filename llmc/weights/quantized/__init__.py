@@ -1,1 +1,1 @@
-"""Checkpoints stored quantized: which tensors make up a weight, and how they are read."""
+"""Quantized checkpoints: which tensors make up a weight, and how they are read."""

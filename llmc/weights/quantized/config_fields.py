@@ -1,4 +1,4 @@
-"""Fields of a `quantization_config`, each checked: errors say the value and the way out."""
+"""Reads and checks fields of a `quantization_config`: errors give the value and a way out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from llmc.errors import CheckpointError
 
-ALL = 0  # of a block's channels or inputs
-WAY_OUT = "take another quantization of the model, or the checkpoint that it was made from"
+ALL = 0  # as a block size: all channels or inputs
+WAY_OUT = "use another quantization of the model, or its original checkpoint"
 
 
 def bad(problem: str) -> CheckpointError:
@@ -23,12 +23,12 @@ def one_of(
     value = default if value is None else value
     if isinstance(value, bool) or value not in known:
         names = ", ".join(str(k) for k in known)
-        raise bad(f"{where}{key} is {value!r}, of which llmc reads {names}; {WAY_OUT}")
+        raise bad(f"{where}{key} is {value!r}; llmc supports {names}; {WAY_OUT}")
     return value
 
 
 def group_size(fields: Mapping[str, Any], key: str, where: str = "") -> int:
-    """Inputs that share a scale; -1 stands for all of them."""
+    """The number of inputs that share a scale; -1 means all of them."""
     value = fields.get(key, 128)
     if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
         raise bad(f"{where}{key} is {value!r}; it must be a number of inputs, or -1 for all")
@@ -46,7 +46,7 @@ def block_size(fields: Mapping[str, Any], key: str, where: str = "") -> tuple[in
 def names_in(fields: Mapping[str, Any], key: str) -> tuple[str, ...]:
     value = fields.get(key) or ()
     if not isinstance(value, list | tuple) or not all(isinstance(n, str) for n in value):
-        raise bad(f"{key} is {value!r}; it must be a list of names of modules")
+        raise bad(f"{key} is {value!r}; it must be a list of module names")
     return tuple(value)
 
 
@@ -61,4 +61,4 @@ def check_pattern(pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as e:
-        raise bad(f"{pattern!r} is no regular expression: {e}") from e
+        raise bad(f"{pattern!r} is not a valid regular expression: {e}") from e

@@ -1,6 +1,7 @@
-"""Weights that stay as the checkpoint has them: stored bits in the blocks of `quantized_linear`.
+"""Weights that stay as quantized in the checkpoint: stored bits in blocks of `quantized_linear`.
 
-`kept_as` says whether its numbers come out exactly; what it has no answer for is dequantized.
+`kept_as` returns the format that represents the stored values exactly; if there is none, the weight
+is dequantized.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from llmc.weights.quantized.unpack import LowBits
 log = logging.getLogger(__name__)
 
 KeptWeights = tuple[tuple[str, Quantization], ...]  # by the parameter's name
-_MIDDLE = 8  # the int4 value that stands for 0 without zero points
+_MIDDLE = 8  # the int4 value that means 0 without zero points
 
 
 def kept_weights(tensors: Mapping[str, Readable]) -> KeptWeights:
-    """Of a checkpoint's weights those that can stay as they are stored."""
+    """The weights of a checkpoint that can stay as stored."""
     formats = ((name, _kept_as(tensor)) for name, tensor in sorted(tensors.items()))
     return tuple((name, to) for name, to in formats if to is not None)
 
 
 def kept_parameters(module: nn.Module, tensors: Mapping[str, Readable]) -> KeptWeights:
-    """Of a model's parameters those that can stay as their tensors are stored."""
+    """The parameters of a model that can stay as their tensors are stored."""
     found = Assignment(module, tensors)
     made_of: dict[str, tuple[Readable, ...]] = {
         name: (tensor,) for name, tensor in found.direct.items()
@@ -64,15 +65,15 @@ def kept_parameters(module: nn.Module, tensors: Mapping[str, Readable]) -> KeptW
 
 
 def tell_widened(tensors: Mapping[str, Readable], kept: Iterable[Readable]) -> None:
-    """Log which of a checkpoint's quantized weights take the memory of the model's dtype."""
+    """Log which of a checkpoint's quantized weights are dequantized to the model's dtype."""
     quantized = {n: t for n, t in tensors.items() if _is_quantized(t)}
     held = {id(tensor) for tensor in kept}
     if wide := sorted(n for n, t in quantized.items() if id(t) not in held):
         dtype = quantized[wide[0]].dtype
         values = sum(math.prod(quantized[name].shape) for name in wide)
         log.info(
-            "%d of %d weights that are stored quantized are widened to %s (%d MiB), for no op "
-            "takes them as they are: %s",
+            "%d of %d quantized weights are dequantized to %s (%d MiB), because no op supports "
+            "their format: %s",
             len(wide),
             len(quantized),
             str(dtype).removeprefix("torch."),
@@ -104,14 +105,14 @@ def _kept_as(tensor: Readable) -> Quantization | None:
 
 
 def expected_weights(stored: StoredQuantization, module: nn.Module) -> KeptWeights:
-    """The same by config.json alone, where no tensor is at hand."""
+    """The same from config.json alone, when no tensors are available."""
     found = []
     head: Any = getattr(module, "get_output_embeddings", lambda: None)()
     for name, child in module.named_modules():
         scheme = stored.expected(name)
         if scheme is None or scheme.reorders or child is head:
             continue
-        is_mxfp4 = scheme.layout == "mxfp4"  # which is of experts alone
+        is_mxfp4 = scheme.layout == "mxfp4"  # used only for experts
         block = scheme.block or (1, ALL)
         scale = torch.float16 if scheme.layout in ("gptq", "awq") else torch.bfloat16
         for own, parameter in child.named_parameters(recurse=False):
@@ -133,7 +134,8 @@ def kept_as(
     shape: tuple[int, int],
     scale_dtype: torch.dtype,
 ) -> Quantization | None:
-    """None where the op can't have it exactly: small groups, or 8 bits with zero points."""
+    """The op's format for a scheme; None if it can't represent it exactly: small groups, or 8 bits
+    with zero points."""
     channels, depth = shape
     format: Format = "fp8" if scheme.is_float else "int8" if scheme.bits == 8 else "int4"
     if channels % CHANNELS or depth % INPUTS:
@@ -165,8 +167,8 @@ def _scale_of(dtype: torch.dtype) -> Scale:
 def blocks_of(
     tensor: QuantizedTensor | GgufTensor, to: Quantization, part: SomeOf | None = None
 ) -> Iterator[dict[Part, Tensor]]:
-    """What `quantized_linear` takes, made of the stored bits of the tensor, or of a part of it: for
-    each expert, if there are any. CheckpointError for parts that are no whole blocks."""
+    """The weight inputs of `quantized_linear`, made from the stored bits of the tensor or of a part
+    of it; one item per expert, if there are any. CheckpointError if a part is not whole blocks."""
     if isinstance(tensor, GgufTensor):
         yield from tensor.blocks(to, part)
         return
@@ -174,9 +176,9 @@ def blocks_of(
     block = CHANNELS, to.group or INPUTS
     if len(channels) % block[0] or len(inputs) % block[1]:
         raise CheckpointError(
-            f"{tensor.name} can't be divided among ranks: {len(channels)} channels of "
-            f"{len(inputs)} inputs are no whole blocks of {block[0]} and {block[1]}; serve on one "
-            "rank, or widen with --quantization none"
+            f"{tensor.name} can't be sharded among ranks: {len(channels)} channels of "
+            f"{len(inputs)} inputs are not whole blocks of {block[0]} and {block[1]}; serve on one "
+            "rank, or dequantize with --quantization none"
         )
     if to.format == "mxfp4":
         stored = (tensor.words(one, part) for one in (tensor.weight, tensor.scale))
@@ -191,7 +193,7 @@ def blocks_of(
 def _blocks_of(
     tensor: QuantizedTensor, low: LowBits, to: Quantization, channels: Tensor, inputs: Tensor
 ) -> dict[Part, Tensor]:
-    """`channels` and `inputs`: those of the tensor whose values `low` has."""
+    """`channels` and `inputs`: the indices, in the tensor, of the values in `low`."""
     q, zero = low.q, low.zero
     if zero is not None and not to.zero:
         q, zero = _centered(tensor, low), None
@@ -213,12 +215,12 @@ def _blocks_of(
 
 
 def _centered(tensor: QuantizedTensor, low: LowBits) -> Tensor:
-    """Values of a symmetric scheme that stores its zero points nevertheless."""
+    """The values of a symmetric scheme that stores zero points nevertheless."""
     assert low.zero is not None and tensor.zero is not None
     middle = 1 << (tensor.scheme.bits - 1)
     if not bool((low.zero == middle).all()):
         raise CheckpointError(
-            f"{tensor.zero.name} has zero points other than {middle}, though quantization_config "
-            "says that all are alike; --quantization none takes them as they are"
+            f"{tensor.zero.name} has zero points other than {middle}, although "
+            "quantization_config declares the scheme symmetric; --quantization none accepts them"
         )
     return low.q if tensor.scheme.bits == 4 else (low.q ^ middle).view(torch.int8)

@@ -1,8 +1,8 @@
 """`quantization_config` of config.json -> how the weights of a checkpoint are stored.
 
-Formats are those of vLLM's and transformers' users: fp8, fbgemm_fp8, compressed-tensors, gptq,
-awq, mxfp4. What is read here says how tensors are taken apart (stored_weights.py); the model that
-is captured knows nothing of it.
+The formats are common ones of vLLM and transformers: fp8, fbgemm_fp8, compressed-tensors, gptq,
+awq, mxfp4. The result determines how tensors are unpacked (stored_weights.py); the captured model
+does not depend on it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # of a config
 class WeightScheme:
     """How the weights of some linears are stored.
 
-    `layout`: "plain" is a weight of one byte a value under its own name; "packed" is that of
-    compressed-tensors. `block`: (channels, inputs) that share a scale; None: the scale's shape
-    says. `zeros_less_one`: stored zero points are one too low. `reorders`: groups may hold any
-    inputs. `targets`: names, `re:` patterns that match from the start, or classes of modules.
+    `layout`: "plain" is a weight of one byte per value under its own name; "packed" is that of
+    compressed-tensors. `block`: (channels, inputs) that share a scale; None: determined by the
+    scale's shape. `zeros_less_one`: stored zero points are one too low. `reorders`: groups can
+    contain any inputs. `targets`: module names, `re:` patterns matched from the start, or classes.
     """
 
     layout: Layout
@@ -51,7 +51,7 @@ class WeightScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredQuantization:
-    """What config.json says. `plain_modules`: names and patterns of those left unquantized."""
+    """A parsed quantization_config. `plain_modules`: names and patterns of unquantized modules."""
 
     method: str
     schemes: tuple[WeightScheme, ...]
@@ -59,7 +59,7 @@ class StoredQuantization:
     quantizes_activations: bool = False
 
     def scheme_of(self, module: str) -> WeightScheme:
-        """Of a module whose weight is stored quantized."""
+        """The scheme of a module whose weight is stored quantized."""
         found = self.schemes[0] if len(self.schemes) == 1 else self._targeting(module)
         if found is None:
             raise CheckpointError(
@@ -68,13 +68,13 @@ class StoredQuantization:
         return found
 
     def expected(self, module: str) -> WeightScheme | None:
-        """Of a linear whose tensors are not at hand; None where it is to be plain."""
+        """The scheme of a linear whose tensors are not available; None if it should be plain."""
         if any(_covers(pattern, module) for pattern in self.plain_modules):
             return None
         return self._targeting(module)
 
     def _targeting(self, module: str) -> WeightScheme | None:
-        """A name goes before a class."""
+        """The scheme that targets a module; names take precedence over classes."""
         for scheme in self.schemes:
             if any(_matches(module, target) for target in scheme.targets):
                 return scheme
@@ -84,12 +84,12 @@ class StoredQuantization:
         return None
 
 
-# Of GGUF files, whose tensors say themselves how each is stored.
+# For GGUF files, in which each tensor states its own format.
 GGUF = StoredQuantization(method="gguf", schemes=())
 
 
 def _covers(pattern: str, module: str) -> bool:
-    """Patterns of modules name all that is inside, from anywhere in a path."""
+    """Whether a pattern covers a module: it includes all submodules, at any depth of the path."""
     return _matches(module, pattern) or f".{pattern}." in f".{module}."
 
 
@@ -104,7 +104,7 @@ def _is_class(target: str) -> bool:
 
 
 def read_quantization(config: Mapping[str, Any]) -> StoredQuantization | None:
-    """Of a config.json; None where weights are plain. CheckpointError where it can't be read."""
+    """Parse a config.json; None if weights are plain. CheckpointError if it is not supported."""
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, Mapping) else [config]
     for part in parts:
@@ -121,9 +121,7 @@ def _read(fields: Any) -> StoredQuantization:
     if method is None and "config_groups" in fields:
         method = "compressed-tensors"
     if method not in _READERS:
-        raise bad(
-            f"quant_method is {method!r}, of which llmc reads {', '.join(_READERS)}; {WAY_OUT}"
-        )
+        raise bad(f"quant_method is {method!r}; llmc supports {', '.join(_READERS)}; {WAY_OUT}")
     return _READERS[method](fields)
 
 
@@ -154,7 +152,7 @@ def _mxfp4(fields: Mapping[str, Any]) -> StoredQuantization:
 def _gptq(fields: Mapping[str, Any]) -> StoredQuantization:
     form = fields.get("checkpoint_format") or fields.get("format") or "gptq"
     if form not in ("gptq", "gptq_v2"):
-        raise bad(f"checkpoint_format is {form!r}, of which llmc reads gptq, gptq_v2; {WAY_OUT}")
+        raise bad(f"checkpoint_format is {form!r}; llmc supports gptq, gptq_v2; {WAY_OUT}")
     one_of(fields, "pack_dtype", "int32", ("int32", "torch.int32"))
 
     def scheme(own: Mapping[str, Any], targets: tuple[str, ...]) -> WeightScheme:
@@ -186,7 +184,7 @@ def _gptq(fields: Mapping[str, Any]) -> StoredQuantization:
 def _awq(fields: Mapping[str, Any]) -> StoredQuantization:
     form = fields.get("version") or fields.get("checkpoint_format") or fields.get("format")
     if str(form or "gemm").lower() != "gemm":
-        raise bad(f"version is {form!r}, of which llmc reads gemm; {WAY_OUT}")
+        raise bad(f"version is {form!r}; llmc supports gemm; {WAY_OUT}")
     bits = "bits" if "bits" in fields else "w_bit"
     group = "group_size" if "group_size" in fields else "q_group_size"
     return StoredQuantization(
@@ -208,10 +206,10 @@ _COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quan
 
 def _compressed(fields: Mapping[str, Any]) -> StoredQuantization:
     if mapping_in(fields, "transform_config"):
-        raise bad(f"transform_config asks for rotations of the inputs; {WAY_OUT}")
+        raise bad(f"transform_config rotates the inputs, which is not supported; {WAY_OUT}")
     sparse = mapping_in(fields, "sparsity_config").get("format", "dense")
     if sparse != "dense":
-        raise bad(f"sparsity_config has the format {sparse!r}, llmc reads dense; {WAY_OUT}")
+        raise bad(f"sparsity_config has the format {sparse!r}; llmc supports dense; {WAY_OUT}")
     groups = mapping_in(fields, "config_groups")
     schemes, activations = [], False
     for name, group in groups.items():
@@ -236,9 +234,7 @@ def _compressed(fields: Mapping[str, Any]) -> StoredQuantization:
 def _compressed_scheme(name: str, form: Any, group: Mapping[str, Any]) -> WeightScheme:
     where = f"config_groups.{name}."
     if form not in _COMPRESSED:
-        raise bad(
-            f"{where}format is {form!r}, of which llmc reads {', '.join(_COMPRESSED)}; {WAY_OUT}"
-        )
+        raise bad(f"{where}format is {form!r}; llmc supports {', '.join(_COMPRESSED)}; {WAY_OUT}")
     weights = group["weights"]
     if not isinstance(weights, Mapping):
         raise bad(f"{where}weights is {weights!r} instead of an object")

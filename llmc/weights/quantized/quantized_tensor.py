@@ -1,4 +1,4 @@
-"""One weight of a quantized checkpoint: which tensors make it up, and how it is read from them."""
+"""One weight of a quantized checkpoint: its stored tensors, and how it is read from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BYTE_SCALES = (torch.uint8, torch.float8_e8m0fnu)  # powers of two
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedTensor:
-    """A weight that several stored tensors make up. `read()` gives its numbers in `dtype`.
+    """A weight stored in several tensors. `read()` dequantizes it to `dtype`.
 
     `block`: (channels, inputs) that share a scale. `transposed`: the parameter is [.., K, N].
     """
@@ -37,7 +37,7 @@ class QuantizedTensor:
     transposed: bool = False
 
     def read(self, out: Tensor | None = None) -> Tensor:
-        """The dequantized weight; into `out` when given."""
+        """The dequantized weight, written into `out` if given."""
         if out is None:
             out = staging(self.shape, self.dtype)
         unpack.dequantize(self.low_bits(), out.mT if self.transposed else out)
@@ -47,13 +47,13 @@ class QuantizedTensor:
         return self is other
 
     def is_in_order(self) -> bool:
-        """Whether the inputs of a group lie side by side."""
+        """Whether the inputs of each group are consecutive."""
         groups = self.group_of
         return groups is None or _are_in_order(groups.read(), self.block[1])
 
     def low_bits(self, part: SomeOf | None = None) -> LowBits:
-        """As it is stored, with channels first and one value an element. Of the values `part` alone
-        are read; scales are those of all."""
+        """The stored values, unpacked: channels first, one value per element. With `part`, only
+        those values are read, but the scales of all."""
         layout, bits = self.scheme.layout, self.scheme.bits
         q, scale = self.words(self.weight, part), self.scale.read()
         zero = None if self.zero is None else self.zero.read()
@@ -95,13 +95,13 @@ class QuantizedTensor:
         )
 
     def words(self, stored: StoredTensor, part: SomeOf | None) -> Tensor:
-        """`part` of the tensor that holds the values, or of mxfp4 their exponents.
+        """`part` of the tensor with the values, or, for mxfp4, with their exponents.
 
-        Raises CheckpointError where it begins or ends inside of what is stored as one.
+        Raises CheckpointError if the part starts or ends inside a stored element.
         """
         if part is None:
             return stored.read()
-        dim, values = part.dim, 1  # a stored element has so many of them along `dim`
+        dim, values = part.dim, 1  # values per stored element along `dim`
         per_word = 32 // self.scheme.bits
         match self.scheme.layout:
             case "gptq":
@@ -114,8 +114,9 @@ class QuantizedTensor:
                 dim, values = (1, 1) if self._is_of_channels(part) else (2, self.block[1])
         if any(n % values for pair in part.ranges for n in pair):
             raise CheckpointError(
-                f"{stored.name} can't be divided among ranks at {part.ranges}, for {values} values "
-                "are stored as one; serve on one rank, or widen with --quantization none"
+                f"{stored.name} can't be sharded among ranks at {part.ranges}, because {values} "
+                "values share one stored element; serve on one rank, or dequantize with "
+                "--quantization none"
             )
         ranges = tuple((start // values, n // values) for start, n in part.ranges)
         return SomeOf(shape=stored.shape, dim=dim, ranges=ranges).take(stored)
@@ -124,7 +125,7 @@ class QuantizedTensor:
         return (part.dim == len(self.shape) - 2) != self.transposed
 
     def places(self, part: SomeOf | None) -> tuple[Tensor, Tensor]:
-        """Which channels and which inputs `low_bits(part)` has."""
+        """The indices of the channels and inputs in `low_bits(part)`."""
         channels, depth = self.shape[:-3:-1] if self.transposed else self.shape[-2:]
         places = torch.arange(channels), torch.arange(depth)
         if part is None:
@@ -133,11 +134,11 @@ class QuantizedTensor:
         return (some, places[1]) if self._is_of_channels(part) else (places[0], some)
 
     def _checked_groups(self, groups: Tensor, count: int) -> Tensor | None:
-        """None where they are in order."""
+        """The group of each input, checked; None if they are in order."""
         assert self.group_of is not None
         if int(groups.min()) < 0 or int(groups.max()) >= count:
             raise CheckpointError(
-                f"{self.group_of.name} names group {int(groups.max())}, of which there are {count}"
+                f"{self.group_of.name} names group {int(groups.max())}, but there are only {count}"
             )
         return None if _are_in_order(groups, self.block[1]) else groups.long()
 
@@ -147,5 +148,5 @@ def _are_in_order(groups: Tensor, size: int) -> bool:
 
 
 def grid_of(channels: int, depth: int, block: tuple[int, int]) -> tuple[int, int]:
-    """How many blocks there are each way."""
+    """The number of blocks along channels and inputs."""
     return math.ceil(channels / block[0]), math.ceil(depth / block[1])

@@ -1,4 +1,4 @@
-"""Whether the tensors of a quantized weight fit one another: CheckpointError with both shapes."""
+"""Checks that the tensors of a quantized weight match: CheckpointError with both shapes if not."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def block_of(scale: StoredTensor, channels: int, depth: int) -> tuple[int, int]:
-    """Where config.json leaves it open: one scale, one a channel, or one an input."""
+    """The block if config.json does not state it: one scale, one per channel, or one per input."""
     sizes = scale.shape if len(scale.shape) != 1 else (*scale.shape, 1)
     rows, columns = sizes[-2:] if len(sizes) > 1 else (1, 1)
     if rows not in (1, channels) or columns not in (1, depth):
         raise CheckpointError(
             f"{scale.name} has shape {list(scale.shape)}; its weight of {channels} channels and "
-            f"{depth} inputs asks for one scale, or one a channel"
+            f"{depth} inputs requires one scale, or one per channel"
         )
     return channels // rows, depth // columns
 
@@ -41,7 +41,7 @@ def check_scale(
     if scale.shape not in fits:
         raise CheckpointError(
             f"{scale.name} has shape {list(scale.shape)}; its weight of {channels} channels and "
-            f"{depth} inputs with a scale for every {block[0]} by {block[1]} asks for {list(want)}"
+            f"{depth} inputs with a scale for every {block[0]} by {block[1]} requires {list(want)}"
         )
     _check_dtype(scale, dtypes)
 
@@ -49,7 +49,7 @@ def check_scale(
 def check_shape(tensor: StoredTensor, want: tuple[int, ...], *dtypes: torch.dtype) -> None:
     if tensor.shape != want:
         raise CheckpointError(
-            f"{tensor.name} has shape {list(tensor.shape)}; its weight asks for {list(want)}"
+            f"{tensor.name} has shape {list(tensor.shape)}; its weight requires {list(want)}"
         )
     _check_dtype(tensor, dtypes)
 
@@ -57,7 +57,7 @@ def check_shape(tensor: StoredTensor, want: tuple[int, ...], *dtypes: torch.dtyp
 def check_kind(tensor: StoredTensor, dims: int, dtype: torch.dtype) -> None:
     if len(tensor.shape) != dims:
         raise CheckpointError(
-            f"{tensor.name} has shape {list(tensor.shape)} instead of {dims} sizes"
+            f"{tensor.name} has shape {list(tensor.shape)} instead of {dims} dimensions"
         )
     _check_dtype(tensor, (dtype,))
 

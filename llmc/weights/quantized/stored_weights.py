@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint that is stored quantized -> the weights that the model asks for.
+"""Tensors of a quantized checkpoint -> the weights that the model needs.
 
-Stands between checkpoint.py and weights.py: several tensors (packed bits, scales, zero points)
-become one `QuantizedTensor` under the parameter's own name, which is read like a plain one. So
-names, layouts, merges and passes know nothing of it.
+Between checkpoint.py and load.py: several tensors (packed bits, scales, zero points) become one
+`QuantizedTensor` under the parameter's own name, which is read like a plain tensor. Names, layouts,
+merges and passes therefore do not depend on the format.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from llmc.weights.quantized.stored_shapes import (
 log = logging.getLogger(__name__)
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Last parts of names. Activations are computed with as they are, the cache has its own options.
+# Name suffixes. Activations are not quantized here, and the KV cache has its own options.
 _OF_ACTIVATIONS = (
     "input_scale",
     "input_scale_ub",
@@ -46,23 +46,23 @@ _OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zer
 def dequantized(
     tensors: Mapping[str, StoredTensor], quantization: StoredQuantization | None, dtype: torch.dtype
 ) -> dict[str, Readable]:
-    """The weights by name, those that are stored quantized to be read in `dtype`.
+    """The weights by name; quantized ones will be read in `dtype`.
 
-    Raises CheckpointError for tensors that are missing or do not fit one another.
+    Raises CheckpointError for tensors that are missing or inconsistent.
     """
     if quantization is None:
         return dict(tensors)
     finder = _Finder(tensors, quantization, dtype)
     found = finder.find()
     if quantization.quantizes_activations:
-        _tell(
-            f"{quantization.method} quantizes activations too: here the weights alone are, "
-            "activations keep their type"
+        _log_once(
+            f"{quantization.method} quantizes activations too; llmc quantizes only the weights, "
+            "activations keep their dtype"
         )
     unused = {n for n in finder.left if n.rpartition(".")[2] in _OF_ACTIVATIONS}
     of_cache = {n for n in finder.left if n.rpartition(".")[2] in _OF_CACHE}
     if of_cache:
-        _tell(f"{len(of_cache)} scales of the KV cache in the checkpoint are not used")
+        _log_once(f"{len(of_cache)} KV cache scales in the checkpoint are not used")
     plain = {n: t for n, t in finder.left.items() if n not in unused | of_cache}
     if not found:
         log.warning("config.json says %s, but no weight is quantized", quantization.method)
@@ -70,13 +70,13 @@ def dequantized(
 
 
 @cache
-def _tell(message: str) -> None:
-    """Once, however often a checkpoint is opened."""
+def _log_once(message: str) -> None:
+    """Log a message once, however often a checkpoint is opened."""
     log.info("%s", message)
 
 
 class _Finder:
-    """Takes the tensors of quantized weights out of `left`."""
+    """Removes the tensors of quantized weights from `left` and combines them."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class _Finder:
         scheme = self._quantization.scheme_of(module)
         if scheme.layout not in layouts:
             raise CheckpointError(
-                f"{name} is no tensor of what quantization_config describes for it "
+                f"{name} does not match what quantization_config describes for it "
                 f"({self._quantization.method}, {scheme.layout}, {scheme.bits} bits)"
             )
         return scheme
@@ -128,14 +128,14 @@ class _Finder:
         scale = self._take(known[0] if known else f"{name}_scale", for_=name)
         if len(weight.shape) not in (2, 3):
             raise CheckpointError(
-                f"{name} has shape {list(weight.shape)}; a weight has 2 or 3 sizes"
+                f"{name} has shape {list(weight.shape)}; a weight has 2 or 3 dimensions"
             )
         channels, depth = weight.shape[-2:]
         block = scheme.block
         if block is None:
             block = block_of(scale, channels, depth)
         elif scale.shape[:1] == (channels,) and block == (ALL, ALL):
-            block = (1, ALL)  # of layers that a quantizer merged
+            block = (1, ALL)  # layers merged by a quantizer
         block = (block[0] or channels, block[1] or depth)
         check_scale(scale, weight, block)
         zero = self.left.pop(f"{name}_zero_point", None)
@@ -166,7 +166,7 @@ class _Finder:
             given = stated.read().tolist()
             if given[:1] != [channels] or math.ceil(given[-1] / per_word) != weight.shape[1]:
                 raise CheckpointError(
-                    f"{weight.name} has shape {list(weight.shape)} with {scheme.bits} bits a "
+                    f"{weight.name} has shape {list(weight.shape)} with {scheme.bits} bits per "
                     f"value, but {stated.name} says {given}"
                 )
             depth = given[-1]
@@ -197,7 +197,7 @@ class _Finder:
         )
 
     def _in_words(self, module: str, scheme: WeightScheme) -> QuantizedTensor:
-        """gptq packs a channel's inputs in a word, awq an input's channels."""
+        """A gptq or awq weight: gptq packs inputs of a channel into a word, awq packs channels."""
         name = f"{module}.qweight"
         weight = self._take(name, for_=name)
         scale = self._take(f"{module}.scales", for_=name)

@@ -1,8 +1,8 @@
-"""Packed bits -> values [N, K] and their scales: the layouts of quantized checkpoints, and back
-to the numbers that they stand for.
+"""Packed bits -> values [N, K] and their scales, for the layouts of quantized checkpoints; and
+dequantization.
 
-Layouts as their makers write them: AutoAWQ (gemm), GPTQModel, compressed-tensors (pack_quantized),
-and the OCP microscaling formats. Bytes of a word are taken in little-endian order.
+Layouts as written by AutoAWQ (gemm), GPTQModel and compressed-tensors (pack_quantized), and the OCP
+microscaling formats. The bytes of a word are in little-endian order.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word of AWQ holds each of its eight channels
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of the eight channels in an AWQ word
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_AT_ONCE = 1 << 18  # values that are widened in one go, in a cache
+_AT_ONCE = 1 << 18  # values dequantized at a time, so that they fit in a cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowBits:
-    """A weight [N, K] as it is stored: value = (q - zero) * scale.
+    """A quantized weight [N, K]: value = (q - zero) * scale.
 
     q: int8, uint8 or float8. scale, zero: over blocks of (channels, inputs) of size `block`.
-    group_of [K]: the column of `scale` of each input, where inputs are not in order. All but
-    `group_of` may have a dimension in front, of experts.
+    group_of [K]: the column of `scale` for each input, if inputs are not in order. All but
+    `group_of` can have a leading dimension of experts.
     """
 
     q: Tensor
@@ -34,7 +34,7 @@ class LowBits:
     group_of: Tensor | None = None
 
     def matrices(self) -> Iterator[LowBits]:
-        """Itself, or what each expert has."""
+        """Itself, or one item per expert."""
         if self.q.dim() == 2:
             yield self
             return
@@ -44,7 +44,7 @@ class LowBits:
 
 
 def dequantize(low: LowBits, out: Tensor) -> None:
-    """Write the numbers into `out` [..., N, K], computed in float32 and rounded once."""
+    """Dequantize into `out` [..., N, K]; computed in float32 and rounded once."""
     if low.q.dim() == 3:
         for one, place in zip(low.matrices(), out, strict=True):
             dequantize(one, place)
@@ -52,7 +52,7 @@ def dequantize(low: LowBits, out: Tensor) -> None:
     channels, depth = low.q.shape
     scale, zero = low.scale.float(), None if low.zero is None else low.zero.float()
     rows = min(channels, max(1, _AT_ONCE // depth))
-    values = torch.empty(rows, depth)  # one for all: fresh memory costs more than the arithmetic
+    values = torch.empty(rows, depth)  # reused: allocating memory costs more than the arithmetic
     for start in range(0, channels, rows):
         q = low.q[start : start + rows]
         some = values[: len(q)]
@@ -76,7 +76,7 @@ def _widen(q: Tensor, out: Tensor) -> None:
 def _over_groups(
     values: Tensor, low: LowBits, apply: Callable[[Tensor, Tensor], Tensor], groups: Tensor
 ) -> None:
-    """`apply` to values [R, K] in place, and to what groups [R, G] have for each."""
+    """`apply` in place to values [R, K] and the entry of groups [R, G] for each value."""
     depth, size = values.shape[1], low.block[1]
     if low.group_of is not None:
         apply(values, groups[:, low.group_of])
@@ -95,7 +95,7 @@ def pieces(words: Tensor, bits: int) -> Tensor:
 
 
 def add_one(words: Tensor, bits: int) -> Tensor:
-    """To every value of int32 words, with the carries that its writer borrowed."""
+    """Add one to every packed value of int32 words; carries undo the writer's borrows."""
     return words + (0x11111111 if bits == 4 else 0x01010101)
 
 
@@ -123,7 +123,7 @@ def centered(q: Tensor, bits: int) -> Tensor:
 
 
 def unpack_e2m1(codes: Tensor) -> Tensor:
-    """uint8 [..., B], two codes a byte, the lower half first -> float8_e4m3fn [..., 2 B], exact."""
+    """uint8 [..., B], two codes per byte, low half first -> float8_e4m3fn [..., 2 B], exact."""
     known = torch.tensor(_E2M1 + tuple(-v for v in _E2M1)).to(torch.float8_e4m3fn)
     both = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
     return known.view(torch.uint8)[both.int()].view(torch.float8_e4m3fn)
